@@ -1,0 +1,84 @@
+"""Put compiled forwards into the blocks of a model for the length of one call."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .compiled_kind import CompiledKind
+from .discovery import BlockPlan, find_blocks
+from .registry import code_of
+from .settings import CompileSettings
+
+_plans: weakref.WeakKeyDictionary[nn.Module, BlockPlan] = weakref.WeakKeyDictionary()
+
+
+def plan_for(model: nn.Module) -> BlockPlan:
+    """All blocks of `model`, found once."""
+    plan = _plans.get(model)
+    if plan is None:
+        plan = _plans[model] = find_blocks(model)
+    return plan
+
+
+@contextmanager
+def compiled_blocks(
+    model: nn.Module, settings: CompileSettings, poll: Callable[[], None], inputs: tuple = ()
+) -> Iterator[None]:
+    """While the context lasts, the chosen blocks of `model` run compiled.
+
+    Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run as
+    ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
+
+    Args:
+        poll: called before each block; may raise to stop (the host's interrupt).
+        inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
+    """
+    code = code_of(model)
+    first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
+    bound: list[tuple[nn.Module, Callable | None]] = []
+    try:
+        for block in _modules_at(model, plan_for(model).select(settings.patterns)):
+            found = block.__dict__.get("forward")
+            if found is not None and not _is_own_forward(block, found):
+                continue
+            kind = code.kind_of(block, settings)
+            if kind is not None:
+                bound.append((block, found))
+                block.__dict__["forward"] = functools.partial(_polled, poll, kind, first_shape, block)
+        yield
+    finally:
+        for block, found in reversed(bound):
+            if found is None:
+                block.__dict__.pop("forward", None)
+            else:
+                block.__dict__["forward"] = found
+
+
+def _polled(
+    poll: Callable[[], None], kind: CompiledKind, first_shape: bool, block: nn.Module, *args: object, **kwargs: object
+) -> object:
+    if torch.compiler.is_compiling():  # somebody compiles the whole model around us
+        return type(block).forward(block, *args, **kwargs)
+    poll()
+    return kind(block, first_shape, args, kwargs)
+
+
+def _is_own_forward(block: nn.Module, found: Callable) -> bool:
+    """The host leaves `forward` in `__dict__` after it takes an object patch back; that one is the block's own."""
+    return isinstance(found, types.MethodType) and found.__func__ is type(block).forward and found.__self__ is block
+
+
+def _modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
+    for block in plan.blocks:
+        module: nn.Module | None = model
+        for name in block.path.split(".") if block.path else ():
+            module = module._modules.get(name) if module is not None else None
+        if module is not None:
+            yield module

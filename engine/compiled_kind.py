@@ -1,0 +1,217 @@
+"""One compiled callable for all blocks of one kind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .block_options import OptionsFilter
+from .errors import BlockCompileError
+from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
+from .monitor import CompileEvent, CompileStats, monitor
+from .scopes import compile_scope
+from .settings import CompileSettings
+
+logger = logging.getLogger("torch-compile-kit")
+# Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
+_first_call_lock = threading.RLock()
+
+
+@dataclass
+class CompiledKind:
+    """Blocks of one class and structure, compiled once and called with the block as `self`.
+
+    Holds no block and no weight: freeing the model frees them at once.
+
+    Args:
+        class_name: for reports.
+        forward: the class's own forward function.
+        settings: decides backend, options, shapes and limits.
+        filter_options: see `block_options`.
+    """
+
+    class_name: str
+    forward: Callable
+    settings: CompileSettings
+    filter_options: OptionsFilter
+    stats: CompileStats = field(default_factory=CompileStats)
+    failure: Failure | None = None
+    limit_reached: bool = False
+    first_shapes: set[tuple] = field(default_factory=set)
+    _static: Callable | None = None
+    _dynamic: Callable | None = None
+    _seen: set[tuple] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        code = self.forward.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self._options_at = names.index("transformer_options") if "transformer_options" in names else None
+
+    def __call__(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
+        """Run `block` compiled, or eager where that has failed before.
+
+        Args:
+            first_shape: the whole model runs at the first shape it was ever given (see `dynamic` = auto).
+        """
+        if self.failure is not None:
+            return self.forward(block, *args, **kwargs)
+        given = kwargs.get("transformer_options")
+        at = None
+        if given is None and self._options_at is not None and len(args) >= self._options_at:
+            at = self._options_at - 1
+            given = args[at]
+        if not given:
+            return self._run(block, first_shape, args, kwargs)
+        options, _patched = self.filter_options(given)
+        if at is None:
+            kwargs = {**kwargs, "transformer_options": options}
+        else:
+            args = (*args[:at], options, *args[at + 1 :])
+        try:
+            return self._run(block, first_shape, args, kwargs)
+        finally:
+            if options is not given:
+                OptionsFilter.write_back(given, options)
+
+    def _run(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and _is_transposed(tensor):
+                return self._run_contiguous(block, first_shape, args, kwargs)
+        signature = shapes_of(args, kwargs)
+        if first_shape and signature not in self.first_shapes:
+            self.first_shapes.add(signature)
+            self._seen.discard(signature)
+        if signature in self._seen:
+            return self._call(self._callable(signature), block, args, kwargs)
+        if self.limit_reached and self.settings.dynamic == "false":
+            return self.forward(block, *args, **kwargs)
+        with _first_call_lock:
+            result = self._call(self._callable(signature), block, args, kwargs)
+            if self.failure is None:
+                self._seen.add(signature)
+        return result
+
+    def _run_contiguous(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
+        """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
+        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and _is_transposed(a)]
+        by_id = {id(original): copy for original, copy in copied}
+        result = self._run(block, first_shape, tuple(by_id.get(id(a), a) for a in args), kwargs)
+        for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
+            original.copy_(copy)
+        return result
+
+    def _callable(self, signature: tuple) -> Callable:
+        """Static for the model's first shape in `auto`, dynamic for all others; one of the two otherwise."""
+        dynamic = self.settings.dynamic
+        if dynamic == "auto":
+            dynamic = "false" if signature in self.first_shapes else "true"
+        if dynamic == "false":
+            if self._static is None:
+                self._static = self._compile(dynamic=False)
+            return self._static
+        if self._dynamic is None:
+            self._dynamic = self._compile(dynamic=True)
+        return self._dynamic
+
+    def _compile(self, dynamic: bool) -> Callable:
+        """torch.compile of a private copy of the forward.
+
+        PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
+        and setting its own, and frees it with this object.
+        """
+        source = self.forward
+        own = types.FunctionType(
+            source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
+        )
+        own.__kwdefaults__ = source.__kwdefaults__
+        own.__qualname__ = source.__qualname__
+        return torch.compile(
+            own,
+            backend=self.settings.backend,
+            fullgraph=self.settings.fullgraph,
+            dynamic=dynamic,
+            options=self.settings.inductor_options() or None,
+        )
+
+    def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        event = CompileEvent(on_first=lambda: before.extend(_copies(args, kwargs)))
+        limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
+        if limited:
+            limit = self.settings.variant_limit
+            compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
+        monitor.calls.append(event)
+        try:
+            return compiled(block, *args, **kwargs)
+        except Exception as error:
+            if not is_limit_hit(error) and (not event.started or never_swallowed(error)):
+                raise
+            return self._after_failure(error, before, block, args, kwargs)
+        finally:
+            monitor.calls.pop()
+            if limited:
+                compile_scope.exit()
+            if event.started:
+                self.stats += event.stats(self.class_name)
+
+    def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""
+        for tensor, copy in before:
+            tensor.copy_(copy)
+        if is_limit_hit(error):
+            if not self.limit_reached:
+                self.limit_reached = True
+                logger.warning(
+                    "%s: %d compiled variants, the limit. New shapes run eager; set cache_limit higher or dynamic to true.",
+                    self.class_name,
+                    self.settings.variant_limit,
+                )
+            return self.forward(block, *args, **kwargs)
+        failure = describe_failure(self.class_name, error)
+        if self.settings.on_failure == "stop":
+            raise BlockCompileError(failure.message()) from error
+        # An error of the model itself comes again here and is the user's to see, as without us.
+        result = self.forward(block, *args, **kwargs)
+        self.failure = failure
+        logger.warning("%s", failure.message())
+        return result
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def shapes_of(args: tuple, kwargs: dict) -> tuple:
+    """Shapes of all tensors given to a module, those in lists and tuples included."""
+    shapes = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            shapes.append(value.shape)
+        elif isinstance(value, list | tuple):
+            shapes.extend(v.shape for v in _tensors((value,), {}))
+    return tuple(shapes)
+
+
+def _copies(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(t, t.clone()) for t in _tensors(args, kwargs)]
+
+
+def _is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
+    return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
+
+
+def structure_of(block: nn.Module) -> tuple:
+    """What blocks must share to share graphs: classes of the layers, and shapes of the weights."""
+    layers = tuple((name, type(m).__module__, type(m).__qualname__) for name, m in block.named_modules())
+    weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
+    return layers, weights, buffers

@@ -1,0 +1,80 @@
+"""What went wrong while compiling, in words that lead to a cure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch._dynamo import exc as dynamo_errors
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a kind of block runs eager.
+
+    Args:
+        block: class name.
+        reason: first line of the error.
+        cure: what the user can do.
+        details: the full error, for those who ask.
+    """
+
+    block: str
+    reason: str
+    cure: str
+    details: str
+
+    def message(self) -> str:
+        return f"{self.block} could not be compiled and runs eager: {self.reason} {self.cure}"
+
+
+# By class name, so that names which only some PyTorch versions have need no import.
+_CURES = {
+    "TritonMissing": "Install triton for this PyTorch (on Windows: pip install triton-windows).",
+    "GPUTooOldForTriton": "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none.",
+    "InvalidCxxCompiler": "Install a C++ compiler (Linux: g++; Windows: Visual Studio Build Tools with the C++ workload).",
+    "CppCompileError": "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete.",
+    "Unsupported": "Its code has parts PyTorch cannot trace; set fullgraph to false, or leave it out with only_blocks.",
+    "UserError": "Its code has parts PyTorch cannot trace; leave it out with only_blocks.",
+}
+_DEFAULT_CURE = "Try backend aot_eager or mode default; leave the block out with only_blocks if it stays."
+
+
+def chain(error: BaseException) -> list[BaseException]:
+    """The error and all it was raised from, outermost first."""
+    found: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and current not in found:
+        found.append(current)
+        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
+    return found
+
+
+def _unwrapped(error: BaseException) -> BaseException:
+    """What the backend raised, without PyTorch's wrapping."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error
+
+
+def never_swallowed(error: BaseException) -> bool:
+    """Out of memory is the host's to handle: it frees models and tries again."""
+    return any(isinstance(e, torch.OutOfMemoryError | MemoryError) for e in chain(error))
+
+
+def is_limit_hit(error: BaseException) -> bool:
+    """The limit of compiled variants was reached."""
+    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+
+
+def describe_failure(block: str, error: Exception) -> Failure:
+    """Name the innermost cause that has a known cure."""
+    causes = chain(error)
+    known = next((e for e in causes if type(e).__name__ in _CURES), None)
+    shown = known or _unwrapped(error)
+    lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
+    reason = f"{type(shown).__name__}: {lines[0] if lines else 'no message'}"
+    if not reason.endswith("."):
+        reason += "."
+    cure = _CURES.get(type(known).__name__, _DEFAULT_CURE) if known else _DEFAULT_CURE
+    return Failure(block, reason, cure, str(error))

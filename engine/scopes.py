@@ -1,0 +1,110 @@
+"""PyTorch settings that hold only while they are needed.
+
+Process-wide switches (torch 2.11; per thread from 2.12) are put back when the last user of a scope leaves it, also after an
+error. Worker threads (multi-GPU) may overlap, so the first one in saves the values and the last one out restores them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.fx.experimental._config as shape_config
+
+_lock = threading.RLock()
+
+
+class SharedScope:
+    """A set of switches that overlapping users share.
+
+    Args:
+        switches: name -> (read, write); what the runtime does not know is left out by the caller.
+    """
+
+    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]]):
+        self._switches = switches
+        self._saved: dict[int, dict[str, object]] = {}
+        self._users: dict[int, int] = {}
+
+    @contextmanager
+    def holding(self, **values: object) -> Iterator[None]:
+        """Set `values` until the block ends."""
+        self.enter(**values)
+        try:
+            yield
+        finally:
+            self.exit()
+
+    def enter(self, **values: object) -> None:
+        with _lock:
+            scope = _thread_of_config()
+            if not self._users.get(scope):
+                self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
+            self._users[scope] = self._users.get(scope, 0) + 1
+            for name, value in values.items():
+                if name in self._switches:
+                    self._saved[scope].setdefault(name, self._switches[name][0]())
+                    self._switches[name][1](value)
+
+    def exit(self) -> None:
+        with _lock:
+            scope = _thread_of_config()
+            self._users[scope] -= 1
+            if not self._users[scope]:
+                del self._users[scope]
+                for name, value in self._saved.pop(scope).items():
+                    self._switches[name][1](value)
+
+
+def _thread_of_config() -> int:
+    """Config is process-wide up to torch 2.11 and belongs to the thread after it."""
+    return threading.get_ident() if _CONFIG_PER_THREAD else 0
+
+
+def _version() -> tuple[int, int]:
+    major, minor = torch.__version__.split(".")[:2]
+    return int(major), int(minor)
+
+
+_CONFIG_PER_THREAD = _version() >= (2, 12)
+
+
+def _attributes(owner: object, names: tuple[str, ...]) -> dict:
+    def switch(name: str) -> tuple:
+        return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+    return {name: switch(name) for name in names if hasattr(owner, name)}
+
+
+compile_scope = SharedScope(
+    {
+        **_attributes(
+            torch._dynamo.config,
+            ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"),
+        ),
+        **_attributes(torch._dynamo.config, ("use_recursive_dict_tags_for_guards", "allow_unspec_int_on_nn_module")),
+        **_attributes(shape_config, ("use_duck_shape",)),
+    }
+)
+
+_matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))
+_cudnn = _attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))
+sampling_scope = SharedScope(
+    {
+        "matmul_tf32": _matmul.get("allow_tf32"),
+        "cudnn_tf32": _cudnn.get("allow_tf32"),
+        "cudnn_benchmark": _cudnn.get("benchmark"),
+    }
+)
+
+
+def sampling_switches(allow_tf32: bool, cudnn_benchmark: bool) -> dict[str, bool]:
+    """The switches to hold while a model samples; only what the user turned on, the rest stays as found."""
+    switches = {}
+    if allow_tf32:
+        switches |= {"matmul_tf32": True, "cudnn_tf32": True}
+    if cudnn_benchmark:
+        switches["cudnn_benchmark"] = True
+    return switches

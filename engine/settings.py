@@ -1,0 +1,128 @@
+"""What the user asked for, validated once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import torch
+
+from .errors import InvalidSetting
+
+BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+DYNAMIC = ("auto", "true", "false")
+BLOCK_SWAP = ("auto", "eager linears", "off")
+ATTENTION = ("auto", "host", "cudnn", "flash", "efficient")
+ON_FAILURE = ("run eager", "stop")
+MAX_CACHE_LIMIT = 4096
+# Enough for every size and prompt length people meet with dynamic=false, small enough to notice a runaway.
+AUTOMATIC_CACHE_LIMIT = 64
+
+_CHOICES = {
+    "backend": BACKENDS,
+    "mode": MODES,
+    "dynamic": DYNAMIC,
+    "block_swap": BLOCK_SWAP,
+    "attention": ATTENTION,
+    "on_failure": ON_FAILURE,
+}
+
+
+@dataclass(frozen=True)
+class CompileSettings:
+    """The inputs of the node Torch Compile Model, as one comparable and hashable value.
+
+    Args:
+        backend: a registered torch.compile backend, or `none` for "leave the model alone".
+        mode: one of PyTorch's four inductor modes.
+        dynamic: `auto` (first shape static, everything after it dynamic), `true` or `false`.
+        fullgraph: fail instead of breaking the graph.
+        cache_limit: compiled variants per block kind; 0 means `AUTOMATIC_CACHE_LIMIT`.
+        block_swap: how blocks run whose weights are not resident on the device.
+        attention: attention kernel inside compiled blocks.
+        on_failure: `run eager` or `stop`.
+        allow_tf32, cudnn_benchmark: torch.backends switches, on only while the model samples.
+        only_blocks: comma-separated fnmatch patterns of block paths; empty means all.
+
+    Raises:
+        InvalidSetting: a value is unknown, or two inputs contradict each other.
+    """
+
+    backend: str = "inductor"
+    mode: str = "default"
+    dynamic: str = "auto"
+    fullgraph: bool = False
+    cache_limit: int = 0
+    block_swap: str = "auto"
+    attention: str = "auto"
+    on_failure: str = "run eager"
+    allow_tf32: bool = False
+    cudnn_benchmark: bool = False
+    only_blocks: str = ""
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise InvalidSetting(name, value, f"choose one of {', '.join(choices)}.")
+        if not 0 <= self.cache_limit <= MAX_CACHE_LIMIT:
+            raise InvalidSetting("cache_limit", self.cache_limit, f"use 0 (automatic) or a number up to {MAX_CACHE_LIMIT}.")
+        if self.mode != "default" and self.backend not in ("inductor", "none"):
+            raise InvalidSetting(
+                "mode", self.mode, f"backend {self.backend} has no modes; set mode to default or backend to inductor."
+            )
+
+    @property
+    def enabled(self) -> bool:
+        return self.backend != "none"
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        return tuple(p.strip() for p in self.only_blocks.split(",") if p.strip())
+
+    @property
+    def variant_limit(self) -> int:
+        """Compiled variants one block kind may have."""
+        return self.cache_limit or AUTOMATIC_CACHE_LIMIT
+
+    def kind_key(self) -> tuple:
+        """The part of the settings that compiled code depends on; equal keys share it."""
+        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap"}
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
+
+    def check_backend(self) -> None:
+        """Raise InvalidSetting when this PyTorch or this machine lacks the chosen backend."""
+        if not self.enabled:
+            return
+        installed = torch._dynamo.list_backends(None)
+        if self.backend not in installed:
+            raise InvalidSetting("backend", self.backend, f"not installed; this PyTorch has {', '.join(installed)}.")
+        if self.backend == "cudagraphs" and not torch.cuda.is_available():
+            raise InvalidSetting("backend", self.backend, "CUDA graphs need an NVIDIA GPU; choose inductor.")
+
+    def inductor_options(self) -> dict:
+        """Fresh inductor options for one torch.compile call, the mode expanded into them.
+
+        `mode` and `options` exclude each other in torch.compile, and it pops entries from the dict it is given
+        (torch/__init__.py), hence a new dict each time. CUDA graphs are left out: one tree per block overwrites its
+        outputs (pytorch#152887).
+        """
+        if self.backend != "inductor":
+            return {}
+        options = dict(torch._inductor.list_mode_options(self.mode))
+        options.pop("triton.cudagraphs", None)
+        return options
+
+    def describe(self) -> str:
+        """One line for logs and reports."""
+        parts = [self.backend]
+        if self.mode != "default":
+            parts.append(self.mode)
+        parts.append(f"dynamic {self.dynamic}")
+        if self.fullgraph:
+            parts.append("fullgraph")
+        if self.cache_limit:
+            parts.append(f"cache limit {self.cache_limit}")
+        if self.only_blocks:
+            parts.append(f"only {self.only_blocks}")
+        return ", ".join(parts)

@@ -1,0 +1,15 @@
+"""The nodes of the pack."""
+
+from comfy_api.latest import ComfyExtension, io
+
+from .routes import register_routes
+from .torch_compile_model import TorchCompileModel
+from .warmup import Warmup
+
+
+class TorchCompileKit(ComfyExtension):
+    async def on_load(self) -> None:
+        register_routes()
+
+    async def get_node_list(self) -> list[type[io.ComfyNode]]:
+        return [TorchCompileModel, Warmup]

@@ -1,0 +1,104 @@
+"""The node Torch Compile Model."""
+
+from comfy_api.latest import io
+
+from ..engine import settings as choices
+from ..engine.host.attachment import attach
+from ..engine.settings import CompileSettings
+
+
+class TorchCompileModel(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TorchCompileKitModel",
+            display_name="Torch Compile Model",
+            category="torch compile",
+            description="Makes every sampling step faster: compiles the repeated blocks of the diffusion model with "
+            "torch.compile. The first step compiles; put Torch Compile Warmup behind this node to do that beforehand.",
+            search_aliases=["torch.compile", "compile model", "speed", "faster", "inductor", "optimize"],
+            inputs=[
+                io.Model.Input("model", tooltip="The diffusion model to compile. LoRA nodes may come before or after."),
+                io.Combo.Input(
+                    "backend",
+                    options=list(choices.BACKENDS),
+                    default="inductor",
+                    tooltip="inductor makes fast kernels. cudagraphs replays recorded kernels (NVIDIA). aot_eager and eager "
+                    "are for finding errors. none passes the model through unchanged.",
+                ),
+                io.Combo.Input(
+                    "mode",
+                    options=list(choices.MODES),
+                    default="default",
+                    tooltip="default compiles fast and is close to the best. The max-autotune modes try many kernels: minutes "
+                    "of compiling for a few percent. reduce-overhead is for small models. For backend inductor only.",
+                ),
+                io.Combo.Input(
+                    "dynamic",
+                    options=list(choices.DYNAMIC),
+                    default="auto",
+                    tooltip="auto: the first size gets its own fastest code, all others share one more. true: one code for "
+                    "every size. false: new code, and a wait, for each size and prompt length.",
+                ),
+                io.Boolean.Input(
+                    "fullgraph",
+                    default=False,
+                    tooltip="Treat code that cannot become one graph as a failure (see on_failure), instead of splitting it.",
+                ),
+                io.Int.Input(
+                    "cache_limit",
+                    default=0,
+                    min=0,
+                    max=choices.MAX_CACHE_LIMIT,
+                    tooltip="How many compiled variants one kind of block may have before new sizes run uncompiled. "
+                    f"0 is automatic ({choices.AUTOMATIC_CACHE_LIMIT}).",
+                ),
+                io.Combo.Input(
+                    "block_swap",
+                    options=list(choices.BLOCK_SWAP),
+                    default="auto",
+                    advanced=True,
+                    tooltip="How blocks run whose weights are not on the GPU. Not at work yet: behaves as off, which compiles "
+                    "them as they are.",
+                ),
+                io.Combo.Input(
+                    "attention",
+                    options=list(choices.ATTENTION),
+                    default="auto",
+                    advanced=True,
+                    tooltip="The attention kernel inside compiled blocks. Not at work yet: behaves as host, which keeps the "
+                    "kernel ComfyUI was started with.",
+                ),
+                io.Combo.Input(
+                    "on_failure",
+                    options=list(choices.ON_FAILURE),
+                    default="run eager",
+                    advanced=True,
+                    tooltip="When a block cannot be compiled: run it uncompiled and say so, or stop with the error.",
+                ),
+                io.Boolean.Input(
+                    "allow_tf32",
+                    default=False,
+                    advanced=True,
+                    tooltip="Faster, less exact fp32 matrix products, only while this model samples (NVIDIA RTX 30 and up).",
+                ),
+                io.Boolean.Input(
+                    "cudnn_benchmark",
+                    default=False,
+                    advanced=True,
+                    tooltip="Let cuDNN try its convolution kernels and keep the fastest, only while this model samples.",
+                ),
+                io.String.Input(
+                    "only_blocks",
+                    default="",
+                    advanced=True,
+                    tooltip="Compile only these blocks: comma-separated patterns of block paths, for example "
+                    "double_blocks.*, single_blocks.1?. Empty compiles every block found.",
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
+        )
+
+    @classmethod
+    def execute(cls, model, **inputs) -> io.NodeOutput:
+        return io.NodeOutput(attach(model, CompileSettings(**inputs)))

@@ -1,0 +1,143 @@
+"""When compiling fails: the right result, said once; or a clear stop."""
+
+import logging
+
+import pytest
+import torch
+from support import Block, Net, nothing
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+class InPlaceThenTrouble(Block):
+    """Changes its input, then needs a second graph, which the failing backend refuses."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        x += self.inner(x)
+        torch._dynamo.graph_break()
+        return x + self.outer(x)
+
+
+@pytest.fixture
+def backend():
+    """A registered backend that fails from a given call on; yields the function to set what it raises."""
+    behaviour = {"calls": 0, "from_call": 1, "error": RuntimeError("no kernel for this")}
+
+    def failing(graph, _inputs):
+        behaviour["calls"] += 1
+        if behaviour["calls"] >= behaviour["from_call"]:
+            raise behaviour["error"]
+        return graph.forward
+
+    torch._dynamo.register_backend(failing, name="aot_eager_failing")
+    yield behaviour
+    torch._dynamo.backends.registry._COMPILER_FNS.pop("aot_eager_failing")
+
+
+@pytest.fixture
+def run(engine, backend, monkeypatch):
+    settings = engine("settings")
+    monkeypatch.setattr(settings, "_CHOICES", {**settings._CHOICES, "backend": ("aot_eager_failing", "eager")})
+
+    def call(net, x, backend="aot_eager_failing", **chosen):
+        with engine("monitor").watching:
+            chosen = settings.CompileSettings(backend=backend, **chosen)
+            with engine("binding").compiled_blocks(net, chosen, poll=nothing):
+                return net(x)
+
+    return call
+
+
+def failures(engine, net):
+    return [kind.failure for kind in engine("registry").code_of(net).kinds.values() if kind.failure]
+
+
+def test_a_block_that_does_not_compile_runs_eager_once_and_for_good(engine, run, backend, caplog):
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = net(x)
+    with caplog.at_level(logging.WARNING, "torch-compile-kit"):
+        for _ in range(3):
+            assert torch.equal(run(net, x), expected)
+    assert backend["calls"] == 1
+    (failure,) = failures(engine, net)
+    assert "no kernel for this" in failure.message() and "only_blocks" in failure.message()
+    assert [r.getMessage() for r in caplog.records].count(failure.message()) == 1
+
+
+def test_inputs_changed_before_the_failure_are_put_right(run, backend):
+    backend["from_call"] = 2
+    net, x = Net(InPlaceThenTrouble), torch.randn(2, 4, 8)
+    expected = Net.forward(net, x.clone())
+    assert torch.equal(run(net, x.clone()), expected)
+    assert backend["calls"] == 2
+
+
+def test_stop_raises_with_the_cause(engine, run):
+    with pytest.raises(engine("errors").BlockCompileError, match=r"Block could not be compiled.*no kernel for this"):
+        run(Net(), torch.randn(2, 4, 8), on_failure="stop")
+
+
+def test_out_of_memory_is_never_swallowed(engine, run, backend):
+    backend["error"] = torch.OutOfMemoryError("CUDA out of memory")
+    net = Net()
+    with pytest.raises(Exception) as error:
+        run(net, torch.randn(2, 4, 8))
+    assert any(isinstance(e, torch.OutOfMemoryError) for e in engine("failures").chain(error.value))
+    assert not failures(engine, net)
+
+
+def test_an_interrupt_is_never_swallowed(engine, run, backend):
+    class Interrupted(BaseException):
+        """As the host's InterruptProcessingException is."""
+
+    backend["error"] = Interrupted()
+    net = Net()
+    with pytest.raises(Interrupted):
+        run(net, torch.randn(2, 4, 8))
+    assert not failures(engine, net)
+
+
+def test_an_error_of_the_model_itself_is_shown_as_it_is(engine, run):
+    net = Net()
+    net.entry = torch.nn.Identity()
+    with pytest.raises(RuntimeError) as error:
+        net(torch.randn(2, 4, 9))
+    plain = str(error.value)
+    with pytest.raises(RuntimeError) as error:
+        run(net, torch.randn(2, 4, 9), backend="eager")
+    assert str(error.value) == plain
+    assert not failures(engine, net)
+
+
+def test_fullgraph_names_the_untraceable_block(engine, run):
+    net, x = Net(InPlaceThenTrouble), torch.randn(2, 4, 8)
+    expected = Net.forward(net, x.clone())
+    assert torch.equal(run(net, x.clone(), backend="eager", fullgraph=True), expected)
+    (failure,) = failures(engine, net)
+    assert "set fullgraph to false" in failure.cure
+
+
+def test_missing_tools_have_a_cure(engine):
+    class TritonMissing(RuntimeError):
+        pass
+
+    class InvalidCxxCompiler(RuntimeError):
+        pass
+
+    describe = engine("failures").describe_failure
+    assert "triton-windows" in describe("Block", TritonMissing("no triton")).cure
+    wrapped = RuntimeError("backend failed")
+    wrapped.__cause__ = InvalidCxxCompiler("none found")
+    assert "g++" in describe("Block", wrapped).cure
+
+
+def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
+    net = Net()
+    with caplog.at_level(logging.WARNING, "torch-compile-kit"):
+        for tokens in range(2, 9):
+            x = torch.randn(2, tokens, 8)
+            expected = net(x)
+            assert torch.equal(run(net, x, backend="eager", dynamic="false", cache_limit=3), expected)
+    (kind,) = engine("registry").code_of(net).kinds.values()
+    assert kind.stats.graphs == 3 and kind.limit_reached
+    assert sum("cache_limit" in r.getMessage() for r in caplog.records) == 1

@@ -1,0 +1,76 @@
+"""Six architectures in the real host: found, shared, equal to eager, and warm after the warmup."""
+
+import pytest
+import torch
+from support import relative_error
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+# name -> (cfg, size, where the blocks are, graphs that one shape needs: one per kind of block)
+MODELS = {
+    "flux": (1.0, (64, 64, 1), "double_blocks.* (2 DoubleStreamBlock), single_blocks.* (4 SingleStreamBlock)", 2),
+    "wan": (5.0, (64, 64, 5), "blocks.* (4 WanAttentionBlock)", 1),
+    "qwen_image": (1.0, (64, 64, 1), "transformer_blocks.* (4 QwenImageTransformerBlock)", 1),
+    "z_image": (
+        1.0,
+        (64, 64, 1),
+        "noise_refiner.* (2 JointTransformerBlock), context_refiner.* (2 JointTransformerBlock), "
+        "layers.* (4 JointTransformerBlock)",
+        3,
+    ),
+    "sd3": (5.0, (64, 64, 1), "joint_blocks.* (4 JointBlock)", 2),
+    "sdxl": (5.0, (64, 64, 1), None, None),
+}
+
+
+def loaded(name, tiny, model_files):
+    """The patcher: through the host's own loader where that knows tiny sizes, else around the host's own class."""
+    if name in ("flux", "wan"):
+        import comfy.sd
+
+        return comfy.sd.load_diffusion_model(str(model_files[name]))
+    return tiny.build_patcher(name)
+
+
+def sample(patcher, conditioning, latent, cfg, seed, steps=3, sampler="euler", scheduler="simple"):
+    """What the host's KSampler node does (nodes.py, common_ksampler)."""
+    import nodes
+
+    positive, negative = conditioning
+    (result,) = nodes.common_ksampler(
+        patcher, seed, steps, cfg, sampler, scheduler, positive, negative, {"samples": latent}, denoise=1.0
+    )
+    return result["samples"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_equals_eager_and_stays_warm(name, engine, tiny, model_files):
+    cfg, (width, height, length), where, graphs = MODELS[name]
+    attachment, plan_of_size = engine("host.attachment"), engine("warmup_plan").Size(width, height, length)
+    settings = engine("settings").CompileSettings()
+    patcher = loaded(name, tiny, model_files)
+    conditioning, latent = tiny.conditioning(name), tiny.empty_latent(name, width, height, length)
+    expected = sample(patcher, conditioning, latent, cfg, seed=1)
+
+    compiled = attachment.attach(patcher, settings)
+    plan = attachment.compile_plan(compiled, settings)
+    if where:
+        assert plan.summary() == where
+    assert not plan.whole_model and plan.covered_share > 0.5
+
+    report = engine("host.warmup").warm_up(compiled, *conditioning, cfg, [plan_of_size])
+    stats = engine("report").stats_for(attachment.diffusion_model(patcher), settings)
+    assert stats.graphs > 0 and stats.graph_breaks == 0, report
+    if graphs:
+        assert stats.graphs == graphs, report
+    kinds = engine("report").kinds_for(attachment.diffusion_model(patcher), settings)
+    assert stats.graphs == sum(len(kind.first_shapes) for kind in kinds) < len(plan.blocks), report
+    assert not any(kind.failure for kind in kinds), report
+
+    result = sample(compiled, conditioning, latent, cfg, seed=1)
+    assert relative_error(result, expected) < 1e-4
+    other = sample(compiled, conditioning, latent, cfg, seed=2)
+    assert relative_error(other, sample(patcher, conditioning, latent, cfg, seed=2)) < 1e-4
+    assert not torch.equal(other, result)
+    after = engine("report").stats_for(attachment.diffusion_model(patcher), settings)
+    assert after.graphs == stats.graphs
