@@ -7,6 +7,7 @@ import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -15,6 +16,23 @@ from .compiled_kind import CompiledKind
 from .discovery import BlockPlan, find_blocks
 from .registry import code_of
 from .settings import CompileSettings
+
+
+class WeightGroup(Protocol):
+    """The weights of one block, which are somewhere else until it runs."""
+
+    def place(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class WeightGroups(Protocol):
+    """The groups of a model, by `id` of the block; blocks whose weights are in place have none."""
+
+    groups: dict[int, WeightGroup]
+
+    def drop(self) -> None: ...
+
 
 _plans: weakref.WeakKeyDictionary[nn.Module, BlockPlan] = weakref.WeakKeyDictionary()
 
@@ -29,7 +47,11 @@ def plan_for(model: nn.Module) -> BlockPlan:
 
 @contextmanager
 def compiled_blocks(
-    model: nn.Module, settings: CompileSettings, poll: Callable[[], None], inputs: tuple = ()
+    model: nn.Module,
+    settings: CompileSettings,
+    poll: Callable[[], None],
+    inputs: tuple = (),
+    weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
 ) -> Iterator[None]:
     """While the context lasts, the chosen blocks of `model` run compiled.
 
@@ -39,21 +61,26 @@ def compiled_blocks(
     Args:
         poll: called before each block; may raise to stop (the host's interrupt).
         inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
+        weights_of: says how the weights of the given blocks get in place, where they are not.
     """
     code = code_of(model)
     first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
+    kinds = {
+        block: kind
+        for block in _modules_at(model, plan_for(model).select(settings.patterns))
+        if _is_free(block) and (kind := code.kind_of(block, settings)) is not None
+    }
+    weights = weights_of(list(kinds)) if weights_of is not None else None
     bound: list[tuple[nn.Module, Callable | None]] = []
     try:
-        for block in _modules_at(model, plan_for(model).select(settings.patterns)):
-            found = block.__dict__.get("forward")
-            if found is not None and not _is_own_forward(block, found):
-                continue
-            kind = code.kind_of(block, settings)
-            if kind is not None:
-                bound.append((block, found))
-                block.__dict__["forward"] = functools.partial(_polled, poll, kind, first_shape, block)
+        for block, kind in kinds.items():
+            bound.append((block, block.__dict__.get("forward")))
+            group = weights.groups.get(id(block)) if weights is not None else None
+            block.__dict__["forward"] = functools.partial(_run_block, poll, kind, group, first_shape, block)
         yield
     finally:
+        if weights is not None:
+            weights.drop()
         for block, found in reversed(bound):
             if found is None:
                 block.__dict__.pop("forward", None)
@@ -61,17 +88,35 @@ def compiled_blocks(
                 block.__dict__["forward"] = found
 
 
-def _polled(
-    poll: Callable[[], None], kind: CompiledKind, first_shape: bool, block: nn.Module, *args: object, **kwargs: object
+def _run_block(
+    poll: Callable[[], None],
+    kind: CompiledKind,
+    group: WeightGroup | None,
+    first_shape: bool,
+    block: nn.Module,
+    *args: object,
+    **kwargs: object,
 ) -> object:
     if torch.compiler.is_compiling():  # somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
     poll()
-    return kind(block, first_shape, args, kwargs)
+    if group is None:
+        return kind(block, first_shape, args, kwargs)
+    try:
+        group.place()
+        return kind(block, first_shape, args, kwargs)
+    finally:
+        group.release()
 
 
-def _is_own_forward(block: nn.Module, found: Callable) -> bool:
-    """The host leaves `forward` in `__dict__` after it takes an object patch back; that one is the block's own."""
+def _is_free(block: nn.Module) -> bool:
+    """Whether the block runs its class's forward, and nobody has put another one in its place.
+
+    The host leaves `forward` in `__dict__` after it takes an object patch back; that one is the block's own.
+    """
+    found = block.__dict__.get("forward")
+    if found is None:
+        return True
     return isinstance(found, types.MethodType) and found.__func__ is type(block).forward and found.__self__ is block
 
 

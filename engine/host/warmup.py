@@ -61,5 +61,7 @@ def _latents(patcher, sizes: list[Size], latent: dict | None) -> list[tuple[str,
     latents = [(size.label(), empty_latent(patcher, size)) for size in (sizes[1:] if latent else sizes)]
     if latent:
         samples = prepared_latent(patcher, latent)
-        latents.insert(0, (f"latent {list(samples.shape)}", samples))
+        ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
+        label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
+        latents.insert(0, (f"{label} batch {samples.shape[0]} (latent_image)", samples))
     return latents

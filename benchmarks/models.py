@@ -1,0 +1,143 @@
+"""Models of real size with random weights, and what they are sampled with."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as the host's loader would make it.
+
+    Args:
+        config: the host's unet_config of the real model.
+        dtype: weights and compute.
+        size: width, height, frames.
+        cfg: 1.0 runs the model once a step.
+        text: shape of one prompt's conditioning.
+        extra: other conditioning, a shape for tensors.
+    """
+
+    config: dict
+    dtype: torch.dtype
+    size: tuple[int, int, int]
+    cfg: float
+    text: tuple[int, int, int]
+    extra: dict = field(default_factory=dict)
+    channels: int = 16
+    video: bool = False
+
+
+_SD = dict(
+    image_size=32, use_spatial_transformer=True, legacy=False, in_channels=4, out_channels=4, model_channels=320,
+    use_temporal_attention=False, use_temporal_resblock=False,
+)  # fmt: skip
+MODELS = {
+    "flux": Model(
+        dict(
+            image_model="flux", in_channels=16, patch_size=2, out_channels=16, vec_in_dim=768, context_in_dim=4096,
+            hidden_size=3072, mlp_ratio=4.0, num_heads=24, depth=19, depth_single_blocks=38, axes_dim=[16, 56, 56],
+            theta=10000, qkv_bias=True, guidance_embed=True, txt_ids_dims=[], yak_mlp=False, txt_norm=False,
+        ),
+        torch.bfloat16, (1024, 1024, 1), 1.0, (1, 512, 4096), {"pooled_output": (1, 768), "guidance": 3.5},
+    ),
+    "qwen_image": Model(
+        dict(image_model="qwen_image", in_channels=64, out_channels=16, num_layers=60),
+        torch.bfloat16, (1328, 1328, 1), 1.0, (1, 128, 3584), video=True,
+    ),
+    "wan14": Model(
+        dict(
+            image_model="wan2.1", dim=5120, num_heads=40, ffn_dim=13824, num_layers=40, patch_size=(1, 2, 2), freq_dim=256,
+            window_size=(-1, -1), qk_norm=True, cross_attn_norm=True, eps=1e-6, in_dim=16, out_dim=16, model_type="t2v",
+        ),
+        torch.bfloat16, (832, 480, 33), 1.0, (1, 512, 4096), video=True,
+    ),
+    "z_image": Model(
+        dict(
+            image_model="lumina2", patch_size=2, in_channels=16, dim=3840, n_layers=30, n_refiner_layers=2, n_heads=30,
+            n_kv_heads=30, cap_feat_dim=2560, qk_norm=True, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512],
+            rope_theta=256.0, ffn_dim_multiplier=8.0 / 3.0, z_image_modulation=True, time_scale=1000.0,
+            pad_tokens_multiple=32,
+        ),
+        torch.bfloat16, (1024, 1024, 1), 1.0, (1, 128, 2560),
+    ),
+    "sdxl": Model(
+        dict(
+            _SD, num_classes="sequential", adm_in_channels=2816, num_res_blocks=[2, 2, 2],
+            transformer_depth=[0, 0, 2, 2, 10, 10], channel_mult=[1, 2, 4], transformer_depth_middle=10,
+            use_linear_in_transformer=True, context_dim=2048, num_head_channels=64,
+            transformer_depth_output=[0, 0, 0, 2, 2, 2, 10, 10, 10],
+        ),
+        torch.float16, (1024, 1024, 1), 5.0, (1, 77, 2048), {"pooled_output": (1, 1280)}, channels=4,
+    ),
+    "sd15": Model(
+        dict(
+            _SD, adm_in_channels=None, num_res_blocks=[2, 2, 2, 2], transformer_depth=[1, 1, 1, 1, 1, 1, 0, 0],
+            channel_mult=[1, 2, 4, 4], transformer_depth_middle=1, use_linear_in_transformer=False, context_dim=768,
+            num_heads=8, num_head_channels=-1, transformer_depth_output=[1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0],
+        ),
+        torch.float16, (512, 512, 1), 5.0, (1, 77, 768), channels=4,
+    ),
+}  # fmt: skip
+
+
+def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random weights, the same for the same name, made on `device` and kept in RAM."""
+    import comfy.model_detection
+
+    model = MODELS[name]
+    config = comfy.model_detection.model_config_from_unet_config(model.config)
+    config.set_inference_dtype(model.dtype, None)
+    shapes = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
+    generator = torch.Generator(device=device).manual_seed(1)
+    return {key: _random(key, t.shape, model.dtype, device, generator).cpu() for key, t in shapes.items()}
+
+
+def build(name: str, device: torch.device):
+    """A patcher whose weights are on `device` from the start."""
+    import comfy.model_detection
+    import comfy.model_patcher
+
+    model = MODELS[name]
+    config = comfy.model_detection.model_config_from_unet_config(model.config)
+    config.set_inference_dtype(model.dtype, None)
+    with torch.inference_mode(), torch.device(device):
+        base_model = config.get_model({}, "", device=device)
+        generator = torch.Generator(device=device).manual_seed(1)
+        for key, parameter in base_model.named_parameters():
+            parameter.requires_grad_(False)
+            parameter.data = _random(key, parameter.shape, parameter.dtype, device, generator)
+    base_model.to(device).eval()
+    return comfy.model_patcher.ModelPatcher(base_model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def _random(key: str, shape, dtype, device, generator) -> torch.Tensor:
+    if len(shape) >= 2:
+        return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+    if key.endswith(("scale", "weight")):
+        return torch.ones(shape, dtype=dtype, device=device)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+def conditioning(name: str, tokens: int | None = None):
+    """(positive, negative) of the model's real shapes."""
+    model = MODELS[name]
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator) * 0.1
+
+    batch, length, width = model.text
+    text = random(batch, tokens or length, width)
+    extra = {key: random(*value) if isinstance(value, tuple) else value for key, value in model.extra.items()}
+    return [[text, extra]], [[-text, dict(extra)]]
+
+
+def latent(name: str, size: tuple[int, int, int] | None = None) -> torch.Tensor:
+    """An empty latent; `size` is width, height, frames."""
+    model = MODELS[name]
+    width, height, frames = size or model.size
+    shape = [1, model.channels, height // 8, width // 8]
+    if model.video:
+        shape.insert(2, (frames - 1) // 4 + 1)
+    return torch.zeros(shape)

@@ -1,0 +1,33 @@
+#!/usr/bin/env python3
+"""The developer's commands: `python dev.py demo`, `python dev.py test`. They set up all they need; see --help."""
+
+import importlib.util
+import os
+import sys
+
+ROOT = os.path.dirname(os.path.abspath(__file__))
+
+# Old formatting on purpose: an old Python must get as far as the message.
+if sys.version_info < (3, 10):  # noqa: UP036
+    sys.exit(
+        "dev.py needs Python 3.10 or newer, as ComfyUI does; this is Python %s (%s). Run it with a newer one, "  # noqa: UP031
+        "for example: python3.12 dev.py test" % (sys.version.split()[0], sys.executable)
+    )
+
+
+def load_devtools():
+    """Import devtools/ by its path: with this folder on sys.path, `import nodes` would find ours, not ComfyUI's."""
+    sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry or os.getcwd()) != ROOT]
+    folder = os.path.join(ROOT, "devtools")
+    spec = importlib.util.spec_from_file_location(
+        "devtools", os.path.join(folder, "__init__.py"), submodule_search_locations=[folder]
+    )
+    sys.modules["devtools"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+if __name__ == "__main__":
+    load_devtools()
+    from devtools.cli import main
+
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,202 @@
+"""A real ComfyUI server with the pack in it, as a process of our own, and the few requests that we make of it."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+import uuid
+from contextlib import contextmanager
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PACK_NAME = "torch-compile-kit"
+NOT_THE_PACK = shutil.ignore_patterns(".*", "__pycache__", "tests", "benchmarks", "devtools", "node_modules")
+
+
+class ServerError(Exception):
+    """The server did not start, died, or did not answer in time."""
+
+
+class PromptRejectedError(Exception):
+    """The server refused a prompt; `node_errors` is what the page would show on the nodes."""
+
+    def __init__(self, answer):
+        self.answer = answer
+        self.node_errors = answer.get("node_errors", {})
+        super().__init__(json.dumps(answer, indent=1))
+
+
+def host_arguments(gpu):
+    # The CPU's default attention asks for the free memory on each call, which no graph can contain.
+    return [] if gpu else ["--cpu", "--use-pytorch-cross-attention"]
+
+
+def prepare_base(base, root=ROOT):
+    """An empty base directory (models, input, output, custom_nodes, user) with the pack in its custom_nodes."""
+    base = Path(base)
+    for folder in ("models", "input", "output", "temp", "user", "custom_nodes"):
+        (base / folder).mkdir(parents=True, exist_ok=True)
+    pack = base / "custom_nodes" / PACK_NAME
+    if not pack.exists():
+        try:
+            pack.symlink_to(root, target_is_directory=True)
+        except OSError:
+            shutil.copytree(root, pack, ignore=NOT_THE_PACK)
+    return base
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Server:
+    def __init__(self, host, base, gpu=False, python=sys.executable, port=None, arguments=(), environment=None):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.base = prepare_base(base)
+        self.log_file = self.base / "server.log"
+        self.client_id = uuid.uuid4().hex
+        command = [
+            str(python),
+            str(Path(host) / "main.py"),
+            "--base-directory",
+            str(self.base),
+            "--port",
+            str(self.port),
+            "--database-url",
+            "sqlite:///:memory:",
+            "--disable-auto-launch",
+            "--disable-api-nodes",
+            *host_arguments(gpu),
+            *arguments,
+        ]
+        with open(self.log_file, "w", encoding="utf-8") as log:
+            self.process = subprocess.Popen(
+                command,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                cwd=self.base,
+                env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
+            )
+
+    def __enter__(self):
+        try:
+            return self.wait_until_ready()
+        except BaseException:
+            self.stop()
+            raise
+
+    def __exit__(self, *_):
+        self.stop()
+
+    def stop(self):
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(15)
+            except subprocess.TimeoutExpired:
+                self.process.kill()
+                self.process.wait()
+
+    def log(self):
+        return self.log_file.read_text(encoding="utf-8", errors="replace")
+
+    def _tail(self, lines=25):
+        return f"\nThe end of {self.log_file}:\n" + "\n".join(self.log().splitlines()[-lines:])
+
+    def _check_alive(self):
+        if self.process.poll() is not None:
+            raise ServerError(f"ComfyUI ended with exit code {self.process.returncode}.{self._tail()}")
+
+    def wait_until_ready(self, timeout=300):
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self._check_alive()
+            try:
+                self.get("/system_stats")
+                return self
+            except OSError:
+                time.sleep(0.3)
+        raise ServerError(f"ComfyUI did not answer within {timeout} s.{self._tail()}")
+
+    def _request(self, path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.read()
+
+    def get(self, path):
+        return json.loads(self._request(path))
+
+    def queue(self, prompt, timeout=900):
+        """Run a prompt and return its history entry, whether it succeeded or not; raises when it is not accepted."""
+        try:
+            answer = json.loads(self._request("/prompt", {"prompt": prompt, "client_id": self.client_id}))
+        except urllib.error.HTTPError as error:
+            raise PromptRejectedError(json.loads(error.read())) from None
+        if answer.get("node_errors"):
+            raise PromptRejectedError(answer)
+        return self._finished(answer["prompt_id"], timeout)
+
+    def _finished(self, prompt_id, timeout):
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            self._check_alive()
+            history = self.get(f"/history/{prompt_id}")
+            if prompt_id in history:
+                return history[prompt_id]
+            time.sleep(0.1)
+        raise ServerError(f"the prompt did not finish within {timeout} s.{self._tail()}")
+
+    @contextmanager
+    def progress(self):
+        """A list that fills with (seconds, node id, step) while prompts of ours run."""
+        import websocket
+
+        events = []
+        connection = websocket.create_connection(f"ws://127.0.0.1:{self.port}/ws?clientId={self.client_id}", timeout=30)
+        # Without a time limit: a long compilation sends nothing.
+        connection.settimeout(None)
+
+        def listen():
+            while True:
+                try:
+                    message = connection.recv()
+                except (OSError, websocket.WebSocketException):
+                    return
+                if not message:
+                    return
+                if isinstance(message, str) and (event := json.loads(message))["type"] == "progress":
+                    events.append((time.perf_counter(), event["data"]["node"], event["data"]["value"]))
+
+        listener = threading.Thread(target=listen, daemon=True)
+        listener.start()
+        try:
+            yield events
+        finally:
+            connection.close()
+            listener.join(5)
+
+
+def error_of(entry):
+    """What went wrong with a prompt: the data of its execution_error message, or None."""
+    return next((data for kind, data in entry["status"]["messages"] if kind == "execution_error"), None)
+
+
+def outputs_of(entry, kind):
+    """File names of a kind ("images", "latents") that a prompt saved, relative to the output directory."""
+    return [
+        str(Path(item["subfolder"]) / item["filename"])
+        for output in entry["outputs"].values()
+        for item in output.get(kind, [])
+        if item.get("type") == "output"
+    ]

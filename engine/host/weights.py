@@ -1,0 +1,164 @@
+"""Put the weights of a block in place before its compiled forward, and take them out after it.
+
+ComfyUI keeps weights where memory allows: on the device, in RAM, or paged by its dynamic VRAM, with LoRA applied on the way
+(comfy/ops.py, `cast_bias_weight`). Inside compiled code that machinery breaks the graph at each layer, or costs a graph per
+layer. Here it runs outside: the compiled block sees plain parameters on the device, the same in every mode, and the transfer of
+the next block's weights overlaps this block's work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from . import paging, streaming
+
+# What tells the host's layers where their weights come from. Hidden while a compiled block runs.
+_SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
+_DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
+
+
+class LayerGroup:
+    """The layers of one block, and how their weights get in place.
+
+    Args:
+        block: may hold layers of any kind; the host's own are known by `comfy_cast_weights`.
+        device: where the model computes.
+        dtype: what it computes in.
+    """
+
+    def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype):
+        layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]
+        _settle(layers)
+        paged = [m for m in layers if "_v" in m.__dict__]
+        self._paged = paging.PagedLayers(paged, device, dtype) if paged else None
+        tensors = streaming.tensors_elsewhere(block, device)
+        self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
+        placed = {*paged, *(t.module for t in tensors)}
+        self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
+        self._undo: list[tuple[dict, dict]] = []
+        self.following: LayerGroup | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights travel, as opposed to being on the device."""
+        return self._paged is not None or self._streamed is not None
+
+    @property
+    def needed(self) -> bool:
+        return self.moves or bool(self._recast)
+
+    def fetch(self) -> None:
+        """Start the transfer on a stream of its own, if it has not been."""
+        if self._paged is not None:
+            self._paged.fetch()
+        if self._streamed is not None:
+            self._streamed.fetch()
+
+    def place(self) -> None:
+        """Make all layers plain, and start the transfer for the block that follows."""
+        self.fetch()
+        placed = self._paged.resolve() if self._paged is not None else []
+        if self._streamed is not None:
+            placed += self._streamed.resolve()
+        for module, parameters in placed:
+            if "comfy_cast_weights" in module.__dict__:
+                changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
+                self._swap(module.__dict__, changes, _SOURCES)
+            self._swap(module._parameters, parameters, ())
+        for module in self._recast:
+            self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
+        if self.following is not None:
+            self.following.fetch()
+
+    def release(self) -> None:
+        """Put everything back as `place` found it; the memory may be used again once the block's work is done."""
+        for target, found in reversed(self._undo):
+            for name, value in found.items():
+                if value is _ABSENT:
+                    target.pop(name, None)
+                else:
+                    target[name] = value
+        self._undo.clear()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give up what was fetched, used or not."""
+        if self._paged is not None:
+            self._paged.drop()
+        if self._streamed is not None:
+            self._streamed.drop()
+
+    def _swap(self, target: dict, changes: dict, hidden: tuple[str, ...]) -> None:
+        found = {name: target.get(name, _ABSENT) for name in changes}
+        for name in hidden:
+            if name in target:
+                found[name] = target.pop(name)
+        target.update(changes)
+        self._undo.append((target, found))
+
+
+_ABSENT = object()
+
+
+def _casts(layer: nn.Module) -> bool:
+    """Whether the layer casts its weights when they are at home on the device: a matter of its class, or forced."""
+    return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
+
+
+def _settle(layers: list[nn.Module]) -> None:
+    """Write down on each layer what it has from its class, since guards tell the two apart; changes no behaviour."""
+    for layer in layers:
+        for name in _DEFAULTS:
+            if name not in layer.__dict__ and hasattr(type(layer), name):
+                value = getattr(type(layer), name)
+                layer.__dict__[name] = list(value) if isinstance(value, list) else value
+
+
+class ModelWeights:
+    """The layer groups of a model's blocks, made anew whenever the host has loaded or unloaded something.
+
+    Args:
+        blocks: in the order in which they run.
+    """
+
+    def __init__(self, token: tuple, blocks: list[nn.Module], device: torch.device, dtype: torch.dtype):
+        self.token = token
+        groups = [LayerGroup(block, device, dtype) for block in blocks]
+        self.groups = {id(block): group for block, group in zip(blocks, groups, strict=True) if group.needed}
+        moving = [group for group in groups if group.moves]
+        for here, following in pairwise(moving):
+            here.following = following
+        self.bytes_streamed = sum(g._streamed.bytes for g in groups if g._streamed is not None)
+
+    def drop(self) -> None:
+        """Give up what was fetched ahead and not used."""
+        for group in self.groups.values():
+            group.drop()
+
+
+_weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
+
+
+def weights_of(base_model, blocks: list[nn.Module], device: torch.device) -> ModelWeights:
+    """How the blocks of the host's `base_model` get their weights, as the host has them loaded now."""
+    token = _load_token(base_model, blocks, device)
+    known = _weights.get(base_model)
+    if known is None or known.token != token:
+        known = _weights[base_model] = ModelWeights(token, blocks, device, base_model.get_dtype_inference())
+    return known
+
+
+def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tuple:
+    """Changes whenever the host loads, unloads or patches weights (comfy/model_patcher.py, `load`)."""
+    return (
+        device,
+        getattr(base_model, "current_weight_patches_uuid", None),
+        getattr(base_model, "model_loaded_weight_memory", None),
+        getattr(base_model, "lowvram_patch_counter", None),
+        getattr(base_model, "model_lowvram", None),
+        tuple(map(id, blocks)),
+    )

@@ -1,0 +1,114 @@
+"""Runs the tests inside the real host: its modules, its options, its way of loading the pack. Nothing is mocked."""
+
+import asyncio
+import atexit
+import importlib
+import importlib.util
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BASE = Path(tempfile.mkdtemp(prefix="torch-compile-kit-tests-"))
+atexit.register(shutil.rmtree, BASE, ignore_errors=True)
+
+# `python -m pytest` puts ROOT there, and then our nodes/ and tests/ shadow ComfyUI's modules of those names.
+sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]
+# One cache for the session: no test profits from an earlier session, and each graph is built only once.
+os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(BASE / "inductor")
+
+
+sys.path.append(str(ROOT / "tests"))  # `support` and `zoo`
+
+
+def load_devtools():
+    folder = ROOT / "devtools"
+    spec = importlib.util.spec_from_file_location("devtools", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    sys.modules["devtools"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+
+
+load_devtools()
+from devtools import inprocess  # noqa: E402
+
+try:
+    inprocess.enter_host(BASE)
+except RuntimeError as error:
+    pytest.exit(str(error), returncode=2)
+
+
+def pytest_configure(config):
+    # The default ends this process at once and leaves its server running.
+    signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
+    config.addinivalue_line("markers", "host: runs a model inside the host's process")
+    config.addinivalue_line("markers", "server: talks to a real ComfyUI server")
+
+
+@pytest.fixture(scope="session")
+def pack():
+    """The pack as the host's own loader loads it: a package named by its path."""
+    import nodes
+
+    assert asyncio.run(nodes.load_custom_node(str(ROOT))), "the host did not load the pack; see its log above"
+    return sys.modules[str(ROOT).replace(".", "_x_")]
+
+
+@pytest.fixture(scope="session")
+def pack_module(pack):
+    """A function: pack_module("engine.settings") is that module of the loaded pack."""
+    return lambda name: importlib.import_module(f".{name}", pack.__name__)
+
+
+@pytest.fixture(scope="session")
+def engine(pack_module):
+    """A function: engine("settings") is the module engine/settings.py."""
+    return lambda name: pack_module(f"engine.{name}")
+
+
+@pytest.fixture(scope="session")
+def tiny():
+    """The module that builds tiny models of the host's classes."""
+    from devtools import tiny_models
+
+    return tiny_models
+
+
+@pytest.fixture(scope="session")
+def model_files():
+    """Paths of the tiny model files by name, in the folders where the host's loaders look."""
+    return inprocess.write_models(BASE)
+
+
+@pytest.fixture(scope="session")
+def server(model_files):
+    """A real server with the pack and the tiny models."""
+    from devtools.server import Server
+
+    with Server(inprocess.host_folder(), BASE, inprocess.has_gpu()) as running:
+        yield running
+
+
+@pytest.fixture
+def inference_mode():
+    """As the host runs prompts."""
+    import torch
+
+    with torch.inference_mode():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo(engine):
+    """No test sees the graphs of another."""
+    import torch._dynamo
+
+    # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
+    engine("registry")._kinds.clear()
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()

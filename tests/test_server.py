@@ -1,0 +1,172 @@
+"""The pack in a real server: what the page is told, what the shipped workflow does, what bad input gets."""
+
+import copy
+
+import pytest
+
+from devtools import prompts
+from devtools.server import PromptRejectedError, error_of, outputs_of
+
+pytestmark = pytest.mark.server
+
+MODEL_INPUTS = {
+    "model": None,
+    "backend": "inductor",
+    "mode": "default",
+    "dynamic": "auto",
+    "fullgraph": False,
+    "cache_limit": 0,
+    "block_swap": "auto",
+    "attention": "auto",
+    "on_failure": "run eager",
+    "allow_tf32": False,
+    "cudnn_benchmark": False,
+    "only_blocks": "",
+}
+WARMUP_INPUTS = {
+    "model": None,
+    "positive": None,
+    "negative": None,
+    "width": 1024,
+    "height": 1024,
+    "length": 1,
+    "batch_size": 1,
+    "cfg": 1.0,
+    "extra_sizes": "",
+    "latent_image": None,
+}
+CHOICES = {
+    "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
+    "mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    "dynamic": ["auto", "true", "false"],
+    "block_swap": ["auto", "eager linears", "off"],
+    "attention": ["auto", "host", "cudnn", "flash", "efficient"],
+    "on_failure": ["run eager", "stop"],
+}
+ADVANCED = {"block_swap", "attention", "on_failure", "allow_tf32", "cudnn_benchmark", "only_blocks"}
+
+
+@pytest.fixture(scope="module")
+def object_info(server):
+    return server.get("/object_info")
+
+
+@pytest.fixture(scope="module")
+def shipped(object_info):
+    return prompts.shrink(prompts.to_api(prompts.load(), object_info), width=64, height=64, steps=2)
+
+
+@pytest.mark.parametrize(
+    ("node", "title", "inputs", "outputs"),
+    [
+        (prompts.MODEL_NODE, "Torch Compile Model", MODEL_INPUTS, ["MODEL"]),
+        (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
+    ],
+)
+def test_the_page_is_told_the_fixed_inputs_in_order_with_a_tooltip_each(object_info, node, title, inputs, outputs):
+    info = object_info[node]
+    described = {name: options for name, _, options in prompts.inputs_in_order(info)}
+    assert list(described) == list(inputs)
+    assert {name: options.get("default") for name, options in described.items()} == inputs
+    assert all(len(options.get("tooltip", "")) > 10 for options in described.values())
+    assert info["output"] == outputs
+    assert len(info["output_tooltips"]) == len(outputs) and all(info["output_tooltips"])
+    assert (info["display_name"], info["category"]) == (title, "torch compile")
+
+
+def test_combo_values_and_advanced_inputs_are_the_fixed_ones(object_info):
+    described = list(prompts.inputs_in_order(object_info[prompts.MODEL_NODE]))
+    assert {name: options["options"] for name, kind, options in described if kind == "COMBO"} == CHOICES
+    assert {name for name, _, options in described if options.get("advanced")} == ADVANCED
+
+
+def test_only_warmup_is_an_output_node_with_an_optional_latent(object_info):
+    assert object_info[prompts.WARMUP_NODE]["output_node"] is True
+    assert object_info[prompts.MODEL_NODE]["output_node"] is False
+    assert object_info[prompts.WARMUP_NODE]["input_order"]["optional"] == ["latent_image"]
+
+
+def test_shipped_workflow_holds_a_value_the_server_accepts_for_each_widget(object_info):
+    api = prompts.to_api(prompts.load(), object_info)
+    for node in api.values():
+        for name, kind, options in prompts.inputs_in_order(object_info[node["class_type"]]):
+            value = node["inputs"].get(name)
+            if kind == "COMBO" and not str(value).endswith(".safetensors"):
+                assert value in options["options"]
+
+
+def test_shipped_workflow_runs_and_reports(server, shipped):
+    entry = server.queue(shipped)
+    assert error_of(entry) is None
+    assert len(outputs_of(entry, "images")) == 1
+    report = "\n".join(entry["outputs"][prompts.find(shipped, prompts.WARMUP_NODE)]["text"])
+    assert "DoubleStreamBlock: 2 blocks" in report and "SingleStreamBlock: 4 blocks" in report
+
+
+def test_image_is_the_same_with_and_without_the_nodes(server, shipped):
+    import safetensors.torch
+    import torch
+
+    prompt = prompts.with_latent(prompts.change(shipped, "KSampler", seed=5), "same")
+    paths = []
+    for variant in (prompt, prompts.without_kit(prompt)):
+        entry = server.queue(variant)
+        assert error_of(entry) is None
+        paths += outputs_of(entry, "latents")
+    compiled, eager = (safetensors.torch.load_file(server.base / "output" / path)["latent_tensor"] for path in paths)
+    tolerance = 5e-2 if torch.cuda.is_available() else 1e-4
+    assert (compiled - eager).norm() / eager.norm() < tolerance
+
+
+def test_another_seed_adds_no_graph(server, shipped):
+    def graphs():
+        return sum(model["graphs"] for model in server.get("/torch-compile-kit/report")["models"])
+
+    assert error_of(server.queue(prompts.only_warmup(shipped))) is None
+    before = graphs()
+    assert before > 0
+    for seed in (11, 12):
+        assert error_of(server.queue(prompts.change(shipped, "KSampler", seed=seed))) is None
+    assert graphs() == before
+
+
+def test_unknown_combo_value_of_an_old_workflow_is_refused_on_the_node(server, shipped):
+    prompt = prompts.change(shipped, prompts.MODEL_NODE, backend="tensorrt")
+    with pytest.raises(PromptRejectedError) as refused:
+        server.queue(prompt)
+    errors = refused.value.node_errors[prompts.find(prompt, prompts.MODEL_NODE)]["errors"]
+    assert any(error["extra_info"]["input_name"] == "backend" and "tensorrt" in error["details"] for error in errors)
+
+
+def failure(server, prompt, node):
+    """The message that a bad prompt leaves on the node, whether found before or while running."""
+    node_id = prompts.find(prompt, node)
+    try:
+        entry = server.queue(prompt)
+    except PromptRejectedError as refused:
+        return " ".join(f"{e['message']} {e['details']}" for e in refused.node_errors[node_id]["errors"])
+    error = error_of(entry)
+    assert error is not None, "the prompt ran"
+    assert error["node_id"] == node_id
+    return error["exception_message"]
+
+
+@pytest.mark.parametrize("line", ["1024 by 1024", "0x512", "512x512 batch 0", "512x512 batch", "-64x64"])
+def test_extra_sizes_line_that_is_no_size_is_named(server, shipped, line):
+    prompt = prompts.change(shipped, prompts.WARMUP_NODE, extra_sizes=f"64x64\n{line}")
+    message = failure(server, prompt, prompts.WARMUP_NODE)
+    assert "extra_sizes" in message and line in message
+
+
+def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
+    prompt = prompts.change(shipped, prompts.MODEL_NODE, only_blocks="triple_blocks.*")
+    message = failure(server, prompt, prompts.MODEL_NODE)
+    assert "only_blocks" in message and "triple_blocks.*" in message
+    assert "double_blocks" in message and "single_blocks" in message
+
+
+def test_server_works_on_after_a_refused_prompt(server, shipped):
+    bad = prompts.change(shipped, prompts.MODEL_NODE, only_blocks="triple_blocks.*")
+    failure(server, bad, prompts.MODEL_NODE)
+    good = prompts.change(copy.deepcopy(shipped), "KSampler", seed=21)
+    assert error_of(server.queue(good)) is None

@@ -1,0 +1,17 @@
+"""Tiny models with random weights, of nearly every diffusion architecture of the host."""
+from . import audio_family, flux_family, image_family, other_images, unets, video_family, wan_family
+from .builders import Setup
+
+FAMILIES = (unets, flux_family, wan_family, image_family, other_images, video_family, audio_family)
+SETUPS: dict[str, Setup] = {setup.name: setup for family in FAMILIES for setup in family.SETUPS}
+
+
+def patcher(setup: Setup, model=None):
+    return setup.patcher(model)
+
+
+def conds(setup: Setup, size: int = 0, tokens: int | None = None):
+    return setup.conds(size, tokens)
+
+
+__all__ = ["SETUPS", "Setup", "conds", "patcher"]
