@@ -1,5 +1,6 @@
 """Bring the host up in this process, sample, and time the steps."""
 
+import logging
 import os
 import statistics
 import sys
@@ -42,6 +43,9 @@ def enter(host: str, dynamic_vram: bool = False, arguments: tuple[str, ...] = ()
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic
         comfy.memory_management.aimdo_enabled = True
     _load_kit()
+    logger = logging.getLogger("torch-compile-kit")
+    logger.setLevel(logging.INFO)
+    logger.addHandler(logging.StreamHandler(sys.stdout))
     return torch
 
 

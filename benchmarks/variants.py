@@ -53,7 +53,7 @@ def _kjnodes(patcher, file: str):
     body = []
     for node in tree.body:
         named = getattr(node, "name", None) in wanted
-        assigned = isinstance(node, ast.Assign) and node.targets[0].id in (
+        assigned = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", None) in (
             "_aimdo_patched", "_KJ_COMPILE_KEY", "_KJ_COMPILED_BY_MODEL"
         )  # fmt: skip
         imported = isinstance(node, ast.Import) and any(a.asname == "_kj_weakref" for a in node.names)

@@ -16,6 +16,7 @@ from .compiled_kind import CompiledKind
 from .discovery import BlockPlan, find_blocks
 from .registry import code_of
 from .settings import CompileSettings
+from .twins import find_twins, one_class
 
 
 class WeightGroup(Protocol):
@@ -52,7 +53,7 @@ def compiled_blocks(
     poll: Callable[[], None],
     inputs: tuple = (),
     weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
-) -> Iterator[None]:
+) -> Iterator[bool]:
     """While the context lasts, the chosen blocks of `model` run compiled.
 
     Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run as
@@ -62,22 +63,29 @@ def compiled_blocks(
         poll: called before each block; may raise to stop (the host's interrupt).
         inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
         weights_of: says how the weights of the given blocks get in place, where they are not.
+
+    Yields:
+        Whether the model is as the host made it: no foreign forward or hook in a block, weights that stay where they are.
     """
     code = code_of(model)
     first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
-    kinds = {
-        block: kind
-        for block in _modules_at(model, plan_for(model).select(settings.patterns))
-        if _is_free(block) and (kind := code.kind_of(block, settings)) is not None
-    }
-    weights = weights_of(list(kinds)) if weights_of is not None else None
+    blocks = list(_modules_at(model, plan_for(model).select(settings.patterns)))
+    free = [block for block in blocks if _is_free(block)]
+    weights = weights_of(free) if weights_of is not None else None
+    plain = len(free) == len(blocks) and not any(b._forward_hooks or b._forward_pre_hooks for b in blocks)
+    plain = plain and not (weights is not None and weights.groups)
+    compiles = settings.backend != "cudagraphs"  # that one records eager code, see graphs.py
+    kinds = {block: kind for block in free if compiles and (kind := code.kind_of(block, settings)) is not None}
+    if code.twins is None:
+        code.twins = find_twins(model)
     bound: list[tuple[nn.Module, Callable | None]] = []
     try:
         for block, kind in kinds.items():
             bound.append((block, block.__dict__.get("forward")))
             group = weights.groups.get(id(block)) if weights is not None else None
             block.__dict__["forward"] = functools.partial(_run_block, poll, kind, group, first_shape, block)
-        yield
+        with one_class(code.twins):
+            yield plain
     finally:
         if weights is not None:
             weights.drop()

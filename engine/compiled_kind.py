@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import types
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .block_options import OptionsFilter
+from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .monitor import CompileEvent, CompileStats, monitor
@@ -22,6 +23,8 @@ from .settings import CompileSettings
 logger = logging.getLogger("torch-compile-kit")
 # Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
 _first_call_lock = threading.RLock()
+# More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
+PATCH_VARIANTS = 4
 
 
 @dataclass
@@ -35,16 +38,22 @@ class CompiledKind:
         forward: the class's own forward function.
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
+        patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
+            patches, so that what a patch costs or breaks ends with it.
     """
 
     class_name: str
     forward: Callable
     settings: CompileSettings
     filter_options: OptionsFilter
+    patches: tuple[str, ...] = ()
+    patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
     stats: CompileStats = field(default_factory=CompileStats)
     failure: Failure | None = None
     limit_reached: bool = False
     first_shapes: set[tuple] = field(default_factory=set)
+    compiles: int = 0
+    variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
     _seen: set[tuple] = field(default_factory=set)
@@ -60,8 +69,6 @@ class CompiledKind:
         Args:
             first_shape: the whole model runs at the first shape it was ever given (see `dynamic` = auto).
         """
-        if self.failure is not None:
-            return self.forward(block, *args, **kwargs)
         given = kwargs.get("transformer_options")
         at = None
         if given is None and self._options_at is not None and len(args) >= self._options_at:
@@ -69,18 +76,53 @@ class CompiledKind:
             given = args[at]
         if not given:
             return self._run(block, first_shape, args, kwargs)
-        options, _patched = self.filter_options(given)
+        options, patches = self.filter_options(given)
+        kind = self._for_patches(patches) if patches else self
+        if self.failure is not None or kind.failure is not None:
+            return self.forward(block, *args, **kwargs)
         if at is None:
             kwargs = {**kwargs, "transformer_options": options}
         else:
             args = (*args[:at], options, *args[at + 1 :])
+        compiles = kind.compiles
         try:
-            return self._run(block, first_shape, args, kwargs)
+            return kind._run(block, first_shape, args, kwargs)
         finally:
             if options is not given:
                 OptionsFilter.write_back(given, options)
+            if patches and kind.compiles != compiles:
+                kind._count_variant((shapes_of(args, kwargs), patch_objects(given)))
+
+    def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
+        if patches not in self.patched:
+            self.patched[patches] = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, patches)
+        return self.patched[patches]
+
+    def _count_variant(self, variant: tuple) -> None:
+        """Give up on a patch that makes the same blocks compile again and again for the same shapes."""
+        self.variants[variant] += 1
+        if self.variants[variant] <= PATCH_VARIANTS or self.failure is not None:
+            return
+        guard = self.stats.recompiles[-1].guard if self.stats.recompiles else "unknown"
+        self._give_up(
+            Failure(
+                self._name(),
+                f"compiled {PATCH_VARIANTS + 1} times for the same shapes.",
+                "Other blocks and runs without this patch stay compiled.",
+                guard,
+            )
+        )
+
+    def _name(self) -> str:
+        return f"{self.class_name} with {', '.join(self.patches)}" if self.patches else self.class_name
+
+    def _give_up(self, failure: Failure) -> None:
+        self.failure = failure
+        logger.warning("%s", failure.message())
 
     def _run(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
+        if self.failure is not None:
+            return self.forward(block, *args, **kwargs)
         for tensor in args:
             if isinstance(tensor, torch.Tensor) and _is_transposed(tensor):
                 return self._run_contiguous(block, first_shape, args, kwargs)
@@ -159,6 +201,7 @@ class CompiledKind:
             if limited:
                 compile_scope.exit()
             if event.started:
+                self.compiles += 1
                 self.stats += event.stats(self.class_name)
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
@@ -170,17 +213,16 @@ class CompiledKind:
                 self.limit_reached = True
                 logger.warning(
                     "%s: %d compiled variants, the limit. New shapes run eager; set cache_limit higher or dynamic to true.",
-                    self.class_name,
+                    self._name(),
                     self.settings.variant_limit,
                 )
             return self.forward(block, *args, **kwargs)
-        failure = describe_failure(self.class_name, error)
+        failure = describe_failure(self._name(), error)
         if self.settings.on_failure == "stop":
             raise BlockCompileError(failure.message()) from error
         # An error of the model itself comes again here and is the user's to see, as without us.
         result = self.forward(block, *args, **kwargs)
-        self.failure = failure
-        logger.warning("%s", failure.message())
+        self._give_up(failure)
         return result
 
 
@@ -194,7 +236,8 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     shapes = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            shapes.append(value.shape)
+            # A layout of its own is a graph of its own.
+            shapes.append(value.shape if value.is_contiguous() else (value.shape, value.stride()))
         elif isinstance(value, list | tuple):
             shapes.extend(v.shape for v in _tensors((value,), {}))
     return tuple(shapes)

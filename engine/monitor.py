@@ -16,9 +16,15 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .scopes import compile_scope
 
-# use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's 2x2); the dict-tag shortcut misses a weight
-# whose strides changed through `.data` (pytorch#181873). Both are read while a graph is made, not when it runs.
-COMPILE_SWITCHES = {"use_duck_shape": False, "use_recursive_dict_tags_for_guards": False}
+# Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
+# 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
+# mixtures of experts, which pick tokens by mask, in one graph.
+COMPILE_SWITCHES = {
+    "use_duck_shape": False,
+    "use_recursive_dict_tags_for_guards": False,
+    "capture_scalar_outputs": True,
+    "capture_dynamic_output_shape_ops": True,
+}
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ import weakref
 from torch import nn
 
 from .block_options import OptionsFilter
+from .block_state import BlockState
 from .compiled_kind import CompiledKind, structure_of
+from .failures import Failure
 from .settings import CompileSettings
 
 
@@ -16,27 +18,42 @@ class ModelCode:
     """The compiled kinds of one diffusion model, per settings."""
 
     def __init__(self) -> None:
-        self.kinds: dict[tuple, CompiledKind] = {}
+        self._kinds: dict[tuple, CompiledKind] = {}
         self.first_inputs: dict[tuple, tuple] = {}
-        self._of_block: weakref.WeakKeyDictionary[nn.Module, dict[tuple, CompiledKind]] = weakref.WeakKeyDictionary()
+        self.twins: list[tuple[nn.Module, type]] | None = None
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
+
+    @property
+    def kinds(self) -> dict[tuple, CompiledKind]:
+        """All kinds in use, those of blocks with patches included; the last part of the key is that of the settings."""
+        found = dict(self._kinds)
+        for key, kind in self._kinds.items():
+            found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(kind.patched.items())}
+        return found
 
     def kind_of(self, block: nn.Module, settings: CompileSettings) -> CompiledKind | None:
         """The kind that runs `block`, made on first use; None when its forward is no Python function."""
         kind_key = settings.kind_key()
-        by_settings = self._of_block.setdefault(block, {})
-        if kind_key not in by_settings:
-            by_settings[kind_key] = self._find_kind(block, settings, kind_key)
-        return by_settings[kind_key]
+        state = self._of_block.get(block)
+        if state is None or not state.holds(block):
+            state = self._of_block[block] = BlockState(block)
+        if kind_key not in state.kinds:
+            state.kinds[kind_key] = self._find_kind(block, state, settings)
+        return state.kinds[kind_key]
 
-    def _find_kind(self, block: nn.Module, settings: CompileSettings, kind_key: tuple) -> CompiledKind | None:
+    def _find_kind(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> CompiledKind | None:
         forward = type(block).forward
         if not isinstance(forward, types.FunctionType):
             return None
-        key = (forward, structure_of(block), kind_key)
-        kind = self.kinds.get(key) or _kinds.get(key)
+        key = (forward, structure_of(block), state.forwards, state.hooked, settings.kind_key())
+        kind = self._kinds.get(key) or _kinds.get(key)
         if kind is None:
             kind = _kinds[key] = CompiledKind(type(block).__name__, forward, settings, OptionsFilter(block))
-        self.kinds[key] = kind
+            if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
+                kind.failure = Failure(
+                    kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
+                )
+        self._kinds[key] = kind
         return kind
 
 

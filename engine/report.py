@@ -51,6 +51,7 @@ class CompileReport:
         plan: the blocks it compiles.
         kinds: their compiled code.
         sizes: what the warmup ran.
+        notes: sentences about this model, for example on its weights.
     """
 
     model_name: str
@@ -58,10 +59,11 @@ class CompileReport:
     plan: BlockPlan
     kinds: list[CompiledKind]
     sizes: list[WarmedSize] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
         lines = [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
-        lines += self._problem_lines()
+        lines += [*self.notes, *self._problem_lines()]
         return "\n".join(lines)
 
     def _block_lines(self) -> list[str]:

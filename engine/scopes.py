@@ -84,7 +84,10 @@ compile_scope = SharedScope(
             torch._dynamo.config,
             ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"),
         ),
-        **_attributes(torch._dynamo.config, ("use_recursive_dict_tags_for_guards", "allow_unspec_int_on_nn_module")),
+        **_attributes(
+            torch._dynamo.config,
+            ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
+        ),
         **_attributes(shape_config, ("use_duck_shape",)),
     }
 )

@@ -61,6 +61,9 @@ class CompileSettings:
     only_blocks: str = ""
 
     def __post_init__(self) -> None:
+        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap"}
+        key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
+        object.__setattr__(self, "_kind_key", key)
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -77,6 +80,11 @@ class CompileSettings:
         return self.backend != "none"
 
     @property
+    def wants_graphs(self) -> bool:
+        """Whether the whole model is to be captured in CUDA graphs."""
+        return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
+
+    @property
     def patterns(self) -> tuple[str, ...]:
         return tuple(p.strip() for p in self.only_blocks.split(",") if p.strip())
 
@@ -87,8 +95,7 @@ class CompileSettings:
 
     def kind_key(self) -> tuple:
         """The part of the settings that compiled code depends on; equal keys share it."""
-        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap"}
-        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
+        return self._kind_key
 
     def check_backend(self) -> None:
         """Raise InvalidSetting when this PyTorch or this machine lacks the chosen backend."""

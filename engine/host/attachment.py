@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import weakref
 from contextlib import ExitStack
 
 import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..attention import override_for
+from ..attention import AttentionSurvey, override_for
 from ..binding import compiled_blocks, plan_for
 from ..compiled_kind import shapes_of
 from ..discovery import BlockPlan
@@ -17,11 +18,13 @@ from ..monitor import watching
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from . import weights
-from .placement import order_paged_weights
+from .graphing import forget_graphs, graphed, new_run
+from .placement import spread_weights
 from .streaming import release_buffers
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
+OVERRIDE = "optimized_attention_override"
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
 
@@ -35,6 +38,7 @@ class BlockCompiler:
 
     def __init__(self, settings: CompileSettings):
         self.settings = settings
+        self.notes: list[str] = []
 
     def __call__(self, executor, *args, **kwargs):
         settings = self.settings
@@ -45,22 +49,34 @@ class BlockCompiler:
             switches = sampling_switches(settings.allow_tf32, settings.cudnn_benchmark)
             if switches:
                 scopes.enter_context(sampling_scope.holding(**switches))
-            weights_of = None
-            if settings.block_swap == "auto":
-                weights_of = functools.partial(weights.weights_of, base_model, device=device)
+            weights_of = functools.partial(weights.weights_of, base_model, settings.block_swap, device)
             inputs = shapes_of(tuple(args), kwargs)
-            scopes.enter_context(
-                compiled_blocks(base_model.diffusion_model, settings, _raise_if_interrupted, inputs, weights_of)
-            )
-            return executor(*self._with_attention(args), **kwargs)
+            args = self._with_attention(executor, tuple(args), kwargs)
+            network = base_model.diffusion_model
+            stays = scopes.enter_context(compiled_blocks(network, settings, _raise_if_interrupted, inputs, weights_of))
+            if settings.wants_graphs and device.type == "cuda":
+                scopes.enter_context(graphed(network, stays, self.notes))
+            return executor(*args, **kwargs)
 
-    def _with_attention(self, args: tuple) -> tuple:
+    def _with_attention(self, executor, args: tuple, kwargs: dict) -> tuple:
         """The arguments of apply_model, with our attention kernel unless the user or another node has chosen one."""
-        override = override_for(self.settings.attention)
         options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
-        if override is None or options is None or "optimized_attention_override" in options:
+        if self.settings.attention == "host" or options is None or OVERRIDE in options or args[0].device.type != "cuda":
             return args
-        return (*args[:OPTIONS_AT], {**options, "optimized_attention_override": override}, *args[OPTIONS_AT + 1 :])
+        choices = attention_choices(executor.class_obj.diffusion_model)
+        key = self.settings.attention
+        if key not in choices:  # once a model: a kernel that changed with the prompt's length would recompile
+            survey = AttentionSurvey(self.settings.attention)
+            executor(*_with_override(args, survey), **kwargs)
+            choices[key] = survey.best()
+            logger.info("%s: attention %s", type(executor.class_obj).__name__, choices[key])
+        override = override_for(choices[key])
+        return args if override is None else _with_override(args, override)
+
+
+def _with_override(args: tuple, override) -> tuple:
+    options = {**args[OPTIONS_AT], OVERRIDE: override}
+    return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
 
 
 def attach(patcher, settings: CompileSettings):
@@ -76,13 +92,21 @@ def attach(patcher, settings: CompileSettings):
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
+    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     if settings.block_swap == "auto":
-        clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, order_paged_weights)
+        clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
         clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda _patcher: release_buffers())
+    if settings.wants_graphs:
+        for event, action in ((CallbacksMP.ON_PRE_RUN, new_run), (CallbacksMP.ON_DETACH, forget_graphs)):
+            clone.remove_callbacks_with_key(event, KEY)
+            clone.add_callback_with_key(event, KEY, _on_network(action))
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
+
+
+def _on_network(action):
+    return lambda patcher, *args: action(diffusion_model(patcher), *args)
 
 
 def attached_settings(patcher) -> CompileSettings | None:
@@ -104,6 +128,14 @@ def diffusion_model(patcher):
 
 def model_name(patcher) -> str:
     return type(patcher.model).__name__
+
+
+_attention: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def attention_choices(network) -> dict[str, str]:
+    """The kernel found fastest for a model, by what the `attention` input asked for."""
+    return _attention.setdefault(network, {})
 
 
 def _raise_if_interrupted() -> None:

@@ -6,69 +6,35 @@ others for none. Spread evenly over the blocks, the same traffic hides behind th
 
 from __future__ import annotations
 
-import logging
 import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 
+import comfy.model_management
 import torch
 
 from ..binding import plan_for
 
-logger = logging.getLogger("torch-compile-kit")
-_ordered: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+# Models whose pages were allocated in our order, by device.
+_paged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
-def order_paged_weights(executor, patcher, *args, **kwargs):
-    """A PREPARE_SAMPLING wrapper: lets dynamic VRAM page the weights of all blocks out evenly (model_patcher.py, `load`)."""
-    base_model = patcher.model
-    done = _ordered.setdefault(base_model, set())
-    if not _pages_weights(patcher) or patcher.load_device in done:
+def spread_weights(executor, patcher, *args, **kwargs):
+    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
+    if not hasattr(patcher, "_load_list") or patcher.load_device.type == "cpu":
         return executor(patcher, *args, **kwargs)
-    _forget_pages(base_model, patcher.load_device)
-    with _even_load_order(patcher):
-        result = executor(patcher, *args, **kwargs)
-    done.add(patcher.load_device)
-    return result
-
-
-def _pages_weights(patcher) -> bool:
-    return (
-        getattr(patcher, "is_dynamic", bool)()
-        and isinstance(getattr(patcher.model, "dynamic_vbars", None), dict)
-        and hasattr(patcher, "_load_list")
-    )
-
-
-def _forget_pages(base_model, device: torch.device) -> None:
-    """Let the host allocate the pages anew; nothing runs now, and weights come from RAM or file again."""
-    if base_model.dynamic_vbars.pop(device, None) is None:
-        return
-    for module in base_model.modules():
-        if "_v" in module.__dict__:
-            for name in ("_v", "_v_weight", "_v_bias"):
-                module.__dict__.pop(name, None)
-            module._v_signature = None
-
-
-@contextmanager
-def _even_load_order(patcher) -> Iterator[None]:
-    """While it lasts, this patcher lists its layers for dynamic loading in our order."""
-    ranks = even_ranks(patcher.model)
-
-    def load_list(self, *args, **kwargs):
-        items = type(self)._load_list(self, *args, **kwargs)
-        if not (kwargs.get("for_dynamic") or (args and args[0])):
-            return items
-        # An item is (is large, -size, size, name, module, parameters), sorted by its beginning.
-        return [(item[0], ranks.get(item[-3], (0.0, 0)), *item[2:]) for item in items]
-
-    patcher.__dict__["_load_list"] = types.MethodType(load_list, patcher)
-    try:
-        yield
-    finally:
-        del patcher.__dict__["_load_list"]
+    base_model, device = patcher.model, patcher.load_device
+    with ExitStack() as scopes:
+        if not getattr(patcher, "is_dynamic", bool)():
+            scopes.enter_context(_load_order(patcher, _even_by_size(even_ranks(base_model))))
+            scopes.enter_context(_buffers_announced(patcher))
+        elif device not in _paged.setdefault(base_model, set()):
+            # Pages are allocated once; afterwards the host only moves the line between kept and paged.
+            _forget_pages(base_model, device)
+            scopes.enter_context(_load_order(patcher, _even_by_rank(even_ranks(base_model))))
+            _paged[base_model].add(device)
+        return executor(patcher, *args, **kwargs)
 
 
 def even_ranks(base_model) -> dict[str, tuple[float, int]]:
@@ -89,3 +55,96 @@ def even_ranks(base_model) -> dict[str, tuple[float, int]]:
             before += size
             ranks[f"{prefix}.{name}" if name else prefix] = (before / total, turn)
     return ranks
+
+
+@contextmanager
+def _load_order(patcher, reorder: Callable[[list, bool], list]) -> Iterator[None]:
+    """While it lasts, this patcher lists its layers for loading as `reorder` says (model_patcher.py, `_load_list`)."""
+
+    def load_list(self, for_dynamic: bool = False, *args, **kwargs):
+        arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
+        return reorder(type(self)._load_list(self, *args, **arguments), for_dynamic)
+
+    patcher.__dict__["_load_list"] = types.MethodType(load_list, patcher)
+    try:
+        yield
+    finally:
+        del patcher.__dict__["_load_list"]
+
+
+_FIRST = (0.0, 0)  # layers outside the blocks stay on the device before all others
+
+
+def _even_by_rank(ranks: dict) -> Callable[[list, bool], list]:
+    """For dynamic VRAM: an item is (is large, -size, size, name, module, parameters), the first are kept."""
+
+    def reorder(items: list, for_dynamic: bool) -> list:
+        return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items] if for_dynamic else items
+
+    return reorder
+
+
+class _RankedSize(int):
+    """A size in bytes that sorts by rank: the host sorts by size, then counts with it."""
+
+    rank: tuple
+
+    def __lt__(self, other: object) -> bool:
+        return self.rank < other.rank
+
+    def __gt__(self, other: object) -> bool:
+        return self.rank > other.rank
+
+    def __eq__(self, other: object) -> bool:
+        return self.rank == getattr(other, "rank", None)
+
+    __hash__ = int.__hash__
+
+
+def _even_by_size(ranks: dict) -> Callable[[list, bool], list]:
+    """For partial loading: an item is (size when moving, size, name, module, parameters), the last are kept."""
+
+    def reorder(items: list, _for_dynamic: bool) -> list:
+        ordered = []
+        for size, *rest in items:
+            ranked = _RankedSize(size)
+            share, turn = ranks.get(rest[1], _FIRST)
+            ranked.rank = (-share, -turn)
+            ordered.append((ranked, *rest))
+        return ordered
+
+    return reorder
+
+
+def _forget_pages(base_model, device: torch.device) -> None:
+    """Let the host allocate the pages anew; nothing runs now, and weights come from RAM or file again."""
+    if base_model.dynamic_vbars.pop(device, None) is None:
+        return
+    for module in base_model.modules():
+        if "_v" in module.__dict__:
+            for name in ("_v", "_v_weight", "_v_bias"):
+                module.__dict__.pop(name, None)
+            module._v_signature = None
+
+
+@contextmanager
+def _buffers_announced(patcher) -> Iterator[None]:
+    """While it lasts, the host counts our two stream buffers as memory that sampling needs, if not all weights fit."""
+    base_model, device = patcher.model, patcher.load_device
+    network = base_model.diffusion_model
+    size = patcher.model_size()
+    room = comfy.model_management.get_free_memory(device) + patcher.loaded_size()
+    room -= comfy.model_management.minimum_inference_memory()
+    away = min(1.0, max(0.0, 1 - room / max(1, size)))
+    blocks = (network.get_submodule(b.path) for b in plan_for(network).blocks)
+    largest = max((comfy.model_management.module_size(b) for b in blocks), default=0)
+    original = base_model.memory_required
+
+    def memory_required(*args, **kwargs):
+        return original(*args, **kwargs) + 2 * away * largest
+
+    base_model.__dict__["memory_required"] = memory_required
+    try:
+        yield
+    finally:
+        del base_model.__dict__["memory_required"]

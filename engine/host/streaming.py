@@ -9,7 +9,6 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 
-import comfy.model_management
 import comfy.ops
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from torch import nn
 from .paging import parameter
 
 _ALIGNMENT = 256  # compiled kernels assume the alignment that the allocator gives
+_QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,20 @@ class Elsewhere:
 
 
 def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]:
-    """The parameters of `block` that must be put in place."""
+    """The parameters of `block` that must be put in place; those of foreign tensor classes (GGUF) are their owner's."""
     found = []
     for module in block.modules():
         if "_v" in module.__dict__:
             continue
         tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None]
-        if any(t.tensor.device != device or t.functions for t in tensors):
+        if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
             found += tensors
     return found
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is PyTorch's or the host's own, so that we know what copying it means."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) or bool(_QUANTIZED and isinstance(tensor, _QUANTIZED))
 
 
 class StreamedTensors:
@@ -62,18 +67,26 @@ class StreamedTensors:
     """
 
     def __init__(self, tensors: list[Elsewhere], device: torch.device, dtype: torch.dtype):
+        self.modules = {t.module for t in tensors}
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
         self._arrived: dict[int, torch.Tensor] = {}
         self._slot: Slot | None = None
-        self.bytes = sum(_room(t.tensor) for t in tensors if t.tensor.device != device)
+        self.bytes = sum(_room(t) for t in self._travelling())
+
+    def _travelling(self) -> list[torch.Tensor]:
+        plain = (t.tensor for t in self._tensors if type(t.tensor) in (torch.Tensor, nn.Parameter))
+        return [t for t in plain if t.device != self._device]
 
     def fetch(self) -> None:
         if self._slot is None and self.bytes and self._device.type == "cuda":
+            travelling = self._travelling()
+            if not travelling:  # somebody else has moved the block: another pack's block swap
+                self.bytes = 0
+                return
             self._slot = _slots_on(self._device).take(self, self.bytes)
-            moving = [t.tensor for t in self._tensors if t.tensor.device != self._device]
-            self._arrived = dict(zip(map(id, moving), self._slot.copy(moving), strict=True))
+            self._arrived = dict(zip(map(id, travelling), self._slot.copy(travelling), strict=True))
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """The parameters per module, on the device, functions applied."""
@@ -82,7 +95,7 @@ class StreamedTensors:
         placed: dict[nn.Module, dict] = {}
         for item in self._tensors:
             source = item.tensor
-            tensor = self._arrived.get(id(source))
+            tensor = source if source.device == self._device else self._arrived.get(id(source))
             if tensor is None:
                 tensor = source.to(self._device)
             if item.functions:
@@ -94,7 +107,7 @@ class StreamedTensors:
         """As the host does on the way (comfy/ops.py, `cast_bias_weight`)."""
         casts = getattr(type(item.module), "comfy_cast_weights", False)
         tensor = tensor.to(dtype=self._dtype if casts else tensor.dtype, copy=True)
-        if isinstance(tensor, comfy.ops.QuantizedTensor):
+        if _QUANTIZED and isinstance(tensor, _QUANTIZED):
             tensor = tensor.dequantize()
         for function in item.functions:
             tensor = function(tensor)
@@ -122,13 +135,11 @@ class Slot:
         self._ready = torch.cuda.Event()
         self._free = torch.cuda.Event()
         self.owner: weakref.ref | None = None
-        self.size = 0
 
     def grow(self, size: int) -> None:
-        if size > self.size:
-            # The old buffer's last readers are queued on the current stream, where its memory is reused in order.
+        if size > self._buffer.numel():
+            # Allocated and freed on the current stream; the copies wait for it to get here.
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
-            self.size = size
             self._free.record(torch.cuda.current_stream(self._device))
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -137,7 +148,7 @@ class Slot:
         self._stream.wait_event(self._free)
         with torch.cuda.stream(self._stream):
             for tensor in tensors:
-                copy = _view_at(self._buffer, offset, tensor)
+                copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                 copy.copy_(tensor, non_blocking=True)
                 copies.append(copy)
                 offset += _room(tensor)
@@ -187,7 +198,3 @@ def release_buffers() -> None:
 
 def _room(tensor: torch.Tensor) -> int:
     return (tensor.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-
-
-def _view_at(buffer: torch.Tensor, offset: int, like: torch.Tensor) -> torch.Tensor:
-    return buffer[offset : offset + like.nbytes].view(like.dtype).view(like.shape)

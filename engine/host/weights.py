@@ -14,6 +14,8 @@ from itertools import pairwise
 import torch
 from torch import nn
 
+from ..eager_layers import EagerLayers, linears
+from ..errors import InvalidSetting
 from . import paging, streaming
 
 # What tells the host's layers where their weights come from. Hidden while a compiled block runs.
@@ -37,7 +39,9 @@ class LayerGroup:
         self._paged = paging.PagedLayers(paged, device, dtype) if paged else None
         tensors = streaming.tensors_elsewhere(block, device)
         self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
-        placed = {*paged, *(t.module for t in tensors)}
+        self.foreign = [m for m in block.modules() if _is_foreign(m)]
+        self._eager = EagerLayers(self.foreign) if self.foreign else None
+        placed = {*paged, *(t.module for t in tensors), *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         self._undo: list[tuple[dict, dict]] = []
         self.following: LayerGroup | None = None
@@ -49,7 +53,7 @@ class LayerGroup:
 
     @property
     def needed(self) -> bool:
-        return self.moves or bool(self._recast)
+        return self.moves or bool(self._recast) or self._eager is not None
 
     def fetch(self) -> None:
         """Start the transfer on a stream of its own, if it has not been."""
@@ -61,6 +65,8 @@ class LayerGroup:
     def place(self) -> None:
         """Make all layers plain, and start the transfer for the block that follows."""
         self.fetch()
+        if self._eager is not None:
+            self._eager.place()
         placed = self._paged.resolve() if self._paged is not None else []
         if self._streamed is not None:
             placed += self._streamed.resolve()
@@ -83,6 +89,8 @@ class LayerGroup:
                 else:
                     target[name] = value
         self._undo.clear()
+        if self._eager is not None:
+            self._eager.release()
         self.drop()
 
     def drop(self) -> None:
@@ -118,21 +126,44 @@ def _settle(layers: list[nn.Module]) -> None:
                 layer.__dict__[name] = list(value) if isinstance(value, list) else value
 
 
+def _is_foreign(module: nn.Module) -> bool:
+    """A layer whose weights are of another pack's class (GGUF): it knows what to do with them, graphs do not."""
+    return not all(streaming.is_known(p) for p in module._parameters.values() if p is not None)
+
+
 class ModelWeights:
-    """The layer groups of a model's blocks, made anew whenever the host has loaded or unloaded something.
+    """How the blocks of a model get their weights; made anew whenever the host has loaded or unloaded something.
 
     Args:
         blocks: in the order in which they run.
+        block_swap: the node's input.
+
+    Raises:
+        InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
     """
 
-    def __init__(self, token: tuple, blocks: list[nn.Module], device: torch.device, dtype: torch.dtype):
+    def __init__(self, token: tuple, blocks: list[nn.Module], base_model, device: torch.device, block_swap: str):
         self.token = token
+        dtype = base_model.get_dtype_inference()
         groups = [LayerGroup(block, device, dtype) for block in blocks]
-        self.groups = {id(block): group for block, group in zip(blocks, groups, strict=True) if group.needed}
         moving = [group for group in groups if group.moves]
-        for here, following in pairwise(moving):
-            here.following = following
-        self.bytes_streamed = sum(g._streamed.bytes for g in groups if g._streamed is not None)
+        foreign = sorted({type(m).__name__ for group in groups for m in group.foreign})
+        self.notes: list[str] = []
+        if moving and block_swap == "off":
+            raise InvalidSetting(
+                "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
+            )
+        if block_swap == "eager linears":
+            groups = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, groups, strict=True)]
+            if moving:
+                self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
+        elif moving:
+            self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
+            for here, following in pairwise(moving):
+                here.following = following
+        if foreign:
+            self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
+        self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
 
     def drop(self) -> None:
         """Give up what was fetched ahead and not used."""
@@ -143,13 +174,19 @@ class ModelWeights:
 _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
 
 
-def weights_of(base_model, blocks: list[nn.Module], device: torch.device) -> ModelWeights:
+def weights_of(base_model, block_swap: str, device: torch.device, blocks: list[nn.Module]) -> ModelWeights:
     """How the blocks of the host's `base_model` get their weights, as the host has them loaded now."""
-    token = _load_token(base_model, blocks, device)
+    token = (block_swap, *_load_token(base_model, blocks, device))
     known = _weights.get(base_model)
     if known is None or known.token != token:
-        known = _weights[base_model] = ModelWeights(token, blocks, device, base_model.get_dtype_inference())
+        known = _weights[base_model] = ModelWeights(token, blocks, base_model, device, block_swap)
     return known
+
+
+def notes_on(base_model) -> list[str]:
+    """What the report says about the weights of a model that has run."""
+    known = _weights.get(base_model)
+    return known.notes if known is not None else []
 
 
 def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tuple:

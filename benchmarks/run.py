@@ -1,0 +1,110 @@
+"""One command for the whole table: every model in every variant, each in a process of its own, on this machine.
+
+    python -m benchmarks.run --host COMFYUI --kjnodes FILE --out benchmarks/results/NAME.json [--models flux sdxl] [--low-vram]
+    python -m benchmarks.tables
+
+Peers change PyTorch and ComfyUI for good, hence the processes. Results of an earlier call in the same file are kept.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# model -> our best setting for it
+BEST = {
+    "flux": {},
+    "qwen_image": {},
+    "wan14": {},
+    "z_image": {},
+    "sdxl": {"mode": "reduce-overhead"},
+    "sd15": {"mode": "reduce-overhead"},
+}
+LONG = {"wan14": ["--steps", "5", "--rounds", "1"], "qwen_image": ["--steps", "6", "--rounds", "1"]}
+
+
+def variants_of(model: str) -> list[tuple[str, str, dict]]:
+    """(variant, label, settings); eager with the other attention kernel shows the noise of bf16."""
+    return [
+        ("eager", "eager", {}),
+        ("core", "core", {}),
+        ("kjnodes", "kjnodes", {}),
+        ("ours", "ours", BEST[model]),
+    ]
+
+
+def run(command: list[str], timeout: int) -> list[dict]:
+    print("+", " ".join(command[2:]), flush=True)
+    try:
+        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        output = result.stdout
+        if "ROW" not in output:
+            print(output[-1500:], result.stderr[-1500:], flush=True)
+    except subprocess.TimeoutExpired as error:
+        output = (error.stdout or b"").decode(errors="replace")
+        print(f"stopped after {timeout} s", flush=True)
+    rows = [json.loads(line[4:]) for line in output.splitlines() if line.startswith("ROW ")]
+    for row in rows:
+        print("  ", json.dumps(row), flush=True)
+    return rows
+
+
+def environment(host: str) -> dict:
+    import torch
+
+    version = {}
+    exec((Path(host) / "comfyui_version.py").read_text(), version)  # noqa: S102  the host's own version file
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "python": platform.python_version(),
+        "comfyui": version["__version__"],
+        "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--kjnodes", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="*", default=list(BEST))
+    parser.add_argument("--variants", nargs="*", default=["eager", "core", "kjnodes", "ours"])
+    parser.add_argument("--low-vram", action="store_true", help="Flux with little memory free, instead of the models")
+    parser.add_argument("--free", nargs="+", default=["0", "20", "14", "10", "8"])
+    options = parser.parse_args()
+    known = json.loads(options.out.read_text()) if options.out.exists() else {"environments": [], "rows": []}
+    known["environments"].append(environment(options.host))
+    common = ["--host", options.host, "--kjnodes", options.kjnodes]
+    if options.low_vram:
+        module = [sys.executable, "-m", "benchmarks.low_vram", *common]
+        subprocess.run([*module, "--make"], cwd=ROOT, check=True)
+        jobs = [("eager", "eager", {}), ("core", "core", {}), ("kjnodes", "kjnodes", {})]
+        jobs += [("ours", "ours, same attention", {"attention": "host"}), ("ours", "ours", {})]
+        for vram in ("dynamic", "legacy"):
+            free = options.free if vram == "dynamic" else ["14"]
+            for variant, label, settings in jobs:
+                if variant in options.variants and not (vram == "legacy" and variant == "core"):
+                    arguments = ["--vram", vram, "--variant", variant, "--label", label, "--settings", json.dumps(settings)]
+                    known["rows"] += [{"kind": "low_vram", **r} for r in run([*module, *arguments, "--free", *free], 150)]
+    else:
+        module = [sys.executable, "-m", "benchmarks.step_time", *common]
+        for model in options.models:
+            for variant, label, settings in variants_of(model):
+                if variant in options.variants:
+                    arguments = ["--model", model, "--variant", variant, "--label", label]
+                    arguments += ["--settings", json.dumps(settings), *LONG.get(model, [])]
+                    known["rows"] += [{"kind": "step_time", **r} for r in run([*module, *arguments], 240)]
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(known, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,121 @@
+"""Regenerate the README's tables from benchmarks/results/*.json: python -m benchmarks.tables"""
+
+import json
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {
+    "flux": "Flux-dev 12B, 1024x1024",
+    "qwen_image": "Qwen-Image 20B, 1328x1328",
+    "wan14": "Wan 2.1 14B, 832x480x33",
+    "z_image": "Z-Image 6B, 1024x1024",
+    "sdxl": "SDXL, 1024x1024, cfg 5",
+    "sd15": "SD 1.5, 512x512, cfg 5",
+}
+
+
+def rows(kind: str) -> tuple[list[dict], list[str]]:
+    """All rows of a kind, the newest file last, and where they come from."""
+    found, sources = [], []
+    for file in sorted(RESULTS.glob("*.json")):
+        content = json.loads(file.read_text())
+        if not isinstance(content, dict):
+            continue
+        of_kind = [row for row in content.get("rows", []) if row["kind"] == kind]
+        if of_kind:
+            where = content["environments"][-1]
+            sources.append(
+                f"{where['device']}, ComfyUI {where['comfyui']}, PyTorch {where['torch']}, {where['date']}, "
+                f"`benchmarks/results/{file.name}`"
+            )
+            found += of_kind
+    return found, sources
+
+
+def _cell(row: dict | None, eager: dict | None) -> str:
+    if row is None:
+        return "-"
+    if "died" in row:
+        return "dies: " + row["died"].partition(":")[0]
+    ratio = f" ({row['step'] / eager['step']:.2f})" if eager and row is not eager else ""
+    return f"{row['step']:.4g}{ratio}"
+
+
+def step_time_table() -> str:
+    found, sources = rows("step_time")
+    table = {(row["model"], row["variant"]): row for row in found}
+    lines = [
+        "| model | eager | core node | KJNodes | ours | first step: core, KJNodes, ours | graphs | error |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for model, name in NAMES.items():
+        eager, core, kjnodes, ours = (table.get((model, v)) for v in ("eager", "core", "kjnodes", "ours"))
+        if ours is None or "died" in ours:
+            continue
+        cold = ", ".join(f"{r['cold_start']:.1f} s" if r and "died" not in r else "-" for r in (core, kjnodes, ours))
+        best = f"**{_cell(ours, eager)}**"
+        lines.append(
+            f"| {name} | {_cell(eager, eager)} | {_cell(core, eager)} | {_cell(kjnodes, eager)} | {best} | {cold} "
+            f"| {ours['graphs']} | {ours.get('error', '-')} |"
+        )
+    return "\n".join([*lines, "", *sources])
+
+
+def low_vram_table() -> str:
+    found, sources = rows("low_vram")
+    labels = ["eager", "core", "kjnodes", "ours, same attention", "ours"]
+    lines = ["| free VRAM | " + " | ".join(labels) + " | graphs, breaks: KJNodes | ours |", "|---" * 8 + "|"]
+    for vram in ("dynamic", "legacy"):
+        amounts = sorted({r["free_gib"] for r in found if r["vram"] == vram}, key=lambda f: -f or -1e9)
+        for free in amounts:
+            here = {r["variant"]: r for r in found if r["vram"] == vram and r["free_gib"] == free}
+            eager = here.get("eager")
+            cells = [_cell(here.get(label), eager) for label in labels]
+            counts = [
+                f"{r.get('graphs', '-')}, {r.get('breaks', '-')}" if (r := here.get(label)) else "-"
+                for label in ("kjnodes", "ours")
+            ]
+            title = f"{'all' if not free else f'{free:g} GiB'}{', partial loading' if vram == 'legacy' else ''}"
+            lines.append(f"| {title} | " + " | ".join([*cells, *counts]) + " |")
+    return "\n".join([*lines, "", *sources])
+
+
+def compatibility_table() -> str:
+    outcomes = json.loads((RESULTS / "compatibility.json").read_text())
+    lines = [
+        "| set-up | blocks | share of weights | block kinds | graphs | more for other shapes | largest difference |",
+        "|---" * 7 + "|",
+    ]
+    for o in outcomes:
+        classes = ", ".join(f"{n} {c}" for c, n in o["classes"].items())
+        note = f"; eager: {', '.join(o['eager'])}" if o["eager"] else ""
+        lines.append(
+            f"| {o['name']} | {classes}{note} | {o['share']:.0%} | {o['kinds']} | {o['graphs']} | {o['graphs_after']} | {o['error']:.0e} |"
+        )
+    return "\n".join(lines)
+
+
+def replace(text: str, name: str, table: str) -> str:
+    begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
+    before, _, rest = text.partition(begin)
+    _, _, after = rest.partition(end)
+    return f"{before}{begin}\n{table}\n{end}{after}"
+
+
+def main() -> None:
+    readme = ROOT / "README.md"
+    text = readme.read_text()
+    text = replace(text, "step time", step_time_table())
+    text = replace(text, "low vram", low_vram_table())
+    readme.write_text(text)
+    (ROOT / "docs" / "compatibility.md").write_text(
+        "# Compatibility\n\nEvery set-up of `tests/zoo`, tiny and with random weights, compiled block by block and compared with\n"
+        "eager in fp32 (`python tests/sweep.py`). Other shapes: two more sizes, another prompt length, batches of 1 and 3.\n\n"
+        + compatibility_table()
+        + "\n"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Run some layers of a compiled block eager: the classic way to compile around weights that move.
+
+As musubi-tuner and sd-scripts do it for block swap: the Linear layers break the graph, the rest of the block is compiled.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class EagerLayers:
+    """Some layers of one block, kept out of its graphs while it runs.
+
+    Args:
+        layers: whose forward stays eager.
+    """
+
+    def __init__(self, layers: list[nn.Module]):
+        self._eager = [(layer, torch._dynamo.disable(layer.forward)) for layer in layers]
+        self._found: list[tuple[nn.Module, object]] = []
+
+    def place(self) -> None:
+        self._found = [(layer, layer.__dict__.get("forward")) for layer, _ in self._eager]
+        for layer, forward in self._eager:
+            layer.__dict__["forward"] = forward
+
+    def release(self) -> None:
+        for layer, found in self._found:
+            if found is None:
+                layer.__dict__.pop("forward", None)
+            else:
+                layer.__dict__["forward"] = found
+        self._found = []
+
+    def drop(self) -> None:
+        """Nothing is fetched ahead."""
+
+
+def linears(block: nn.Module) -> list[nn.Module]:
+    """The layers that hold most weights; by name, since quantised ones are no nn.Linear (comfy/ops.py)."""
+    return [m for m in block.modules() if type(m).__name__.endswith("Linear")]

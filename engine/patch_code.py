@@ -1,0 +1,137 @@
+"""Which entries of `transformer_options` the code of a patch reads.
+
+The answer is exact or None ("may read anything"): a patch counts as understood only where each use of the dict is a lookup with
+a literal key. Handing the dict on, looping over it, capturing it, or code that is no plain Python function give None.
+"""
+
+from __future__ import annotations
+
+import dis
+import inspect
+import types
+import weakref
+
+OVERRIDE = "optimized_attention_override"
+# Which argument the host passes the dict in (ldm/modules/attention.py); ldm/flux/layers.py passes it as `extra_options`.
+_ARGUMENT = {
+    "attn1_patch": 3, "attn2_patch": 3, "attn1_output_patch": 1, "attn2_output_patch": 1, "middle_patch": 1,
+    "attn1": 3, "attn2": 3,
+}  # fmt: skip
+_BY_NAME = ("extra_options", "transformer_options")
+_FRAMES = {"locals", "vars", "eval", "exec", "_getframe", "currentframe"}
+
+_known: weakref.WeakKeyDictionary[types.FunctionType, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
+
+
+def keys_of_patch(name: str, patch: object) -> frozenset[str] | None:
+    """The literal keys that `patch`, registered under `name`, looks up; None when that cannot be told."""
+    bound = 0
+    function: object = patch
+    if not isinstance(patch, types.FunctionType | types.MethodType):
+        function = getattr(type(patch), "__call__", None)  # noqa: B004  the one that a call uses
+        bound = 1
+    elif isinstance(patch, types.MethodType):
+        function, bound = patch.__func__, 1
+    if not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] == "torch":
+        return None
+    known = _known.setdefault(function, {})
+    if name not in known:
+        if name == OVERRIDE:
+            known[name] = frozenset() if _reads_no_options(function, set()) else None
+        else:
+            known[name] = _keys_of_function(function, name, bound)
+    return known[name]
+
+
+def _keys_of_function(function: types.FunctionType, name: str, bound: int) -> frozenset[str] | None:
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    required = code.co_argcount - len(function.__defaults__ or ()) - bound
+    # ldm/wan/model.py passes one dict of arguments, with the options in it.
+    if name not in _ARGUMENT or required < 2 or "transformer_options" in code.co_consts:
+        return None
+    candidates = {a for a in arguments if a in _BY_NAME}
+    if code.co_flags & inspect.CO_VARKEYWORDS and not candidates:
+        return None
+    at = _ARGUMENT[name] + bound
+    if at < code.co_argcount:
+        candidates.add(code.co_varnames[at])
+    return _lookups(code, candidates) if candidates else None
+
+
+def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
+    """Whether an attention override never touches the dict, which the host passes as the keyword `transformer_options`.
+
+    It often hands its `**kwargs` on to a kernel; that is looked through as well.
+    """
+    code = function.__code__
+    if code in seen:
+        return True
+    seen.add(code)
+    mentioned = {*code.co_varnames, *code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
+    host = function.__globals__.get("__name__", "").partition(".")[0] in ("comfy", "torch")
+    nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
+    if not host and (nested or mentioned.intersection((*_BY_NAME, *_FRAMES))):
+        return False
+    forwards = any(i.opname.startswith("CALL_FUNCTION_EX") for i in dis.get_instructions(code))
+    if not host and forwards:
+        attributes = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD")}
+        if attributes - {"__wrapped__"}:
+            return False
+    used = [getattr(function, "__wrapped__", None)]
+    used += [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    if not host:
+        used += [function.__globals__.get(name) for name in code.co_names]
+    for target in used:
+        if isinstance(target, types.FunctionType):
+            if not _reads_no_options(target, seen):
+                return False
+        elif forwards and callable(target) and not isinstance(target, type | types.BuiltinFunctionType):
+            return False
+    return True
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether the variable of a closure has been set."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _lookups(code: types.CodeType, names: set[str]) -> frozenset[str] | None:
+    """The literal keys looked up in the variables `names`; None when one of them is used in another way."""
+    if names.intersection(code.co_cellvars) or _FRAMES.intersection(code.co_names):
+        return None
+    found = set()
+    instructions = [i for i in dis.get_instructions(code) if i.opname not in ("PUSH_NULL", "RESUME", "NOP")]
+    for at, here in enumerate(instructions):
+        named = here.argval if isinstance(here.argval, tuple) else (here.argval,)
+        if not here.opname.startswith(("LOAD_FAST", "STORE_FAST", "DELETE_FAST")) or not names.intersection(named):
+            continue
+        key = _lookup(instructions, at)
+        if key is None:
+            return None
+        found.add(key)
+    return frozenset(found)
+
+
+def _lookup(instructions: list[dis.Instruction], at: int) -> str | None:
+    """The key when instruction `at` loads a dict for `d["key"]`, `d.get("key")` or `"key" in d`."""
+    here, rest = instructions[at], instructions[at + 1 : at + 3]
+    if here.opname not in ("LOAD_FAST", "LOAD_FAST_BORROW", "LOAD_FAST_CHECK") or not rest:
+        return None
+    if rest[0].opname == "CONTAINS_OP":
+        return _text(instructions[at - 1]) if at else None
+    if len(rest) < 2:
+        return None
+    first, second = rest
+    if first.opname in ("LOAD_METHOD", "LOAD_ATTR") and first.argval == "get":
+        return _text(second)
+    if second.opname == "BINARY_SUBSCR" or (second.opname == "BINARY_OP" and second.argrepr == "[]"):
+        return _text(first)
+    return None
+
+
+def _text(instruction: dis.Instruction) -> str | None:
+    return instruction.argval if instruction.opname == "LOAD_CONST" and isinstance(instruction.argval, str) else None

@@ -1,0 +1,75 @@
+"""Shared by the tests of patches and of several models: sample with and without compiling, and compare."""
+
+import torch
+from test_host_models import sample
+
+
+class Runs:
+    """One tiny model and its inputs; `run` samples a patcher of it, with the same seed each time.
+
+    Args:
+        tiny: the module `devtools.tiny_models`.
+        engine: the fixture of that name.
+        name: of the tiny model.
+    """
+
+    def __init__(self, tiny, engine, name, cfg=4.0, steps=2, size=64, length=1):
+        self.engine, self.cfg, self.steps = engine, cfg, steps
+        self.patcher = tiny.build_patcher(name)
+        self.positive, self.negative = tiny.conditioning(name)
+        self.latent = tiny.empty_latent(name, size, size, length)
+
+    def attach(self, patcher, **settings):
+        """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
+        chosen = self.engine("settings").CompileSettings(**{"backend": "eager", **settings})
+        return self.engine("host.attachment").attach(patcher, chosen)
+
+    def run(self, patcher, positive=None, negative=None):
+        conditioning = positive or self.positive, negative or self.negative
+        return sample(patcher, conditioning, self.latent, self.cfg, seed=1, steps=self.steps)
+
+    @property
+    def kinds(self):
+        return list(self.engine("registry").code_of(self.patcher.model.diffusion_model).kinds.values())
+
+    @property
+    def graphs(self):
+        return sum(kind.stats.graphs for kind in self.kinds)
+
+    @property
+    def failures(self):
+        return [kind.failure.message() for kind in self.kinds if kind.failure]
+
+    def check(self, patch, again=None, **inputs):
+        """Compiled equals eager with the patch, without it, and with it again; the number of graphs that it added.
+
+        Args:
+            patch: takes a clone of a patcher and patches it; returns it, or None.
+            again: the patch when it is added again, if not the same.
+            inputs: conditionings for the patched runs.
+        """
+
+        def patched(patcher, how=patch):
+            clone = patcher.clone()
+            return how(clone) or clone
+
+        plain = self.run(self.patcher)
+        expected = self.run(patched(self.patcher), **inputs)
+        assert torch.isfinite(expected).all()
+        assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-4), "the patch does nothing; this proves nothing"
+        compiled = self.attach(self.patcher)
+        same(self.run(compiled), plain)
+        before = self.graphs
+        assert before
+        same(self.run(patched(compiled), **inputs), expected)
+        added = self.graphs - before
+        same(self.run(compiled), plain)
+        same(self.run(patched(compiled, again or patch), **inputs), expected)
+        same(self.run(self.attach(patched(self.patcher, again or patch)), **inputs), expected)
+        same(self.run(compiled), plain)
+        assert self.graphs - before == added, "what was compiled once is compiled again"
+        return added
+
+
+def same(actual, expected):
+    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), (actual - expected).abs().max()
