@@ -42,7 +42,7 @@ def run(command: list[str], timeout: int) -> list[dict]:
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         output = result.stdout
-        if "ROW" not in output:
+        if "ROW" not in output or '"died"' in output:
             print(output[-1500:], result.stderr[-1500:], flush=True)
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")
@@ -81,7 +81,6 @@ def main() -> None:
     parser.add_argument("--free", nargs="+", default=["0", "20", "14", "10", "8"])
     options = parser.parse_args()
     known = json.loads(options.out.read_text()) if options.out.exists() else {"environments": [], "rows": []}
-    known["environments"].append(environment(options.host))
     common = ["--host", options.host, "--kjnodes", options.kjnodes]
     if options.low_vram:
         module = [sys.executable, "-m", "benchmarks.low_vram", *common]
@@ -102,6 +101,8 @@ def main() -> None:
                     arguments = ["--model", model, "--variant", variant, "--label", label]
                     arguments += ["--settings", json.dumps(settings), *LONG.get(model, [])]
                     known["rows"] += [{"kind": "step_time", **r} for r in run([*module, *arguments], 240)]
+    # Last: a CUDA context in this process would count as used memory.
+    known["environments"].append(environment(options.host))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(known, indent=1) + "\n")
 

@@ -49,6 +49,7 @@ class ModelGraphs:
     Args:
         seen: calls that have run plainly once, and so have compiled what they need.
         failures: why a call cannot be captured.
+        hooked: a layer has a forward hook, which a replay would not call.
         state: where the weights were, and what the layers ran, when the graphs were captured.
     """
 
@@ -57,6 +58,7 @@ class ModelGraphs:
     failures: dict[Hashable, str] = field(default_factory=dict)
     state: list | None = None
     checked: bool = False
+    hooked: bool = False
     captures: int = 0
     replays: int = 0
     _pool: object = None
@@ -72,11 +74,14 @@ class ModelGraphs:
         """Once a sampling run: graphs hold the addresses of the weights, and what replaced forwards and hooks did."""
         if not self.checked:
             self.checked = True
+            hooked = False
             state = [t.data_ptr() for t in (*model.parameters(), *model.buffers())]
             for module in model.modules():
                 forward = module.__dict__.get("forward")
                 state.append(None if isinstance(forward, functools.partial) else forward)  # partials are our own, see binding
                 state += [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+                hooked = hooked or bool(module._forward_hooks or module._forward_pre_hooks)
+            self.hooked = hooked
             if self.state != state:
                 if self.graphs:
                     logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")

@@ -77,8 +77,8 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
         return f"the model reads {', '.join(sorted(read))}"
     if any(isinstance(v, torch.Tensor) for k, v in options.items() if k not in BOOKKEEPING):
         return "an option holds a tensor"
-    if network._forward_hooks or network._forward_pre_hooks:
-        return "the model has hooks"
+    if graphs_of(network).hooked:
+        return "a layer has a forward hook"
     return None
 
 

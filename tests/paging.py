@@ -1,0 +1,83 @@
+"""ComfyUI's dynamic VRAM on a CPU: the host's own code for paged weights, over pages that a test keeps.
+
+Real paging needs a GPU (comfy-aimdo); replaced here are only its five entry points, by functions with their contract.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+
+
+class Pages:
+    """The device's memory, a page per layer. `resident` names the layers that get one.
+
+    Args:
+        model: the host's BaseModel; layers of more than `minimum` bytes are paged, as comfy/model_patcher.py does.
+    """
+
+    def __init__(self, model, minimum: int = 16 * 1024):
+        import comfy.memory_management as memory
+
+        self.memory: dict[str, torch.Tensor] = {}
+        self.resident: set[str] = set()
+        self.pinned = 0
+        self.faults = 0
+        self.layers = {
+            name: layer
+            for name, layer in model.diffusion_model.named_modules()
+            if hasattr(layer, "comfy_cast_weights") and sum(p.nbytes for p in layer.parameters(recurse=False)) > minimum
+        }
+        for layer in (m for m in model.diffusion_model.modules() if hasattr(m, "comfy_cast_weights")):
+            layer.comfy_cast_weights = True
+        for name, layer in self.layers.items():
+            size = memory.vram_aligned_size([layer.weight, layer.bias])
+            layer._v, layer._v_signature = (self, name, size), None
+            layer.weight_lowvram_function = layer.bias_lowvram_function = None
+            layer.weight_function, layer.bias_function = [], []
+            layer.seed_key, layer._pin_state = name, {}
+        self._model = model
+        model.lowvram_patch_counter += 1  # the host's loading leaves its marks, this too
+
+    def fault(self, allocation):
+        _, name, size = allocation
+        self.faults += 1
+        if name not in self.resident:
+            self.memory.pop(name, None)
+            return None
+        self.pinned += 1
+        if name not in self.memory:
+            self.memory[name] = torch.full((size,), 255, dtype=torch.uint8)
+        return [id(self.memory[name])]
+
+    def unpin(self, allocation):
+        self.pinned -= 1
+
+    def remove(self) -> None:
+        self._model.lowvram_patch_counter += 1
+        for layer in self.layers.values():
+            for name in ("_v", "_v_signature", "_v_weight", "_v_bias", "weight_lowvram_function", "bias_lowvram_function"):
+                layer.__dict__.pop(name, None)
+
+
+@contextlib.contextmanager
+def paged(monkeypatch, model):
+    """While it lasts, the big layers of `model` are paged; yields its `Pages`."""
+    import comfy.model_management
+    import comfy_aimdo.model_vbar
+    import comfy_aimdo.torch
+    from comfy.cli_args import args
+
+    pages = Pages(model)
+    with monkeypatch.context() as patch:
+        patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda allocation: pages.fault(allocation))
+        patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda allocation: pages.unpin(allocation))
+        patch.setattr(comfy_aimdo.model_vbar, "vbar_signature_compare", lambda a, b: a is not None and a == b)
+        patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda allocation, device: pages.memory[allocation[1]])
+        patch.setattr(comfy.model_management, "get_offload_stream", lambda device: None)
+        patch.setattr(args, "disable_pinned_memory", True)
+        try:
+            yield pages
+        finally:
+            pages.remove()

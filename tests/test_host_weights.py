@@ -1,0 +1,199 @@
+"""Weights that move: partial loading and paged weights on the CPU, with the host's own code. Graphs, breaks and results."""
+
+import pytest
+import torch
+from paging import paged
+from patching import Runs
+from support import relative_error
+from test_host_lora import lora_file, partly_loaded  # noqa: F401  a fixture
+from torch import nn
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    return Runs(tiny, engine, "flux", cfg=1.0)
+
+
+def breaks(runs):
+    return sum(kind.stats.graph_breaks for kind in runs.kinds)
+
+
+def layer_state(model):
+    """What the host keeps on its layers, to see that a run leaves it as found."""
+    return {
+        name: (sorted(k for k in m.__dict__ if not k.startswith("_v_")), m.comfy_cast_weights, dict(m._parameters))
+        for name, m in model.named_modules()
+        if hasattr(m, "comfy_cast_weights")
+    }
+
+
+def same_state(one, other):
+    return one.keys() == other.keys() and all(
+        one[n][:2] == other[n][:2] and all(one[n][2][k] is other[n][2][k] for k in one[n][2]) for n in one
+    )
+
+
+def test_partial_loading_takes_the_graphs_of_full_loading(flux, partly_loaded):  # noqa: F811
+    expected = flux.run(flux.patcher)
+    assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
+    assert flux.graphs == 2
+    for share in (0.6, 0.3, 0.0, 0.8):
+        partly_loaded(flux.patcher, share)
+        assert relative_error(flux.run(flux.attach(flux.patcher)), expected) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
+
+
+def test_lora_under_partial_loading_adds_no_graph(flux, partly_loaded):  # noqa: F811
+    import comfy.sd
+
+    first, second = lora_file(flux.patcher), lora_file(flux.patcher, seed=2, layers=("linear2",))
+    results = {}
+    for share in (1.0, 0.5, 0.0):
+        if share < 1:
+            partly_loaded(flux.patcher, share)
+        flux.run(flux.attach(flux.patcher))
+        for name, lora, strength in (("added", first, 1.0), ("stronger", first, 1.5), ("swapped", second, 1.0)):
+            patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora, strength, 0)
+            result = flux.run(flux.attach(patched))
+            assert relative_error(result, flux.run(patched)) < 1e-6, (share, name)
+            assert relative_error(result, results.setdefault(name, result)) < 1e-5, (share, name)
+        assert relative_error(flux.run(flux.attach(flux.patcher)), flux.run(flux.patcher)) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
+
+
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, engine, monkeypatch):
+    runs = Runs(tiny, engine, name, cfg=1.0, length=5 if name == "wan" else 1)
+    expected = runs.run(runs.patcher)
+    compiled = runs.attach(runs.patcher)
+    with paged(monkeypatch, runs.patcher.model) as pages:
+        names = list(pages.layers)
+        assert relative_error(runs.run(compiled), expected) < 1e-6  # nothing resident
+        once = runs.graphs
+        before = layer_state(runs.patcher.model)
+        for resident in (names, names[::2], names[1::2], [], names[:3]):
+            pages.resident = set(resident)
+            assert relative_error(runs.run(compiled), expected) < 1e-6
+        assert pages.faults > len(names) and pages.pinned == 0
+        assert same_state(layer_state(runs.patcher.model), before)
+    assert once == runs.graphs == len(runs.kinds) and breaks(runs) == 0 and not runs.failures
+
+
+def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
+    import comfy.sd
+    from comfy.model_patcher import LowVramPatch
+
+    patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora_file(flux.patcher), 1.0, 0)
+    plain, expected = flux.run(flux.patcher), flux.run(patched)
+    flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        flux.run(compiled)
+        for resident in ([], list(pages.layers)[::2]):
+            pages.resident = set(resident)
+            for name, layer in pages.layers.items():
+                key = f"diffusion_model.{name}.weight"
+                patch = LowVramPatch(key, patched.patches) if key in patched.patches else None
+                if patch is not None:
+                    patch._pin_state = {}
+                layer.weight_lowvram_function = patch
+                layer._v_signature = None
+            assert relative_error(flux.run(compiled), expected) < 1e-5
+            for layer in pages.layers.values():
+                layer.weight_lowvram_function, layer._v_signature = None, None
+            assert relative_error(flux.run(compiled), plain) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0
+
+
+def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
+    compiled = flux.attach(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        flux.run(compiled)
+        before = layer_state(flux.patcher.model)
+
+        def fail(*_):
+            raise KeyError("inside")
+
+        hook = flux.patcher.model.diffusion_model.single_blocks[1].register_forward_hook(fail)
+        with pytest.raises(KeyError):
+            flux.run(compiled)
+        hook.remove()
+        assert same_state(layer_state(flux.patcher.model), before) and pages.pinned == 0
+
+
+def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
+    compiled = flux.attach(flux.patcher, block_swap="off")
+    flux.run(compiled)
+    with paged(monkeypatch, flux.patcher.model), pytest.raises(engine("errors").InvalidSetting, match="set block_swap to auto"):
+        flux.run(compiled)
+
+
+def test_eager_linears_keep_the_linear_layers_out(flux, engine, monkeypatch):
+    expected = flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher, block_swap="eager linears")
+    with paged(monkeypatch, flux.patcher.model):
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+    assert breaks(flux) > 0 and not flux.failures
+    assert not any("forward" in m.__dict__ for m in flux.patcher.model.modules())
+    assert "Linear layers run eager" in " ".join(engine("host.weights").notes_on(flux.patcher.model))
+
+
+class PackedWeight(torch.Tensor):
+    """A tensor class of another pack (as GGUF's), which only its own layer knows how to unpack."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result
+
+
+class UnpackingLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.as_subclass(torch.Tensor) * 1.0, self.bias)
+
+
+def test_layers_that_unpack_their_own_weights_run_eager_and_are_named(flux, engine):
+    for block in flux.patcher.model.diffusion_model.single_blocks:
+        layer = block.linear1
+        layer.__class__ = UnpackingLinear
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(PackedWeight), requires_grad=False)
+        layer._parameters["weight"] = layer.weight.detach().as_subclass(PackedWeight)
+    expected = flux.run(flux.patcher)
+    assert relative_error(flux.run(flux.attach(flux.patcher)), expected) < 1e-6
+    assert not flux.failures
+    assert "UnpackingLinear" in " ".join(engine("host.weights").notes_on(flux.patcher.model))
+
+
+def test_blocks_that_another_pack_moves_are_compiled_as_they_arrive(flux):
+    """Hooks around a block that bring its weights and take them away again (WanVideoWrapper, wanBlockswap)."""
+    network = flux.patcher.model.diffusion_model
+    expected = flux.run(flux.patcher)
+
+    def bring(block, _):
+        block.to(torch.float32)
+
+    def take(block, _, output):
+        block.to("cpu")
+        return output
+
+    for block in network.single_blocks:
+        block.register_forward_pre_hook(bring)
+        block.register_forward_hook(take)
+    assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
+    assert flux.graphs == 2 and not flux.failures
+
+
+def test_weights_are_spread_evenly_over_the_blocks(flux, engine):
+    """Any prefix of the order holds about the same share of each block, and neighbours are far apart."""
+    ranks = engine("host.placement").even_ranks(flux.patcher.model)
+    sizes = {n: sum(p.nbytes for p in m.parameters(recurse=False)) for n, m in flux.patcher.model.named_modules()}
+    blocks = [f"diffusion_model.single_blocks.{i}." for i in range(4)]
+    totals = [sum(s for n, s in sizes.items() if n.startswith(b)) for b in blocks]
+    ordered = sorted((rank, name) for name, rank in ranks.items() if name.startswith("diffusion_model.single_blocks"))
+    held = [0] * 4
+    for _, name in ordered[: len(ordered) // 2]:
+        held[next(i for i, b in enumerate(blocks) if f"{name}.".startswith(b))] += sizes[name]
+    shares = [h / t for h, t in zip(held, totals, strict=True)]
+    assert max(shares) - min(shares) < 0.1
