@@ -35,6 +35,7 @@ def make_weights(name: str) -> None:
 
 def measure(options) -> list[dict]:
     """All amounts of free memory for one variant, largest first."""
+    import comfy.model_management
     import comfy.sd
     import torch
 
@@ -46,6 +47,8 @@ def measure(options) -> list[dict]:
     for free in options.free:
         if free:
             # Counted from before the model was there: its own memory is what it must make do with.
+            if not model.is_dynamic():  # nothing but the host's loader gives its memory back
+                comfy.model_management.unload_all_models()
             torch.cuda.empty_cache()
             wanted = int(start - free * GIB) - sum(b.nbytes for b in ballast)
             ballast.append(torch.empty(wanted, dtype=torch.uint8, device="cuda"))

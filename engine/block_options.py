@@ -41,7 +41,7 @@ def keys_read(block: nn.Module) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` names and so may depend on.
 
     Looks through the methods of its class and of the classes below it, and the functions they name. A position key named
-    next to `patches_replace` is a patch lookup and does not count.
+    next to `patches_replace` or `attn1_patch` is a patch lookup and does not count.
     """
     for module in block.modules():
         found = module.__dict__.get("forward") if module is not block else None
@@ -114,7 +114,7 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
         and not (following is not None and following.opname == "STORE_SUBSCR")
         and "CONST" in this.opname
     }
-    if "patches_replace" in code.co_consts:
+    if "patches_replace" in code.co_consts or "attn1_patch" in code.co_consts:
         read -= POSITION
     return read
 

@@ -19,6 +19,9 @@ atexit.register(shutil.rmtree, BASE, ignore_errors=True)
 
 # `python -m pytest` puts ROOT there, and then our nodes/ and tests/ shadow ComfyUI's modules of those names.
 sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]
+# Tiny tensors are slower on two threads than on one, and progress bars fill the log.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
 # One cache for the session: no test profits from an earlier session, and each graph is built only once.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(BASE / "inductor")
 
@@ -45,8 +48,6 @@ except RuntimeError as error:
 def pytest_configure(config):
     # The default ends this process at once and leaves its server running.
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
-    config.addinivalue_line("markers", "host: runs a model inside the host's process")
-    config.addinivalue_line("markers", "server: talks to a real ComfyUI server")
 
 
 @pytest.fixture(scope="session")

@@ -63,6 +63,7 @@ def test_lora_under_partial_loading_adds_no_graph(flux, partly_loaded):  # noqa:
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
 
 
+@pytest.mark.pages
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, engine, monkeypatch):
     runs = Runs(tiny, engine, name, cfg=1.0, length=5 if name == "wan" else 1)
@@ -81,6 +82,7 @@ def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, en
     assert once == runs.graphs == len(runs.kinds) and breaks(runs) == 0 and not runs.failures
 
 
+@pytest.mark.pages
 def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
     import comfy.sd
     from comfy.model_patcher import LowVramPatch
@@ -107,6 +109,7 @@ def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
     assert flux.graphs == 2 and breaks(flux) == 0
 
 
+@pytest.mark.pages
 def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
     compiled = flux.attach(flux.patcher)
     with paged(monkeypatch, flux.patcher.model) as pages:
@@ -123,6 +126,7 @@ def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
         assert same_state(layer_state(flux.patcher.model), before) and pages.pinned == 0
 
 
+@pytest.mark.pages
 def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
     compiled = flux.attach(flux.patcher, block_swap="off")
     flux.run(compiled)
@@ -130,6 +134,7 @@ def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
         flux.run(compiled)
 
 
+@pytest.mark.pages
 def test_eager_linears_keep_the_linear_layers_out(flux, engine, monkeypatch):
     expected = flux.run(flux.patcher)
     compiled = flux.attach(flux.patcher, block_swap="eager linears")

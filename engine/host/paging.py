@@ -16,6 +16,8 @@ try:
 except ImportError:  # hosts without dynamic VRAM, or with another kind of it: layers never have `_v` that we could place
     cast_modules_with_vbar = None
 
+SUPPORTED = cast_modules_with_vbar is not None
+
 
 class PagedLayers:
     """The layers of one block whose weights are paged.

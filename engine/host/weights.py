@@ -36,10 +36,12 @@ class LayerGroup:
         layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]
         _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
-        self._paged = paging.PagedLayers(paged, device, dtype) if paged else None
+        self._paged = paging.PagedLayers(paged, device, dtype) if paged and paging.SUPPORTED else None
         tensors = streaming.tensors_elsewhere(block, device)
         self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
-        self.foreign = [m for m in block.modules() if _is_foreign(m)]
+        # On a host that pages in a way we do not know, its layers look after themselves, outside the graph.
+        unknown = [] if paging.SUPPORTED else paged
+        self.foreign = [m for m in block.modules() if _is_foreign(m) or m in unknown]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]

@@ -1,4 +1,5 @@
 """Tiny models with random weights, of nearly every diffusion architecture of the host."""
+
 from . import audio_family, flux_family, image_family, other_images, unets, video_family, wan_family
 from .builders import Setup
 

@@ -1,4 +1,5 @@
 """Sound and shape: ACE-Step, Stable Audio, Hunyuan3D, TripoSplat."""
+
 import comfy.ldm.ace.lyric_encoder
 import comfy.ldm.audio.embedders
 import comfy.ops
@@ -7,40 +8,104 @@ import torch
 from .builders import Draw, Setup, sizes
 
 ACE1 = {
-    "audio_model": "ace", "attention_head_dim": 64, "in_channels": 8, "inner_dim": 128, "max_height": 16,
-    "max_position": 4096, "max_width": 4096, "mlp_ratio": 2.5, "num_attention_heads": 2, "num_layers": 3,
-    "out_channels": 8, "patch_size": [16, 1], "rope_theta": 1000000.0, "speaker_embedding_dim": 512,
-    "text_embedding_dim": 64, "ssl_encoder_depths": [8, 8], "ssl_latent_dims": [64, 64],
-    "ssl_names": ["mert", "m-hubert"], "lyric_encoder_vocab_size": 6693, "lyric_hidden_size": 64,
+    "audio_model": "ace",
+    "attention_head_dim": 64,
+    "in_channels": 8,
+    "inner_dim": 128,
+    "max_height": 16,
+    "max_position": 4096,
+    "max_width": 4096,
+    "mlp_ratio": 2.5,
+    "num_attention_heads": 2,
+    "num_layers": 3,
+    "out_channels": 8,
+    "patch_size": [16, 1],
+    "rope_theta": 1000000.0,
+    "speaker_embedding_dim": 512,
+    "text_embedding_dim": 64,
+    "ssl_encoder_depths": [8, 8],
+    "ssl_latent_dims": [64, 64],
+    "ssl_names": ["mert", "m-hubert"],
+    "lyric_encoder_vocab_size": 6693,
+    "lyric_hidden_size": 64,
 }
 ACE15 = {
-    "audio_model": "ace1.5", "hidden_size": 64, "intermediate_size": 128, "num_heads": 2, "num_kv_heads": 1,
-    "head_dim": 32, "encoder_hidden_size": 64, "encoder_num_heads": 2, "encoder_intermediate_size": 128,
-    "num_dit_layers": 6, "num_lyric_layers": 2, "num_timbre_layers": 2, "text_hidden_dim": 64, "sliding_window": 8,
+    "audio_model": "ace1.5",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_heads": 2,
+    "num_kv_heads": 1,
+    "head_dim": 32,
+    "encoder_hidden_size": 64,
+    "encoder_num_heads": 2,
+    "encoder_intermediate_size": 128,
+    "num_dit_layers": 6,
+    "num_lyric_layers": 2,
+    "num_timbre_layers": 2,
+    "text_hidden_dim": 64,
+    "sliding_window": 8,
     "fsq_dim": 64,
 }
 STABLE_AUDIO = {
-    "audio_model": "dit1.0", "global_cond_dim": 128, "cond_token_dim": 64, "project_cond_tokens": False,
-    "embed_dim": 128, "num_heads": 2, "timestep_features_type": "learned", "io_channels": 64, "input_concat_dim": 0,
+    "audio_model": "dit1.0",
+    "global_cond_dim": 128,
+    "cond_token_dim": 64,
+    "project_cond_tokens": False,
+    "embed_dim": 128,
+    "num_heads": 2,
+    "timestep_features_type": "learned",
+    "io_channels": 64,
+    "input_concat_dim": 0,
     "depth": 3,
 }
 STABLE_AUDIO3 = {
-    "audio_model": "dit1.0", "global_cond_dim": 768, "project_cond_tokens": True, "embed_dim": 128, "num_heads": 2,
-    "num_memory_tokens": 4, "attn_kwargs": {"qk_norm": "rms", "differential": True}, "norm_type": "rms_norm",
-    "timestep_features_type": "expo", "io_channels": 64, "input_concat_dim": 0, "local_add_cond_dim": 65,
-    "global_cond_shared_embed": True, "global_cond_type": "adaLN", "depth": 3,
+    "audio_model": "dit1.0",
+    "global_cond_dim": 768,
+    "project_cond_tokens": True,
+    "embed_dim": 128,
+    "num_heads": 2,
+    "num_memory_tokens": 4,
+    "attn_kwargs": {"qk_norm": "rms", "differential": True},
+    "norm_type": "rms_norm",
+    "timestep_features_type": "expo",
+    "io_channels": 64,
+    "input_concat_dim": 0,
+    "local_add_cond_dim": 65,
+    "global_cond_shared_embed": True,
+    "global_cond_type": "adaLN",
+    "depth": 3,
 }
 HUNYUAN3D = {
-    "image_model": "hunyuan3d2", "in_channels": 64, "context_in_dim": 64, "hidden_size": 128, "mlp_ratio": 4.0,
-    "num_heads": 2, "depth": 3, "depth_single_blocks": 3, "qkv_bias": True, "guidance_embed": False,
+    "image_model": "hunyuan3d2",
+    "in_channels": 64,
+    "context_in_dim": 64,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 2,
+    "depth": 3,
+    "depth_single_blocks": 3,
+    "qkv_bias": True,
+    "guidance_embed": False,
 }
 HUNYUAN3D21 = {
-    "image_model": "hunyuan3d2_1", "in_channels": 64, "context_dim": 64, "hidden_size": 128, "mlp_ratio": 4.0,
-    "num_heads": 2, "depth": 6, "num_moe_layers": 2, "num_experts": 4, "qkv_bias": False,
+    "image_model": "hunyuan3d2_1",
+    "in_channels": 64,
+    "context_dim": 64,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 2,
+    "depth": 6,
+    "num_moe_layers": 2,
+    "num_experts": 4,
+    "qkv_bias": False,
     "guidance_cond_proj_dim": None,
 }
 TRIPOSPLAT = {
-    "image_model": "triposplat", "q_token_length": 64, "model_channels": 128, "cond_channels": 64, "num_blocks": 3,
+    "image_model": "triposplat",
+    "q_token_length": 64,
+    "model_channels": 128,
+    "cond_channels": 64,
+    "num_blocks": 3,
     "num_refiner_blocks": 2,
 }
 TOKENS = sizes(64, (64,), (96,), (160,))
@@ -53,8 +118,14 @@ def lyrics(draw, shape, tokens):
 def small_lyrics(model):
     """The host fixes the width of this encoder, which comes before the blocks, at 1024."""
     model.diffusion_model.lyric_encoder = comfy.ldm.ace.lyric_encoder.ConformerEncoder(
-        input_size=64, output_size=64, attention_heads=2, linear_units=128, num_blocks=2, static_chunk_size=0,
-        operations=comfy.ops.disable_weight_init)
+        input_size=64,
+        output_size=64,
+        attention_heads=2,
+        linear_units=128,
+        num_blocks=2,
+        static_chunk_size=0,
+        operations=comfy.ops.disable_weight_init,
+    )
 
 
 def embedded_lyrics(draw, shape, tokens):
@@ -71,8 +142,9 @@ def timbre(draw, shape, tokens):
 
 def seconds(draw: Draw, name: str, most: int, features: str) -> dict:
     embedder = comfy.ldm.audio.embedders.NumberConditioner(768, min_val=0, max_val=most, fourier_features_type=features)
-    return {f"conditioner.conditioners.{name}.{key}": draw(*value.shape, scale=0.05)
-            for key, value in embedder.state_dict().items()}
+    return {
+        f"conditioner.conditioners.{name}.{key}": draw(*value.shape, scale=0.05) for key, value in embedder.state_dict().items()
+    }
 
 
 def seconds1(draw):
@@ -86,8 +158,10 @@ def small_seconds(model):
 
 
 def seconds3(draw):
-    return {**seconds(draw, "seconds_total", 384, "expo"),
-            "conditioner.conditioners.prompt.padding_embedding": draw(768, scale=0.05)}
+    return {
+        **seconds(draw, "seconds_total", 384, "expo"),
+        "conditioner.conditioners.prompt.padding_embedding": draw(768, scale=0.05),
+    }
 
 
 def frequencies(model, draw):
@@ -105,8 +179,7 @@ SETUPS = [
     Setup("ace_step15", "ACEStep15", ACE15, sizes(64, (40,), (60,), (100,)), 64, None, embedded_lyrics),
     Setup("ace_step15_codes", "ACEStep15", ACE15, sizes(64, (40,), (60,), (100,)), 64, None, codes),
     Setup("ace_step15_timbre", "ACEStep15", ACE15, sizes(64, (40,), (60,), (100,)), 64, None, timbre),
-    Setup("stable_audio", "StableAudio", STABLE_AUDIO, TOKENS, 64, tensors=seconds1, amend=small_seconds,
-          finish=frequencies),
+    Setup("stable_audio", "StableAudio", STABLE_AUDIO, TOKENS, 64, tensors=seconds1, amend=small_seconds, finish=frequencies),
     Setup("stable_audio3", "StableAudio3", STABLE_AUDIO3, TOKENS, 768, tensors=seconds3, finish=frequencies),
     Setup("hunyuan3d_v2", "Hunyuan3Dv2", HUNYUAN3D, TOKENS, 64),
     Setup("hunyuan3d_v2_turbo", "Hunyuan3Dv2mini", HUNYUAN3D | {"guidance_embed": True}, TOKENS, 64),

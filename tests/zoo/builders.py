@@ -2,6 +2,7 @@
 
 Import it only where the host is on sys.path. The same name always gives the same weights and the same inputs.
 """
+
 import uuid
 import zlib
 from collections.abc import Callable
@@ -114,8 +115,7 @@ class Setup:
     def text_length(self, tokens):
         return self.tokens if tokens is None or self.fixed_tokens else tokens
 
-    def inputs(self, size: int = 0, batch: int = 2, tokens: int | None = None, model=None,
-               percent: float = 0.4) -> dict:
+    def inputs(self, size: int = 0, batch: int = 2, tokens: int | None = None, model=None, percent: float = 0.4) -> dict:
         """Arguments of `apply_model` in the form in which the sampler passes them.
 
         An even batch is half positive and half negative, as with cfg, if the sampler itself would join the two.
@@ -123,21 +123,30 @@ class Setup:
         """
         model = model or self.build()
         batch = min(batch, self.max_batch or batch)
-        noise, shapes = _packed([Draw(self.seed + 3)(batch * self.rows, *shape, scale=1.0)
-                                 for shape in (self.shapes[size] if self.nested else [self.shapes[size]])])
+        noise, shapes = _packed(
+            [
+                Draw(self.seed + 3)(batch * self.rows, *shape, scale=1.0)
+                for shape in (self.shapes[size] if self.nested else [self.shapes[size]])
+            ]
+        )
         sigma = torch.tensor([float(model.model_sampling.percent_to_sigma(percent))])
         x = model.model_sampling.noise_scaling(sigma, noise, torch.zeros_like(noise))
         out = self._arguments(model, noise, shapes, self.conds(size, tokens), len(noise))
         count = len(out.pop("kinds"))
-        options = {"cond_or_uncond": [1, 0][-count:], "uuids": [uuid.UUID(int=i) for i in range(count)],
-                   "sigmas": sigma, "sample_sigmas": torch.cat([sigma * 1.5, sigma, sigma * 0])}
+        options = {
+            "cond_or_uncond": [1, 0][-count:],
+            "uuids": [uuid.UUID(int=i) for i in range(count)],
+            "sigmas": sigma,
+            "sample_sigmas": torch.cat([sigma * 1.5, sigma, sigma * 0]),
+        }
         options.update(self.options(model, x) if self.options else {})
         return {"x": x, "t": sigma.repeat(len(x)), "transformer_options": options, **out}
 
     def _arguments(self, model, noise, shapes, conds, rows):
-        half = noise[:max(1, rows // 2)] if rows // self.rows % 2 == 0 else noise
-        both = [self._encode(model, cond, half, shapes, kind)
-                for cond, kind in zip(conds, ("positive", "negative"), strict=True)]
+        half = noise[: max(1, rows // 2)] if rows // self.rows % 2 == 0 else noise
+        both = [
+            self._encode(model, cond, half, shapes, kind) for cond, kind in zip(conds, ("positive", "negative"), strict=True)
+        ]
         if len(half) < rows and comfy.samplers.cond_equal_size(*both):
             # The sampler puts the negative first.
             return {"kinds": both, **comfy.samplers.cond_cat(both[::-1])}
@@ -149,10 +158,9 @@ class Setup:
         cond = comfy.sampler_helpers.convert_cond(cond)
         latent = torch.zeros_like(noise)
         cond = comfy.samplers.encode_model_conds(
-            model.extra_conds, cond, noise, CPU, kind, latent_image=latent, denoise_mask=None, seed=1,
-            latent_shapes=shapes)
-        return {key: value.process_cond(batch_size=len(noise), area=None)
-                for key, value in cond[0]["model_conds"].items()}
+            model.extra_conds, cond, noise, CPU, kind, latent_image=latent, denoise_mask=None, seed=1, latent_shapes=shapes
+        )
+        return {key: value.process_cond(batch_size=len(noise), area=None) for key, value in cond[0]["model_conds"].items()}
 
     def patcher(self, model=None):
         return comfy.model_patcher.ModelPatcher(model or self.build(), load_device=CPU, offload_device=CPU)

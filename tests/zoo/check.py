@@ -1,4 +1,5 @@
 """Builds set-ups of the zoo and runs each: finite, not constant, the same twice. `check.py --host COMFYUI [NAME...]`"""
+
 import argparse
 import sys
 import time
@@ -42,8 +43,10 @@ def check(setup, sampling: bool) -> str:
         if sampling and setup.sampleable:
             sample(setup, model)
     count = sum(p.numel() for p in model.parameters())
-    return (f"{setup.name:24} {count / 1e6:6.2f}M  build {built:5.2f} s  forward {max(seconds):5.2f} s  "
-            f"{shapes[0]} {shapes[2]}{'' if setup.sampleable else '  not sampleable: ' + setup.reason}")
+    return (
+        f"{setup.name:24} {count / 1e6:6.2f}M  build {built:5.2f} s  forward {max(seconds):5.2f} s  "
+        f"{shapes[0]} {shapes[2]}{'' if setup.sampleable else '  not sampleable: ' + setup.reason}"
+    )
 
 
 def sample(setup, model) -> None:
@@ -56,8 +59,17 @@ def sample(setup, model) -> None:
     sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", 2)
     cfg = 1.0 if setup.max_batch == 1 else 3.0
     out = comfy.sample.sample_custom(
-        patcher, comfy.sample.prepare_noise(latent, 1), cfg, comfy.samplers.sampler_object("euler"), sigmas, positive,
-        negative, latent, disable_pbar=True, seed=1)
+        patcher,
+        comfy.sample.prepare_noise(latent, 1),
+        cfg,
+        comfy.samplers.sampler_object("euler"),
+        sigmas,
+        positive,
+        negative,
+        latent,
+        disable_pbar=True,
+        seed=1,
+    )
     parts = out.unbind() if out.is_nested else [out]
     assert all(torch.isfinite(part).all() and part.std() > 0 for part in parts), "the sampler's result is not finite"
 

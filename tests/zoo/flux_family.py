@@ -1,4 +1,5 @@
 """Flux and what is built of its blocks: Flux 2, Chroma, Radiance, LongCat, Ovis, the Hunyuan models, and Lens."""
+
 import torch
 
 from .builders import Setup, sizes
@@ -9,51 +10,146 @@ VIDEO = ((3, 8, 8), (3, 12, 8), (5, 12, 12))
 PATCHED = sizes(16, *SPANS)
 
 FLUX = {
-    "image_model": "flux", "in_channels": 16, "out_channels": 16, "patch_size": 2, "vec_in_dim": 64,
-    "context_in_dim": 64, "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 3,
-    "axes_dim": [8, 28, 28], "theta": 10000, "qkv_bias": True, "guidance_embed": True, "txt_ids_dims": [],
-    "yak_mlp": False, "txt_norm": False,
+    "image_model": "flux",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": 2,
+    "vec_in_dim": 64,
+    "context_in_dim": 64,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 2,
+    "depth": 3,
+    "depth_single_blocks": 3,
+    "axes_dim": [8, 28, 28],
+    "theta": 10000,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "txt_ids_dims": [],
+    "yak_mlp": False,
+    "txt_norm": False,
 }
 NO_GUIDANCE = FLUX | {"guidance_embed": False}
 TEXT_ONLY = NO_GUIDANCE | {"vec_in_dim": None, "txt_ids_dims": [1, 2]}
 FLUX2 = FLUX | {
-    "image_model": "flux2", "in_channels": 128, "out_channels": 128, "patch_size": 1, "axes_dim": [16, 16, 16, 16],
-    "mlp_ratio": 3.0, "theta": 2000, "global_modulation": True, "mlp_silu_act": True, "qkv_bias": False,
-    "ops_bias": False, "default_ref_method": "index", "ref_index_scale": 10.0, "txt_ids_dims": [3], "vec_in_dim": None,
+    "image_model": "flux2",
+    "in_channels": 128,
+    "out_channels": 128,
+    "patch_size": 1,
+    "axes_dim": [16, 16, 16, 16],
+    "mlp_ratio": 3.0,
+    "theta": 2000,
+    "global_modulation": True,
+    "mlp_silu_act": True,
+    "qkv_bias": False,
+    "ops_bias": False,
+    "default_ref_method": "index",
+    "ref_index_scale": 10.0,
+    "txt_ids_dims": [3],
+    "vec_in_dim": None,
 }
-CHROMA = {key: FLUX[key] for key in (
-    "context_in_dim", "hidden_size", "mlp_ratio", "num_heads", "depth", "depth_single_blocks", "axes_dim", "theta",
-    "patch_size", "qkv_bias", "txt_ids_dims")} | {
-    "image_model": "chroma", "in_channels": 64, "out_channels": 64, "in_dim": 64, "out_dim": 128, "hidden_dim": 128,
-    "n_layers": 2, "vec_in_dim": None,
+CHROMA = {
+    key: FLUX[key]
+    for key in (
+        "context_in_dim",
+        "hidden_size",
+        "mlp_ratio",
+        "num_heads",
+        "depth",
+        "depth_single_blocks",
+        "axes_dim",
+        "theta",
+        "patch_size",
+        "qkv_bias",
+        "txt_ids_dims",
+    )
+} | {
+    "image_model": "chroma",
+    "in_channels": 64,
+    "out_channels": 64,
+    "in_dim": 64,
+    "out_dim": 128,
+    "hidden_dim": 128,
+    "n_layers": 2,
+    "vec_in_dim": None,
 }
 RADIANCE = CHROMA | {
-    "image_model": "chroma_radiance", "in_channels": 3, "out_channels": 3, "patch_size": 16, "nerf_hidden_size": 32,
-    "nerf_mlp_ratio": 2, "nerf_depth": 3, "nerf_max_freqs": 8, "nerf_tile_size": 0, "nerf_final_head_type": "conv",
-    "nerf_embedder_dtype": torch.float32, "use_x0": True, "use_sequential_txt_ids": False,
+    "image_model": "chroma_radiance",
+    "in_channels": 3,
+    "out_channels": 3,
+    "patch_size": 16,
+    "nerf_hidden_size": 32,
+    "nerf_mlp_ratio": 2,
+    "nerf_depth": 3,
+    "nerf_max_freqs": 8,
+    "nerf_tile_size": 0,
+    "nerf_final_head_type": "conv",
+    "nerf_embedder_dtype": torch.float32,
+    "use_x0": True,
+    "use_sequential_txt_ids": False,
 }
 HUNYUAN = {
-    "image_model": "hunyuan_video", "in_channels": 16, "out_channels": 16, "patch_size": [1, 2, 2], "vec_in_dim": 64,
-    "context_in_dim": 64, "hidden_size": 128, "mlp_ratio": 4.0, "num_heads": 2, "depth": 3, "depth_single_blocks": 3,
-    "axes_dim": [8, 28, 28], "theta": 256, "qkv_bias": True, "guidance_embed": True, "byt5": False, "meanflow": False,
-    "use_cond_type_embedding": False, "vision_in_dim": None, "meanflow_sum": False,
+    "image_model": "hunyuan_video",
+    "in_channels": 16,
+    "out_channels": 16,
+    "patch_size": [1, 2, 2],
+    "vec_in_dim": 64,
+    "context_in_dim": 64,
+    "hidden_size": 128,
+    "mlp_ratio": 4.0,
+    "num_heads": 2,
+    "depth": 3,
+    "depth_single_blocks": 3,
+    "axes_dim": [8, 28, 28],
+    "theta": 256,
+    "qkv_bias": True,
+    "guidance_embed": True,
+    "byt5": False,
+    "meanflow": False,
+    "use_cond_type_embedding": False,
+    "vision_in_dim": None,
+    "meanflow_sum": False,
 }
 # The mapper of the glyph encoder has 7M parameters whatever the model's width.
 IMAGE21 = HUNYUAN | {
-    "in_channels": 64, "out_channels": 64, "patch_size": [1, 1], "axes_dim": [32, 32], "vec_in_dim": None,
-    "guidance_embed": False, "byt5": True, "depth": 2, "depth_single_blocks": 2,
+    "in_channels": 64,
+    "out_channels": 64,
+    "patch_size": [1, 1],
+    "axes_dim": [32, 32],
+    "vec_in_dim": None,
+    "guidance_embed": False,
+    "byt5": True,
+    "depth": 2,
+    "depth_single_blocks": 2,
 }
 REFINER21 = HUNYUAN | {
-    "in_channels": 128, "out_channels": 64, "patch_size": [1, 1, 1], "vec_in_dim": None, "meanflow": True,
+    "in_channels": 128,
+    "out_channels": 64,
+    "patch_size": [1, 1, 1],
+    "vec_in_dim": None,
+    "meanflow": True,
     "guidance_embed": False,
 }
 HUNYUAN15 = HUNYUAN | {
-    "in_channels": 65, "out_channels": 32, "patch_size": [1, 1, 1], "vec_in_dim": None, "guidance_embed": False,
-    "use_cond_type_embedding": True, "vision_in_dim": 64, "meanflow_sum": True, "depth_single_blocks": 0,
+    "in_channels": 65,
+    "out_channels": 32,
+    "patch_size": [1, 1, 1],
+    "vec_in_dim": None,
+    "guidance_embed": False,
+    "use_cond_type_embedding": True,
+    "vision_in_dim": 64,
+    "meanflow_sum": True,
+    "depth_single_blocks": 0,
 }
 LENS = {
-    "image_model": "lens", "in_channels": 128, "out_channels": 32, "num_layers": 3, "num_attention_heads": 2,
-    "attention_head_dim": 64, "enc_hidden_dim": 32, "multi_layer_encoder_feature": True,
+    "image_model": "lens",
+    "in_channels": 128,
+    "out_channels": 32,
+    "num_layers": 3,
+    "num_attention_heads": 2,
+    "attention_head_dim": 64,
+    "enc_hidden_dim": 32,
+    "multi_layer_encoder_feature": True,
     "selected_layer_index": (0, 1, 2),
 }
 
@@ -81,6 +177,7 @@ def references(channels, *spans, method=None):
     def extras(draw, shape, tokens):
         entries = {"guidance": 3.5, "reference_latents": [draw(1, channels, *span) for span in spans]}
         return entries | ({"reference_latents_method": method} if method else {})
+
     return extras
 
 
@@ -90,7 +187,7 @@ def image(draw, shape, tokens):
 
 def prompt_mask(draw, shape, tokens):
     mask = torch.ones(1, tokens)
-    mask[:, -tokens // 4:] = 0
+    mask[:, -tokens // 4 :] = 0
     return {"attention_mask": mask}
 
 
@@ -106,6 +203,7 @@ def ref_latent(draw, shape, tokens):
 def concat(channels, frames=None):
     def extras(draw, shape, tokens):
         return {"concat_latent_image": draw(1, channels, frames or shape[1], *shape[2:])}
+
     return extras
 
 
@@ -134,26 +232,54 @@ SETUPS = [
     Setup("flux2_klein", "Flux2", FLUX2 | {"guidance_embed": False}, sizes(128, *SMALL), 64),
     Setup("chroma", "Chroma", CHROMA, PATCHED, 64),
     Setup("chroma_radiance", "ChromaRadiance", RADIANCE, sizes(3, (64, 64), (96, 64), (128, 96)), 64),
-    Setup("chroma_radiance_linear", "ChromaRadiance", RADIANCE | {
-        "nerf_final_head_type": "linear", "use_x0": False, "use_sequential_txt_ids": True, "nerf_tile_size": 8},
-        sizes(3, (64, 64), (96, 64), (128, 96)), 64),
+    Setup(
+        "chroma_radiance_linear",
+        "ChromaRadiance",
+        RADIANCE | {"nerf_final_head_type": "linear", "use_x0": False, "use_sequential_txt_ids": True, "nerf_tile_size": 8},
+        sizes(3, (64, 64), (96, 64), (128, 96)),
+        64,
+    ),
     Setup("hunyuan_video", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64),
     # The host's masks and reference frames fail for a batch of more than one.
     Setup("hunyuan_video_mask", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64, prompt_mask, max_batch=1),
-    Setup("hunyuan_video_i2v", "HunyuanVideoI2V", HUNYUAN | {"in_channels": 33, "guidance_embed": False},
-          sizes(16, *VIDEO), 64, 64, first_frame),
-    Setup("hunyuan_custom", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64, ref_latent,
-          max_batch=1),
-    Setup("skyreels_i2v", "HunyuanVideoSkyreelsI2V", HUNYUAN | {"in_channels": 32}, sizes(16, *VIDEO), 64, 64,
-          concat(16)),
+    Setup(
+        "hunyuan_video_i2v",
+        "HunyuanVideoI2V",
+        HUNYUAN | {"in_channels": 33, "guidance_embed": False},
+        sizes(16, *VIDEO),
+        64,
+        64,
+        first_frame,
+    ),
+    Setup("hunyuan_custom", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64, ref_latent, max_batch=1),
+    Setup("skyreels_i2v", "HunyuanVideoSkyreelsI2V", HUNYUAN | {"in_channels": 32}, sizes(16, *VIDEO), 64, 64, concat(16)),
     Setup("hunyuan_video_15", "HunyuanVideo15", HUNYUAN15, sizes(32, *VIDEO), 64),
     Setup("hunyuan_video_15_i2v", "HunyuanVideo15", HUNYUAN15, sizes(32, *VIDEO), 64, None, seen),
-    Setup("hunyuan_video_15_sr", "HunyuanVideo15_SR_Distilled", HUNYUAN15 | {"in_channels": 98, "meanflow": True},
-          sizes(32, *VIDEO), 64, None, concat(66)),
+    Setup(
+        "hunyuan_video_15_sr",
+        "HunyuanVideo15_SR_Distilled",
+        HUNYUAN15 | {"in_channels": 98, "meanflow": True},
+        sizes(32, *VIDEO),
+        64,
+        None,
+        concat(66),
+    ),
     Setup("hunyuan_image21", "HunyuanImage21", IMAGE21, sizes(64, *SMALL), 64, None, glyphs),
-    Setup("hunyuan_image21_distilled", "HunyuanImage21", IMAGE21 | {
-        "byt5": False, "meanflow": True, "guidance_embed": True}, sizes(64, *SMALL), 64),
-    Setup("hunyuan_image21_refiner", "HunyuanImage21Refiner", REFINER21,
-          sizes(64, (1, 8, 8), (1, 12, 8), (1, 16, 12)), 64, None, concat(32, 1)),
+    Setup(
+        "hunyuan_image21_distilled",
+        "HunyuanImage21",
+        IMAGE21 | {"byt5": False, "meanflow": True, "guidance_embed": True},
+        sizes(64, *SMALL),
+        64,
+    ),
+    Setup(
+        "hunyuan_image21_refiner",
+        "HunyuanImage21Refiner",
+        REFINER21,
+        sizes(64, (1, 8, 8), (1, 12, 8), (1, 16, 12)),
+        64,
+        None,
+        concat(32, 1),
+    ),
     Setup("lens", "Lens", LENS, sizes(128, *SMALL), 96, None, prompt_mask),
 ]

@@ -1,4 +1,5 @@
 """UNets: Stable Diffusion 1, 2 and XL with their kin, and Stable Cascade."""
+
 import torch
 
 from .builders import Setup, sizes
@@ -6,14 +7,37 @@ from .builders import Setup, sizes
 SPANS = ((16, 16), (24, 16), (32, 24))
 
 
-def unet(levels=2, depth=(1, 1, 1, 1), out_depth=(1,) * 6, middle=1, context=64, adm=None, linear=True, in_channels=4,
-         channels=64, mult=(1, 2), **more):
+def unet(
+    levels=2,
+    depth=(1, 1, 1, 1),
+    out_depth=(1,) * 6,
+    middle=1,
+    context=64,
+    adm=None,
+    linear=True,
+    in_channels=4,
+    channels=64,
+    mult=(1, 2),
+    **more,
+):
     config = {
-        "image_size": 32, "use_checkpoint": False, "use_spatial_transformer": True, "legacy": False,
-        "in_channels": in_channels, "out_channels": 4, "model_channels": channels, "num_res_blocks": [2] * levels,
-        "channel_mult": list(mult), "transformer_depth": list(depth), "transformer_depth_output": list(out_depth),
-        "transformer_depth_middle": middle, "context_dim": context, "adm_in_channels": adm,
-        "use_linear_in_transformer": linear, "use_temporal_attention": False, "use_temporal_resblock": False,
+        "image_size": 32,
+        "use_checkpoint": False,
+        "use_spatial_transformer": True,
+        "legacy": False,
+        "in_channels": in_channels,
+        "out_channels": 4,
+        "model_channels": channels,
+        "num_res_blocks": [2] * levels,
+        "channel_mult": list(mult),
+        "transformer_depth": list(depth),
+        "transformer_depth_output": list(out_depth),
+        "transformer_depth_middle": middle,
+        "context_dim": context,
+        "adm_in_channels": adm,
+        "use_linear_in_transformer": linear,
+        "use_temporal_attention": False,
+        "use_temporal_resblock": False,
     }
     if adm is not None:
         config["num_classes"] = "sequential"
@@ -21,21 +45,36 @@ def unet(levels=2, depth=(1, 1, 1, 1), out_depth=(1,) * 6, middle=1, context=64,
 
 
 def xl(depths, out_depths, middle, **more):
-    return unet(levels=len(depths) // 2, depth=depths, out_depth=out_depths, middle=middle, channels=32,
-                mult=(1, 2, 4)[:len(depths) // 2], **more)
+    return unet(
+        levels=len(depths) // 2,
+        depth=depths,
+        out_depth=out_depths,
+        middle=middle,
+        channels=32,
+        mult=(1, 2, 4)[: len(depths) // 2],
+        **more,
+    )
 
 
 def distilled(depths, out_depths, middle, **more):
     """One residual block less in each level, as in the distilled SDXL models."""
     return xl(depths * 2, out_depths, middle, **more) | {
-        "num_res_blocks": [1] * len(depths), "transformer_depth": list(depths), "channel_mult": [1, 2, 4]}
+        "num_res_blocks": [1] * len(depths),
+        "transformer_depth": list(depths),
+        "channel_mult": [1, 2, 4],
+    }
 
 
 def video(adm):
     return unet(in_channels=8, adm=adm, mult=(1, 1)) | {
-        "extra_ff_mix_layer": True, "use_spatial_context": True, "merge_strategy": "learned_with_images",
-        "merge_factor": 0.0, "video_kernel_size": [3, 1, 1], "use_temporal_resblock": True,
-        "use_temporal_attention": True, "disable_temporal_crossattention": False,
+        "extra_ff_mix_layer": True,
+        "use_spatial_context": True,
+        "merge_strategy": "learned_with_images",
+        "merge_factor": 0.0,
+        "video_kernel_size": [3, 1, 1],
+        "use_temporal_resblock": True,
+        "use_temporal_attention": True,
+        "disable_temporal_crossattention": False,
     }
 
 
@@ -45,7 +84,7 @@ def image_latent(draw, shape, tokens):
 
 def inpaint(draw, shape, tokens):
     mask = torch.zeros(1, 1, *shape[1:])
-    mask[..., shape[1] // 2:] = 1.0
+    mask[..., shape[1] // 2 :] = 1.0
     return {"concat_latent_image": draw(1, 4, *shape[1:]), "concat_mask": mask}
 
 
@@ -60,6 +99,7 @@ def orbit(draw, shape, tokens):
 def unclip(draw, shape, tokens):
     class Seen:
         image_embeds = draw(1, 768)
+
     return {"unclip_conditioning": [{"clip_vision_output": Seen, "strength": 1.0, "noise_augmentation": 0.0}]}
 
 
@@ -74,41 +114,73 @@ def prior(draw, shape, tokens):
 SDXL = xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), 2, adm=2816)
 FOUR = sizes(4, *SPANS)
 STAGE_C = {
-    "stable_cascade_stage": "c", "c_cond": 64, "c_hidden": [64, 64], "nhead": [2, 2], "blocks": [[2, 3], [3, 2]],
-    "c_clip_text": 64, "c_clip_text_pooled": 64,
+    "stable_cascade_stage": "c",
+    "c_cond": 64,
+    "c_hidden": [64, 64],
+    "nhead": [2, 2],
+    "blocks": [[2, 3], [3, 2]],
+    "c_clip_text": 64,
+    "c_clip_text_pooled": 64,
 }
 STAGE_B = {
-    "stable_cascade_stage": "b", "c_cond": 64, "c_hidden": [32, 32, 64, 64], "nhead": [-1, -1, 2, 2],
-    "blocks": [[1, 2, 2, 2], [2, 2, 2, 1]], "block_repeat": [[1, 1, 1, 1], [2, 2, 1, 1]], "c_clip": 64,
+    "stable_cascade_stage": "b",
+    "c_cond": 64,
+    "c_hidden": [32, 32, 64, 64],
+    "nhead": [-1, -1, 2, 2],
+    "blocks": [[1, 2, 2, 2], [2, 2, 2, 1]],
+    "block_repeat": [[1, 1, 1, 1], [2, 2, 1, 1]],
+    "c_clip": 64,
 }
 
 SETUPS = [
     Setup("sd15", "SD15", unet(linear=False), FOUR, 64, tokens=77),
     Setup("sd15_inpaint", "SD15", unet(linear=False, in_channels=9), FOUR, 64, tokens=77, extras=inpaint),
-    Setup("sd15_ip2p", "SD15_instructpix2pix", unet(linear=False, in_channels=8), FOUR, 64, tokens=77,
-          extras=image_latent),
+    Setup("sd15_ip2p", "SD15_instructpix2pix", unet(linear=False, in_channels=8), FOUR, 64, tokens=77, extras=image_latent),
     Setup("sd20", "SD20", unet(), FOUR, 64, tokens=77),
     Setup("sd21_unclip", "SD21UnclipL", unet(adm=1536), FOUR, 64, tokens=77, extras=unclip),
     Setup("lotus", "LotusD", unet(adm=4), FOUR, 64, tokens=77),
-    Setup("zero123", "Stable_Zero123", unet(linear=False, in_channels=8), FOUR, 64, tokens=1, extras=image_latent,
-          tensors=projection),
+    Setup(
+        "zero123",
+        "Stable_Zero123",
+        unet(linear=False, in_channels=8),
+        FOUR,
+        64,
+        tokens=1,
+        extras=image_latent,
+        tensors=projection,
+    ),
     Setup("sdxl", "SDXL", SDXL, FOUR, 64, 1280, tokens=77),
-    Setup("sdxl_ip2p", "SDXL_instructpix2pix", SDXL | {"in_channels": 8}, FOUR, 64, 1280, tokens=77,
-          extras=image_latent),
-    Setup("sdxl_refiner", "SDXLRefiner", xl((0, 0, 2, 2, 0, 0), (0, 0, 0, 2, 2, 2, 0, 0, 0), 2, adm=2560), FOUR, 64,
-          1280, tokens=77),
-    Setup("ssd1b", "SSD1B", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280,
-          tokens=77),
+    Setup("sdxl_ip2p", "SDXL_instructpix2pix", SDXL | {"in_channels": 8}, FOUR, 64, 1280, tokens=77, extras=image_latent),
+    Setup(
+        "sdxl_refiner",
+        "SDXLRefiner",
+        xl((0, 0, 2, 2, 0, 0), (0, 0, 0, 2, 2, 2, 0, 0, 0), 2, adm=2560),
+        FOUR,
+        64,
+        1280,
+        tokens=77,
+    ),
+    Setup("ssd1b", "SSD1B", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("koala", "KOALA_700M", distilled((0, 2, 3), (0, 0, 2, 2, 3, 3), -2, adm=2816), FOUR, 64, 1280, tokens=77),
-    Setup("svd_img2vid", "SVD_img2vid", video(768), FOUR, 64, tokens=1, rows=4,
-          fixed_tokens=True, extras=image_latent),
-    Setup("sv3d_u", "SV3D_u", video(256), FOUR, 64, tokens=1, rows=4, fixed_tokens=True,
-          extras=image_latent),
-    Setup("sv3d_p", "SV3D_p", video(1280), FOUR, 64, tokens=1, rows=4, fixed_tokens=True,
-          extras=orbit),
-    Setup("sd_x4", "SD_X4Upscaler", unet(
-        levels=4, depth=(0, 0, 1, 1, 1, 1, 1, 1), out_depth=(1,) * 9 + (0,) * 3, in_channels=7, channels=32,
-        mult=(1, 2, 2, 4)), FOUR, 64, tokens=77, extras=low_resolution),
+    Setup("svd_img2vid", "SVD_img2vid", video(768), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
+    Setup("sv3d_u", "SV3D_u", video(256), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
+    Setup("sv3d_p", "SV3D_p", video(1280), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=orbit),
+    Setup(
+        "sd_x4",
+        "SD_X4Upscaler",
+        unet(
+            levels=4,
+            depth=(0, 0, 1, 1, 1, 1, 1, 1),
+            out_depth=(1,) * 9 + (0,) * 3,
+            in_channels=7,
+            channels=32,
+            mult=(1, 2, 2, 4),
+        ),
+        FOUR,
+        64,
+        tokens=77,
+        extras=low_resolution,
+    ),
     Setup("cascade_c", "Stable_Cascade_C", STAGE_C, sizes(16, (12, 12), (16, 12), (24, 16)), 64, 64, tokens=77),
     Setup("cascade_b", "Stable_Cascade_B", STAGE_B, sizes(4, (32, 32), (48, 32), (64, 48)), None, 64, extras=prior),
 ]

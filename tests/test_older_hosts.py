@@ -1,0 +1,31 @@
+"""The core of the suite inside older hosts, each in a process of its own; the README names the versions."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from devtools import setup
+
+ROOT = Path(__file__).resolve().parent.parent
+CORE = ["test_host_integrity.py", "test_host_lora.py", "test_host_weights.py"]
+# Dynamic VRAM came with 0.19; hosts before it have no pages to put in place.
+WITHOUT_PAGES = {"0.18.2", "0.16.3"}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("version", [v for v in setup.HOSTS if v != setup.COMFYUI_VERSION])
+def test_core_of_the_suite(version):
+    host = setup.host_folder(version, sys.executable)
+    chosen = ["-m", "not pages"] if version in WITHOUT_PAGES else []
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--confcutdir=tests", *chosen, *(f"tests/{name}" for name in CORE)],
+        cwd=ROOT,
+        env={**os.environ, "COMFYUI_PATH": str(host)},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout[-4000:]
+    assert " passed" in result.stdout and "failed" not in result.stdout.splitlines()[-1]
