@@ -46,18 +46,19 @@ def step_time_table() -> str:
     found, sources = rows("step_time")
     table = {(row["model"], row["variant"]): row for row in found}
     lines = [
-        "| model | eager | core node | KJNodes | ours | first step: core, KJNodes, ours | graphs | error |",
+        "| model | eager | core node | KJNodes | ours | graphs | peak VRAM, GiB: eager, ours | error: core, KJNodes, ours |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for model, name in NAMES.items():
         eager, core, kjnodes, ours = (table.get((model, v)) for v in ("eager", "core", "kjnodes", "ours"))
         if ours is None or "died" in ours:
             continue
-        cold = ", ".join(f"{r['cold_start']:.1f} s" if r and "died" not in r else "-" for r in (core, kjnodes, ours))
+        errors = ", ".join(f"{r['error']:.4f}" if r and "error" in r else "-" for r in (core, kjnodes, ours))
+        peaks = ", ".join(f"{r.get('peak_gib', 0):.1f}" for r in (eager, ours) if r)
         best = f"**{_cell(ours, eager)}**"
         lines.append(
-            f"| {name} | {_cell(eager, eager)} | {_cell(core, eager)} | {_cell(kjnodes, eager)} | {best} | {cold} "
-            f"| {ours['graphs']} | {ours.get('error', '-')} |"
+            f"| {name} | {_cell(eager, eager)} | {_cell(core, eager)} | {_cell(kjnodes, eager)} | {best} | {ours['graphs']} "
+            f"| {peaks} | {errors} |"
         )
     return "\n".join([*lines, "", *sources])
 

@@ -92,7 +92,7 @@ class CompileReport:
         lines = [f"Graph breaks: {total.graph_breaks}"]
         lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
         lines += [kind.failure.message() for kind in self.kinds if kind.failure]
-        lines += [f"{kind.class_name}: cache_limit reached" for kind in self.kinds if kind.limit_reached]
+        lines += [f"{kind.class_name}: cache_limit reached, new shapes run eager" for kind in self.kinds if kind.limit_reached]
         return lines
 
 

@@ -14,11 +14,12 @@ from ..attention import AttentionSurvey, override_for
 from ..binding import compiled_blocks, plan_for
 from ..compiled_kind import shapes_of
 from ..discovery import BlockPlan
+from ..graphs import graphs_of
 from ..monitor import watching
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from . import weights
-from .graphing import forget_graphs, graphed, new_run
+from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .streaming import release_buffers
 
@@ -107,6 +108,17 @@ def attach(patcher, settings: CompileSettings):
 
 def _on_network(action):
     return lambda patcher, *args: action(diffusion_model(patcher), *args)
+
+
+def notes_about(patcher) -> list[str]:
+    """What the report says beside the counts: weights, attention, CUDA graphs."""
+    network = diffusion_model(patcher)
+    notes = list(weights.notes_on(patcher.model))
+    chosen = attention_choices(network).get(attached_settings(patcher).attention)
+    if chosen is not None:
+        notes.append(f"Attention: {chosen if chosen != 'host' else 'the kernel ComfyUI uses'}.")
+    notes += graphs_summary(graphs_of(network))
+    return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 
 
 def attached_settings(patcher) -> CompileSettings | None:

@@ -10,9 +10,8 @@ import torch
 from ..errors import InvalidSetting, TorchCompileKitError
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
 from ..warmup_plan import Size
-from .attachment import attached_settings, compile_plan, diffusion_model, model_name
+from .attachment import attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from .sampling import STEPS, empty_latent, prepared_latent, sample_once
-from .weights import notes_on
 
 
 def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Size], latent: dict | None = None) -> str:
@@ -54,7 +53,7 @@ def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Siz
             raise InvalidSetting("size", label, f"{report.model_name} cannot sample it: {error}") from error
         report.sizes.append(WarmedSize(label, time.perf_counter() - began, stats_for(model, settings) - before))
     report.kinds = kinds_for(model, settings)
-    report.notes = notes_on(patcher.model)
+    report.notes = notes_about(patcher)
     return report.text()
 
 
