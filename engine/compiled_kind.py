@@ -211,10 +211,13 @@ class CompiledKind:
         if is_limit_hit(error):
             if not self.limit_reached:
                 self.limit_reached = True
+                changed = self.stats.recompiles[-1].guard.partition(": ")[2] if self.stats.recompiles else "unknown"
                 logger.warning(
-                    "%s: %d compiled variants, the limit. New shapes run eager; set cache_limit higher or dynamic to true.",
+                    "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
+                    "or dynamic to true.",
                     self._name(),
                     self.settings.variant_limit,
+                    changed.partition("  #")[0].strip().rstrip("."),
                 )
             return self.forward(block, *args, **kwargs)
         failure = describe_failure(self._name(), error)

@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, Net, nothing, torch_settings
+from support import Block, Net, nothing, relative_error, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -249,3 +249,23 @@ def test_freeing_the_model_frees_it_at_once(engine, compiled):
         assert all(kind() is None for kind in kinds)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("aot_eager", "default"),
+        ("inductor", "default"),
+        ("inductor", "reduce-overhead"),
+        ("inductor", "max-autotune"),
+        ("inductor", "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_every_backend_and_mode_that_a_cpu_can_run(compiled, added, engine, backend, mode):
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = net(x)
+    before = torch_settings()
+    with compiled(net, backend=backend, mode=mode):
+        assert relative_error(net(x), expected) < 1e-5
+    assert added(net) == 1 and torch_settings() == before
+    assert not any(kind.failure for kind in engine("registry").code_of(net).kinds.values())

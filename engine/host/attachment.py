@@ -21,6 +21,7 @@ from ..settings import CompileSettings
 from . import weights
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
+from .quantized import traceable_casts
 from .streaming import release_buffers
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
@@ -54,6 +55,7 @@ class BlockCompiler:
             inputs = shapes_of(tuple(args), kwargs)
             args = self._with_attention(executor, tuple(args), kwargs)
             network = base_model.diffusion_model
+            scopes.enter_context(traceable_casts(network))
             stays = scopes.enter_context(compiled_blocks(network, settings, _raise_if_interrupted, inputs, weights_of))
             if settings.wants_graphs and device.type == "cuda":
                 scopes.enter_context(graphed(network, stays, self.notes))

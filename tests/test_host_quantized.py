@@ -1,0 +1,51 @@
+"""Quantised models: no graph breaks, and the host's results, emulated and with native matrix products (on the CPU: the
+host's own fallback behind the same code)."""
+
+import json
+
+import pytest
+import torch
+from patching import Runs
+from support import relative_error
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+def quantised(state_dict, format_name):
+    """The state dict as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
+    import comfy.quant_ops as quant_ops
+
+    layout = quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
+    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
+    result = {}
+    for key, weight in state_dict.items():
+        if key.endswith(".weight") and weight.dim() == 2 and "blocks" in key:
+            tensor = quant_ops.QuantizedTensor.from_float(weight.bfloat16(), layout)
+            result |= tensor.state_dict(key)
+            result[key.removesuffix("weight") + "comfy_quant"] = marker
+        else:
+            result[key] = weight.bfloat16()
+    return result
+
+
+@pytest.mark.parametrize("native", [False, True])
+@pytest.mark.parametrize("format_name", ["float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4"])
+def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monkeypatch):
+    import comfy.model_management
+    import comfy.ops
+    import comfy.sd
+
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    with monkeypatch.context() as patch:
+        for name in ("supports_fp8_compute", "supports_nvfp4_compute", "supports_mxfp8_compute"):
+            patch.setattr(comfy.model_management, name, lambda *_: native)
+        state_dict = quantised(runs.patcher.model.diffusion_model.state_dict(), format_name)
+        runs.patcher = comfy.sd.load_diffusion_model_state_dict(state_dict)
+    layer = runs.patcher.model.diffusion_model.single_blocks[0].linear1
+    assert type(layer.weight).__name__ == "QuantizedTensor"
+    before = comfy.ops.cast_bias_weight
+    expected = runs.run(runs.patcher)
+    assert relative_error(runs.run(runs.attach(runs.patcher, fullgraph=True)), expected) < 1e-3
+    assert runs.graphs == 2 and not runs.failures
+    assert sum(kind.stats.graph_breaks for kind in runs.kinds) == 0
+    assert comfy.ops.cast_bias_weight is before
