@@ -117,10 +117,11 @@ class CompileEvent:
 
 
 class _Monitor(threading.local):
-    """The calls in progress on this thread, innermost last."""
+    """The calls in progress on this thread, innermost last, and how often one of them compiled."""
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
+        self.compilations = 0
 
 
 monitor = _Monitor()
@@ -128,6 +129,7 @@ monitor = _Monitor()
 
 def _on_compile_start(_args: object) -> None:
     if monitor.calls:
+        monitor.compilations += 1
         monitor.calls[-1].start()
 
 

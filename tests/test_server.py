@@ -133,7 +133,7 @@ def test_another_seed_adds_no_graph(server, shipped):
 def test_unknown_combo_value_of_an_old_workflow_is_refused_on_the_node(server, shipped):
     prompt = prompts.change(shipped, prompts.MODEL_NODE, backend="tensorrt")
     with pytest.raises(PromptRejectedError) as refused:
-        server.queue(prompt)
+        assert error_of(server.queue(prompt)) is None
     errors = refused.value.node_errors[prompts.find(prompt, prompts.MODEL_NODE)]["errors"]
     assert any(error["extra_info"]["input_name"] == "backend" and "tensorrt" in error["details"] for error in errors)
 
@@ -170,3 +170,27 @@ def test_server_works_on_after_a_refused_prompt(server, shipped):
     failure(server, bad, prompts.MODEL_NODE)
     good = prompts.change(copy.deepcopy(shipped), "KSampler", seed=21)
     assert error_of(server.queue(good)) is None
+
+
+def test_the_page_is_told_what_compiled_while_sampling(server):
+    """Without a warmup the first run compiles, and the event names the node that would have done it beforehand."""
+    import json
+
+    import websocket
+
+    prompt = prompts.shrink(prompts.to_api(prompts.load(), server.get("/object_info")), 80, 112, 2)
+    model = prompts.find(prompt, prompts.MODEL_NODE)
+    prompt[prompts.find(prompt, "KSampler")]["inputs"]["model"] = [model, 0]
+    prompt.pop(prompts.find(prompt, prompts.WARMUP_NODE))
+    prompt[model]["inputs"].update(backend="eager", dynamic="false", cache_limit=7)
+    socket = websocket.create_connection(server.url.replace("http", "ws") + "/ws?clientId=watching", timeout=60)
+    try:
+        assert error_of(server.queue(prompt)) is None
+        heard = []
+        while not heard:
+            message = socket.recv()
+            if isinstance(message, str) and (event := json.loads(message))["type"] == "torch-compile-kit.compiled":
+                heard.append(event["data"])
+    finally:
+        socket.close()
+    assert heard[0]["model"] == "Flux" and "compiled while sampling" in heard[0]["text"]

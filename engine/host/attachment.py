@@ -15,9 +15,11 @@ from ..binding import compiled_blocks, plan_for
 from ..compiled_kind import shapes_of
 from ..discovery import BlockPlan
 from ..graphs import graphs_of
-from ..monitor import watching
+from ..monitor import monitor, watching
+from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
+from ..watch import Asked, report_compilation, watch_of
 from . import weights
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
@@ -59,7 +61,12 @@ class BlockCompiler:
             stays = scopes.enter_context(compiled_blocks(network, settings, _raise_if_interrupted, inputs, weights_of))
             if settings.wants_graphs and device.type == "cuda":
                 scopes.enter_context(graphed(network, stays, self.notes))
-            return executor(*args, **kwargs)
+            compilations = monitor.compilations
+            result = executor(*args, **kwargs)
+            if monitor.compilations != compilations:
+                added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
+                report_compilation(network, type(base_model).__name__, _asked(base_model, args), added)
+            return result
 
     def _with_attention(self, executor, args: tuple, kwargs: dict) -> tuple:
         """The arguments of apply_model, with our attention kernel unless the user or another node has chosen one."""
@@ -80,6 +87,23 @@ class BlockCompiler:
 def _with_override(args: tuple, override) -> tuple:
     options = {**args[OPTIONS_AT], OVERRIDE: override}
     return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
+
+
+def _asked(base_model, args: tuple) -> Asked:
+    """What a call of `apply_model` is for, in pixels, frames and tokens."""
+    shape = args[0].shape
+    ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
+    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+    context = args[3] if len(args) > 3 else None
+    patches = sorted({*(options.get("patches") or {}), *(options.get("patches_replace") or {})})
+    return Asked(
+        width=shape[-1] * ratio if len(shape) >= 4 else 0,
+        height=shape[-2] * ratio if len(shape) >= 4 else 0,
+        length=(shape[2] - 1) * getattr(base_model.latent_format, "temporal_downscale_ratio", 1) + 1 if len(shape) == 5 else 1,
+        batch=shape[0],
+        tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
+        patches=tuple(patches),
+    )
 
 
 def attach(patcher, settings: CompileSettings):

@@ -10,6 +10,7 @@ import torch
 from ..errors import InvalidSetting, TorchCompileKitError
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
 from ..warmup_plan import Size
+from ..watch import warming
 from .attachment import attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from .sampling import STEPS, empty_latent, prepared_latent, sample_once
 
@@ -39,14 +40,15 @@ def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Siz
     for index, (label, samples) in enumerate(latents):
         before, began = stats_for(model, settings).copy(), time.perf_counter()
         try:
-            sample_once(
-                patcher,
-                positive,
-                negative,
-                cfg,
-                samples,
-                on_step=lambda step, done=index * STEPS: progress.update_absolute(done + step),
-            )
+            with warming():
+                sample_once(
+                    patcher,
+                    positive,
+                    negative,
+                    cfg,
+                    samples,
+                    on_step=lambda step, done=index * STEPS: progress.update_absolute(done + step),
+                )
         except (TorchCompileKitError, torch.OutOfMemoryError):
             raise
         except RuntimeError as error:
