@@ -98,12 +98,14 @@ class CompileSettings:
         return self._kind_key
 
     def check_backend(self) -> None:
-        """Raise InvalidSetting when this PyTorch or this machine lacks the chosen backend."""
+        """Raise InvalidSetting when this PyTorch or this machine lacks the chosen backend or attention kernel."""
         if not self.enabled:
             return
         installed = torch._dynamo.list_backends(None)
         if self.backend not in installed:
             raise InvalidSetting("backend", self.backend, f"not installed; this PyTorch has {', '.join(installed)}.")
+        if self.attention not in ("auto", "host") and not torch.cuda.is_available():
+            raise InvalidSetting("attention", self.attention, "this kernel needs an NVIDIA GPU; choose auto or host.")
         if self.backend == "cudagraphs" and not torch.cuda.is_available():
             raise InvalidSetting("backend", self.backend, "CUDA graphs need an NVIDIA GPU; choose inductor.")
 

@@ -1,6 +1,7 @@
 """Settings and sizes: what is accepted, and what the errors say."""
 
 import pytest
+import torch
 
 
 @pytest.fixture
@@ -46,6 +47,13 @@ def test_a_backend_that_is_not_installed_is_named(settings, engine, monkeypatch)
     monkeypatch.setattr("torch._dynamo.list_backends", lambda _tags: ["eager"])
     with pytest.raises(engine("errors").InvalidSetting, match=r"backend = 'inductor': not installed.*eager"):
         settings.CompileSettings().check_backend()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU has them")
+@pytest.mark.parametrize("chosen", [{"backend": "cudagraphs"}, {"attention": "cudnn"}])
+def test_what_needs_a_gpu_says_so(settings, engine, chosen):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"NVIDIA GPU; choose"):
+        settings.CompileSettings(**chosen).check_backend()
 
 
 @pytest.mark.parametrize(
