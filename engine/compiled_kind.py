@@ -52,6 +52,8 @@ class CompiledKind:
     failure: Failure | None = None
     limit_reached: bool = False
     first_shapes: set[tuple] = field(default_factory=set)
+    numbers: dict[str, int] | None = None
+    varying: set[str] = field(default_factory=set)
     compiles: int = 0
     variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
@@ -95,7 +97,9 @@ class CompiledKind:
 
     def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
         if patches not in self.patched:
-            self.patched[patches] = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, patches)
+            kind = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, patches)
+            kind.numbers, kind.varying = self.numbers, self.varying
+            self.patched[patches] = kind
         return self.patched[patches]
 
     def _count_variant(self, variant: tuple) -> None:
@@ -182,9 +186,23 @@ class CompiledKind:
             options=self.settings.inductor_options() or None,
         )
 
+    def meet(self, block: nn.Module) -> None:
+        """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
+        numbers = {name: value for name, value in vars(block).items() if type(value) is int}
+        if self.numbers is None:
+            self.numbers = numbers
+        self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)
+
+    def _switches(self) -> dict[str, object]:
+        if not self.varying:
+            return {}
+        owner = self.forward.__code__.co_varnames[0]
+        sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
+        return {"dynamic_sources": ",".join([s for s in (torch.compiler.config.dynamic_sources,) if s] + sources)}
+
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(on_first=lambda: before.extend(_copies(args, kwargs)))
+        event = CompileEvent(lambda: before.extend(_copies(args, kwargs)), self._switches())
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -256,8 +274,15 @@ def _is_transposed(tensor: torch.Tensor) -> bool:
 
 
 def structure_of(block: nn.Module) -> tuple:
-    """What blocks must share to share graphs: classes of the layers, and shapes of the weights."""
-    layers = tuple((name, type(m).__module__, type(m).__qualname__) for name, m in block.named_modules())
+    """What blocks must share to share graphs: classes of the layers, what they go without, and shapes of the weights."""
+    layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
     weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
     buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
     return layers, weights, buffers
+
+
+def _absent(module: nn.Module) -> tuple[str, ...]:
+    """Options that a composite layer does not use (a window of attention); the host keeps its own books on leaves only."""
+    if not module._modules:
+        return ()
+    return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))

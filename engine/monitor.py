@@ -80,12 +80,14 @@ class CompileEvent:
 
     Args:
         on_first: called before the first compilation, when nothing of the block has run yet.
+        switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
     """
 
-    __slots__ = ("_began", "_breaks", "_compiles", "_graphs", "on_first", "seconds", "started")
+    __slots__ = ("_began", "_breaks", "_compiles", "_graphs", "on_first", "seconds", "started", "switches")
 
-    def __init__(self, on_first: Callable[[], None]):
+    def __init__(self, on_first: Callable[[], None], switches: dict[str, object]):
         self.on_first = on_first
+        self.switches = switches
         self.started = False
         self.seconds = 0.0
 
@@ -96,7 +98,7 @@ class CompileEvent:
             self._breaks = dict(counters["graph_break"])
             self._compiles = {m.compile_id for m in get_compilation_metrics()}
             self.on_first()
-        compile_scope.enter(**COMPILE_SWITCHES)
+        compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
         self._began = time.perf_counter()
 
     def end(self) -> None:

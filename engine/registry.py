@@ -53,6 +53,7 @@ class ModelCode:
                 kind.failure = Failure(
                     kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
+        kind.meet(block)
         self._kinds[key] = kind
         return kind
 

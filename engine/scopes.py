@@ -89,6 +89,7 @@ compile_scope = SharedScope(
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
         **_attributes(shape_config, ("use_duck_shape",)),
+        **_attributes(torch.compiler.config, ("dynamic_sources",)),
     }
 )
 

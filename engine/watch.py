@@ -37,7 +37,7 @@ class Asked:
 
     def size(self) -> str:
         frames = f"x{self.length}" if self.length > 1 else ""
-        return f"{self.width}x{self.height}{frames}"
+        return f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
 
 
 @dataclass

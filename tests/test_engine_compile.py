@@ -269,3 +269,21 @@ def test_every_backend_and_mode_that_a_cpu_can_run(compiled, added, engine, back
         assert relative_error(net(x), expected) < 1e-5
     assert added(net) == 1 and torch_settings() == before
     assert not any(kind.failure for kind in engine("registry").code_of(net).kinds.values())
+
+
+def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):
+    class Numbered(Block):
+        def forward(self, x, transformer_options={}):  # noqa: B006
+            return x if self.number == 100 else x + self.inner(x) * self.number
+
+    net, x = Net(Numbered, count=5), torch.randn(2, 4, 8)
+    for number, block in enumerate(net.blocks):
+        block.number = number
+    expected, before = net(x), torch_settings()
+    with compiled(net):
+        assert relative_error(net(x), expected) < 1e-6
+    assert added(net) == 1 and torch_settings() == before
+    net.blocks[2].number = 100
+    expected = net(x)
+    with compiled(net):
+        assert relative_error(net(x), expected) < 1e-6

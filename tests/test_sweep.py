@@ -33,11 +33,9 @@ SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]
 HARD = {"hunyuan3d_v21", "seedvr2", "z_image_omni"}
 # name -> (graphs beyond the block kinds, more graphs for other shapes than two a kind), and why
 EXTRA = {
-    "wan_vace": (1, 2),  # each VACE block asks for its number
     "zero123": (0, 2),  # a prompt of one token is a shape of its own
     "pixeldit": (0, 2),  # blocks get height and width as numbers
     "cosmos1_t2v": (0, 1),  # strides that depend on the batch
-    "ace_step15": (1, 0),  # every other layer attends to a window
 }
 
 
