@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
+from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .monitor import CompileEvent, CompileStats, monitor
 from .scopes import compile_scope
 from .settings import CompileSettings
@@ -38,6 +38,7 @@ class CompiledKind:
         forward: the class's own forward function.
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
+        by_shape: dynamic shapes break its graphs (`auto` only), so each shape has a graph of its own.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
     """
@@ -54,10 +55,12 @@ class CompiledKind:
     first_shapes: set[tuple] = field(default_factory=set)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
+    by_shape: bool = False
     compiles: int = 0
     variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
+    _static_breaks: bool = False
     _seen: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -128,8 +131,10 @@ class CompiledKind:
         if self.failure is not None:
             return self.forward(block, *args, **kwargs)
         for tensor in args:
-            if isinstance(tensor, torch.Tensor) and _is_transposed(tensor):
+            if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
                 return self._run_contiguous(block, first_shape, args, kwargs)
+            if isinstance(tensor, torch.Tensor) and has_odd_strides(tensor):
+                return self._run(block, first_shape, tuple(map(with_usual_strides, args)), kwargs)
         signature = shapes_of(args, kwargs)
         if first_shape and signature not in self.first_shapes:
             self.first_shapes.add(signature)
@@ -146,7 +151,7 @@ class CompiledKind:
 
     def _run_contiguous(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
         """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
-        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and _is_transposed(a)]
+        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
         by_id = {id(original): copy for original, copy in copied}
         result = self._run(block, first_shape, tuple(by_id.get(id(a), a) for a in args), kwargs)
         for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
@@ -157,7 +162,7 @@ class CompiledKind:
         """Static for the model's first shape in `auto`, dynamic for all others; one of the two otherwise."""
         dynamic = self.settings.dynamic
         if dynamic == "auto":
-            dynamic = "false" if signature in self.first_shapes else "true"
+            dynamic = "false" if self.by_shape or signature in self.first_shapes else "true"
         if dynamic == "false":
             if self._static is None:
                 self._static = self._compile(dynamic=False)
@@ -202,7 +207,7 @@ class CompiledKind:
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(lambda: before.extend(_copies(args, kwargs)), self._switches())
+        event = CompileEvent(lambda: before.extend(copies_of(args, kwargs)), self._switches())
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -220,7 +225,19 @@ class CompiledKind:
                 compile_scope.exit()
             if event.started:
                 self.compiles += 1
-                self.stats += event.stats(self.class_name)
+                added = event.stats(self.class_name)
+                self.stats += added
+                if added.graph_breaks and compiled is self._static:
+                    self._static_breaks = True
+                elif added.graph_breaks:
+                    self._consider_static()
+
+    def _consider_static(self) -> None:
+        """Code that sorts or counts sizes breaks only when they are dynamic: whole graphs are worth one a shape."""
+        if self.settings.dynamic == "auto" and self._static is not None and not self._static_breaks:
+            self.by_shape = True
+            self._seen.clear()
+            logger.info("%s: dynamic shapes break its graph, each size gets a graph of its own", self._name())
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""
@@ -245,32 +262,6 @@ class CompiledKind:
         result = self.forward(block, *args, **kwargs)
         self._give_up(failure)
         return result
-
-
-def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def shapes_of(args: tuple, kwargs: dict) -> tuple:
-    """Shapes of all tensors given to a module, those in lists and tuples included."""
-    shapes = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            # A layout of its own is a graph of its own.
-            shapes.append(value.shape if value.is_contiguous() else (value.shape, value.stride()))
-        elif isinstance(value, list | tuple):
-            shapes.extend(v.shape for v in _tensors((value,), {}))
-    return tuple(shapes)
-
-
-def _copies(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(t, t.clone()) for t in _tensors(args, kwargs)]
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
-    return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
 
 
 def structure_of(block: nn.Module) -> tuple:

@@ -29,13 +29,12 @@ NEAR_DUPLICATES = set(
     """.split()  # noqa: SIM905
 )
 SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]
-# Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist().
+# Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist(), slices that
+# are sorted by size (whole at the first shape).
 HARD = {"hunyuan3d_v21", "seedvr2", "z_image_omni"}
 # name -> (graphs beyond the block kinds, more graphs for other shapes than two a kind), and why
 EXTRA = {
-    "zero123": (0, 2),  # a prompt of one token is a shape of its own
-    "pixeldit": (0, 2),  # blocks get height and width as numbers
-    "cosmos1_t2v": (0, 1),  # strides that depend on the batch
+    "pixeldit": (0, 2),  # its blocks loop over the pixels in chunks: a graph for each size
 }
 
 

@@ -12,9 +12,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..attention import AttentionSurvey, override_for
 from ..binding import compiled_blocks, plan_for
-from ..compiled_kind import shapes_of
 from ..discovery import BlockPlan
 from ..graphs import graphs_of
+from ..layouts import shapes_of
 from ..monitor import monitor, watching
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches

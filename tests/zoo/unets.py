@@ -145,7 +145,8 @@ SETUPS = [
         unet(linear=False, in_channels=8),
         FOUR,
         64,
-        tokens=1,
+        tokens=1,  # the image takes the prompt's place
+        fixed_tokens=True,
         extras=image_latent,
         tensors=projection,
     ),

@@ -1,0 +1,54 @@
+"""Shapes and memory layouts of what a block is called with: what its graphs depend on."""
+
+from __future__ import annotations
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    """All tensors given to a module, those of `transformer_options` left out."""
+    values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
+    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def shapes_of(args: tuple, kwargs: dict) -> tuple:
+    """Shapes of all tensors given to a module, those in lists and tuples included."""
+    shapes = []
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            # A layout of its own is a graph of its own.
+            shapes.append(value.shape if value.is_contiguous() else (value.shape, value.stride()))
+        elif isinstance(value, list | tuple):
+            shapes.extend(v.shape for v in tensors_in((value,), {}))
+    return tuple(shapes)
+
+
+def copies_of(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Every tensor given to a module, with a copy of it as it is now."""
+    return [(t, t.clone()) for t in tensors_in(args, kwargs)]
+
+
+def is_transposed(tensor: torch.Tensor) -> bool:
+    """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
+    return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
+
+
+def has_odd_strides(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is contiguous, but dimensions of size 1 (a batch of one) have strides of another layout."""
+    return 1 in tensor.shape and tensor.is_contiguous() and tensor.stride() != _strides_for(tensor.shape)
+
+
+def with_usual_strides(value: object) -> object:
+    """The same memory with the strides that guards expect of a contiguous tensor."""
+    if isinstance(value, torch.Tensor) and has_odd_strides(value):
+        return value.as_strided(value.shape, _strides_for(value.shape))
+    return value
+
+
+def _strides_for(shape: torch.Size) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(1, size)
+    return tuple(reversed(strides))
