@@ -29,8 +29,8 @@ NEAR_DUPLICATES = set(
     """.split()  # noqa: SIM905
 )
 SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]
-# Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist(), slices that
-# are sorted by size (whole at the first shape).
+# Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist(), slices
+# sorted by size (whole at the first shape).
 HARD = {"hunyuan3d_v21", "seedvr2", "z_image_omni"}
 # name -> (graphs beyond the block kinds, more graphs for other shapes than two a kind), and why
 EXTRA = {

@@ -1,11 +1,13 @@
 """Decide with the host which weights stay on the device when not all can.
 
 Left alone, ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
-others for none. Spread evenly over the blocks, the same traffic hides behind the work of every block.
+others for none. With as many bytes to move for every block, the same traffic hides behind the work of every block, and the
+buffers that it needs are the smallest.
 """
 
 from __future__ import annotations
 
+import math
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -37,10 +39,10 @@ def spread_weights(executor, patcher, *args, **kwargs):
         return executor(patcher, *args, **kwargs)
 
 
-def even_ranks(base_model) -> dict[str, tuple[float, int]]:
-    """Layer name -> rank: the layers up to any rank hold about the same share of every block.
+def even_ranks(base_model) -> dict[str, tuple[int, int]]:
+    """Layer name -> rank: without the layers up to any rank, every block has about as many bytes left to move.
 
-    Between layers of one share the blocks come in bit-reversed order, so that neighbours are far apart.
+    Between layers of one rank the blocks come in bit-reversed order, so that neighbours are far apart.
     """
     ranks = {}
     blocks = plan_for(base_model.diffusion_model).blocks
@@ -50,10 +52,10 @@ def even_ranks(base_model) -> dict[str, tuple[float, int]]:
         prefix = ".".join(part for part in ("diffusion_model", block.path) if part)
         turn = int(format(index, f"0{bits}b")[::-1], 2)
         sizes = {name: sum(p.nbytes for p in layer.parameters(recurse=False)) for name, layer in module.named_modules()}
-        total, before = max(1, sum(sizes.values())), 0
+        left = sum(sizes.values())
         for name, size in sizes.items():
-            before += size
-            ranks[f"{prefix}.{name}" if name else prefix] = (before / total, turn)
+            ranks[f"{prefix}.{name}" if name else prefix] = (-left, turn)
+            left -= size
     return ranks
 
 
@@ -72,7 +74,7 @@ def _load_order(patcher, reorder: Callable[[list, bool], list]) -> Iterator[None
         del patcher.__dict__["_load_list"]
 
 
-_FIRST = (0.0, 0)  # layers outside the blocks stay on the device before all others
+_FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before all others
 
 
 def _even_by_rank(ranks: dict) -> Callable[[list, bool], list]:
@@ -108,8 +110,8 @@ def _even_by_size(ranks: dict) -> Callable[[list, bool], list]:
         ordered = []
         for size, *rest in items:
             ranked = _RankedSize(size)
-            share, turn = ranks.get(rest[1], _FIRST)
-            ranked.rank = (-share, -turn)
+            left, turn = ranks.get(rest[1], _FIRST)
+            ranked.rank = (-left, -turn)
             ordered.append((ranked, *rest))
         return ordered
 
