@@ -1,6 +1,7 @@
 """Models of real size with random weights, and what they are sampled with."""
 
-from dataclasses import dataclass, field
+import json
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -16,6 +17,7 @@ class Model:
         cfg: 1.0 runs the model once a step.
         text: shape of one prompt's conditioning.
         extra: other conditioning, a shape for tensors.
+        quantization: None, `plain` (fp8 as the loader's weight_dtype makes it) or a format of the host's quantised checkpoints.
     """
 
     config: dict
@@ -26,6 +28,7 @@ class Model:
     extra: dict = field(default_factory=dict)
     channels: int = 16
     video: bool = False
+    quantization: str | None = None
 
 
 _SD = dict(
@@ -61,6 +64,15 @@ MODELS = {
         ),
         torch.bfloat16, (1024, 1024, 1), 1.0, (1, 128, 2560),
     ),
+    "hunyuan_video": Model(
+        dict(
+            image_model="hunyuan_video", in_channels=16, patch_size=[1, 2, 2], out_channels=16, vec_in_dim=768,
+            context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0, num_heads=24, depth=20, depth_single_blocks=40,
+            axes_dim=[16, 56, 56], theta=256, qkv_bias=True, guidance_embed=True, byt5=False, meanflow=False,
+            use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False,
+        ),
+        torch.bfloat16, (848, 480, 33), 1.0, (1, 256, 4096), {"pooled_output": (1, 768), "guidance": 6.0}, video=True,
+    ),
     "sdxl": Model(
         dict(
             _SD, num_classes="sequential", adm_in_channels=2816, num_res_blocks=[2, 2, 2],
@@ -79,6 +91,8 @@ MODELS = {
         torch.float16, (512, 512, 1), 5.0, (1, 77, 768), channels=4,
     ),
 }  # fmt: skip
+MODELS["flux_fp8"] = replace(MODELS["flux"], quantization="plain")
+MODELS["flux_fp8_scaled"] = replace(MODELS["flux"], quantization="float8_e4m3fn")
 
 
 def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
@@ -90,7 +104,24 @@ def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
     config.set_inference_dtype(model.dtype, None)
     shapes = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     generator = torch.Generator(device=device).manual_seed(1)
-    return {key: _random(key, t.shape, model.dtype, device, generator).cpu() for key, t in shapes.items()}
+    weights = {}
+    for key, shape in shapes.items():
+        tensor = _random(key, shape.shape, model.dtype, device, generator)
+        if model.quantization not in (None, "plain") and key.endswith(".weight") and tensor.dim() == 2 and "blocks" in key:
+            weights |= _quantised(key, tensor, model.quantization)
+        else:
+            weights[key] = tensor.cpu()
+    return weights
+
+
+def _quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, torch.Tensor]:
+    """A layer as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
+    import comfy.quant_ops
+
+    layout = comfy.quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
+    stored = comfy.quant_ops.QuantizedTensor.from_float(tensor, layout).state_dict(key)
+    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
+    return {name: t.cpu() for name, t in stored.items()} | {key.removesuffix("weight") + "comfy_quant": marker}
 
 
 def build(name: str, device: torch.device):
@@ -99,6 +130,8 @@ def build(name: str, device: torch.device):
     import comfy.model_patcher
 
     model = MODELS[name]
+    if model.quantization is not None:
+        return _load_quantised(name, device)
     config = comfy.model_detection.model_config_from_unet_config(model.config)
     config.set_inference_dtype(model.dtype, None)
     with torch.inference_mode(), torch.device(device):
@@ -109,6 +142,14 @@ def build(name: str, device: torch.device):
             parameter.data = _random(key, parameter.shape, parameter.dtype, device, generator)
     base_model.to(device).eval()
     return comfy.model_patcher.ModelPatcher(base_model, load_device=device, offload_device=torch.device("cpu"))
+
+
+def _load_quantised(name: str, device: torch.device):
+    """Through the host's loader, as UNETLoader calls it."""
+    import comfy.sd
+
+    options = {"dtype": torch.float8_e4m3fn} if MODELS[name].quantization == "plain" else {}
+    return comfy.sd.load_diffusion_model_state_dict(state_dict(name, device), model_options=options)
 
 
 def _random(key: str, shape, dtype, device, generator) -> torch.Tensor:

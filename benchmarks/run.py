@@ -9,9 +9,11 @@ Peers change PyTorch and ComfyUI for good, hence the processes. Results of an ea
 import argparse
 import datetime
 import json
+import os
 import platform
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -21,10 +23,19 @@ BEST = {
     "qwen_image": {},
     "wan14": {},
     "z_image": {},
+    "hunyuan_video": {},
+    "flux_fp8": {},
+    "flux_fp8_scaled": {},
     "sdxl": {"mode": "reduce-overhead"},
     "sd15": {"mode": "reduce-overhead"},
 }
-LONG = {"wan14": ["--steps", "5", "--rounds", "1"], "qwen_image": ["--steps", "6", "--rounds", "1"]}
+LONG = {
+    "wan14": ["--steps", "5", "--rounds", "1"],
+    "hunyuan_video": ["--steps", "5", "--rounds", "1"],
+    "qwen_image": ["--steps", "6", "--rounds", "1"],
+}
+# (how the weights are held, GiB free)
+LORA_MODES = [("legacy", "0"), ("dynamic", "0"), ("dynamic", "14"), ("legacy", "14")]
 
 
 def variants_of(model: str) -> list[tuple[str, str, dict]]:
@@ -40,7 +51,11 @@ def variants_of(model: str) -> list[tuple[str, str, dict]]:
 def run(command: list[str], timeout: int) -> list[dict]:
     print("+", " ".join(command[2:]), flush=True)
     try:
-        result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+        with tempfile.TemporaryDirectory() as cache:  # every process compiles for itself, as on a new machine
+            own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+            result = subprocess.run(
+                command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env={**os.environ, **own}
+            )
         output = result.stdout
         if result.returncode or "ROW" not in output or '"died"' in output:
             print(output[-1500:], result.stderr[-1500:], flush=True)
@@ -78,6 +93,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", default=list(BEST))
     parser.add_argument("--variants", nargs="*", default=["eager", "core", "kjnodes", "ours"])
     parser.add_argument("--low-vram", action="store_true", help="Flux with little memory free, instead of the models")
+    parser.add_argument("--lora", action="store_true", help="Flux with LoRA that come and go, instead of the models")
     parser.add_argument("--free", nargs="+", default=["0", "20", "14", "10", "8"])
     options = parser.parse_args()
     known = json.loads(options.out.read_text()) if options.out.exists() else {"environments": [], "rows": []}
@@ -93,6 +109,14 @@ def main() -> None:
                 if variant in options.variants and not (vram == "legacy" and variant == "core"):
                     arguments = ["--vram", vram, "--variant", variant, "--label", label, "--settings", json.dumps(settings)]
                     known["rows"] += [{"kind": "low_vram", **r} for r in run([*module, *arguments, "--free", *free], 150)]
+    elif options.lora:
+        module = [sys.executable, "-m", "benchmarks.low_vram", *common]
+        subprocess.run([*module, "--make"], cwd=ROOT, check=True)
+        for vram, free in LORA_MODES:
+            runs = ["--runs", "20"] if (vram, free) == ("dynamic", "14") else []
+            known["rows"] += run(
+                [sys.executable, "-m", "benchmarks.lora", "--host", options.host, "--vram", vram, "--free", free, *runs], 200
+            )
     else:
         module = [sys.executable, "-m", "benchmarks.step_time", *common]
         for model in options.models:
