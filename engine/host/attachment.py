@@ -132,6 +132,16 @@ def attach(patcher, settings: CompileSettings):
     return clone
 
 
+def eager_clone(patcher):
+    """A clone of `patcher` that runs as without our nodes; LoRA, patches and whatever else it carries stay."""
+    clone = patcher.clone()
+    for wrapped in clone.wrappers:
+        clone.remove_wrappers_with_key(wrapped, KEY)
+    for event in clone.callbacks:
+        clone.remove_callbacks_with_key(event, KEY)
+    return clone
+
+
 def _on_network(action):
     return lambda patcher, *args: action(diffusion_model(patcher), *args)
 
