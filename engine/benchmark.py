@@ -82,7 +82,7 @@ class Trace:
     Args:
         unit: what is counted, `CUDA kernels` or `operators`.
         eager, compiled: how many one step ran.
-        files: paths of the two files, eager first.
+        files: the two files, eager first, as seen from the output folder.
     """
 
     unit: str
@@ -184,7 +184,7 @@ class BenchmarkResult:
             lines.append(f"{graphs} compiled while measuring: run the benchmark again for clean figures.")
         lines += self.notes
         if self.trace:
-            lines += ["Traces of one step, for ui.perfetto.dev or chrome://tracing:", *(f"  {f}" for f in self.trace.files)]
+            lines += ["Traces of one step, in the output folder, for ui.perfetto.dev:", *(f"  {f}" for f in self.trace.files)]
         return "\n".join(lines)
 
     def _columns(self) -> list[str]:

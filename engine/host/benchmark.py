@@ -164,7 +164,7 @@ def _traced(session: _Session, label: str) -> Trace:
         with StepTrace(path, device) as recording:
             session.run(side, TRACE_STEPS, recording.step)
         counts.append(count(path, device))
-        files.append(str(path))
+        files.append(path.relative_to(output).as_posix())
     return Trace(unit_for(device), *counts, tuple(files))
 
 
