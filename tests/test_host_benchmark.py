@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from paging import paged
 from patching import Runs
 from support import torch_settings
+from test_host_lora import partly_loaded  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -182,6 +184,37 @@ def test_latent_replaces_the_size_and_cfg_runs_the_negative(benchmarked, tiny):
 def test_video_model(benchmarked):
     result = benchmarked("wan").benchmark(steps=1, size=(64, 64, 5))
     assert result.video and result.size == "64x64x5 batch 1" and "a video" in result.table()
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0])
+def test_partly_loaded_weights(benchmarked, partly_loaded, share):  # noqa: F811
+    runs = benchmarked()
+    for patcher in (runs.patcher, runs.compiled):
+        partly_loaded(patcher, share)
+    result = runs.benchmark(steps=2)
+    assert result.late_graphs == 0 and runs.graphs == 2 and result.error < 1e-6
+
+
+@pytest.mark.pages
+def test_paged_weights(benchmarked, monkeypatch):
+    runs = benchmarked()
+    with paged(monkeypatch, runs.patcher.model) as pages:
+        pages.resident = set(list(pages.layers)[::2])
+        result = runs.benchmark(steps=2)
+        assert pages.faults > 0 and pages.pinned == 0
+    assert result.late_graphs == 0 and runs.graphs == 2 and result.error < 1e-6
+    assert "Weights that move are placed in the same way for both" in result.table()
+
+
+def test_the_eager_clone_places_and_frees_as_the_compiled_one(benchmarked, engine):
+    """Two orders of placing in turn would fill the device with both, and graphs must go when the host unloads the model."""
+    runs = benchmarked()
+    eager, key = engine("host.attachment").eager_clone(runs.compiled), engine("host.attachment").KEY
+    for owner in ("wrappers", "callbacks"):
+        mine, given = ({k: v[key] for k, v in getattr(p, owner).items() if key in v} for p in (eager, runs.compiled))
+        given.pop("apply_model", None)
+        assert mine == given
+    assert runs.compiled.get_wrappers("prepare_sampling", key) == eager.get_wrappers("prepare_sampling", key) != []
 
 
 def test_bad_sizes_are_named_as_in_the_warmup(benchmarked, engine):

@@ -133,12 +133,13 @@ def attach(patcher, settings: CompileSettings):
 
 
 def eager_clone(patcher):
-    """A clone of `patcher` that runs as without our nodes; LoRA, patches and whatever else it carries stay."""
+    """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
+
+    LoRA, patches and whatever else it carries stay. So does what places the weights: under partial loading two orders in turn
+    would leave the weights of both on the device (comfy/model_patcher.py, `load`).
+    """
     clone = patcher.clone()
-    for wrapped in clone.wrappers:
-        clone.remove_wrappers_with_key(wrapped, KEY)
-    for event in clone.callbacks:
-        clone.remove_callbacks_with_key(event, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     return clone
 
 

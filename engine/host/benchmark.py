@@ -24,6 +24,7 @@ from ..watch import warming
 from .attachment import attached_settings, diffusion_model, eager_clone, model_name, notes_about
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample_once
+from .weights import notes_on
 
 ROUNDS = 3
 NOT_COMPILED = "Nothing to compare: put Torch Compile Model (backend other than none) before this node."
@@ -41,7 +42,7 @@ def benchmark(
 ) -> BenchmarkResult | None:
     """Sample in alternating eager and compiled rounds after warming both.
 
-    Eager is a clone of the same patcher without our nodes; LoRA, patches, prompts, seed and where weights are stay the same.
+    Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed and place of the weights are the same.
 
     Args:
         patcher: a model that went through the Torch Compile Model node; it stays as it is.
@@ -102,7 +103,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
         late_graphs=late,
         video=frames > 1,
         trace=recorded,
-        notes=_switches(settings) + notes_about(patcher) + _failures(kinds_for(network, settings)),
+        notes=_differences(patcher, settings) + notes_about(patcher) + _failures(kinds_for(network, settings)),
     )
 
 
@@ -168,9 +169,13 @@ def _traced(session: _Session, label: str) -> Trace:
     return Trace(unit_for(device), *counts, tuple(files))
 
 
-def _switches(settings: CompileSettings) -> list[str]:
+def _differences(patcher, settings: CompileSettings) -> list[str]:
+    """What else the two sides have apart or in common, where a reader could think otherwise."""
     on = [name for name in ("allow_tf32", "cudnn_benchmark") if getattr(settings, name)]
-    return [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile Model."] if on else []
+    notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile Model."] if on else []
+    if settings.block_swap == "auto" and notes_on(patcher.model):
+        notes.append("Weights that move are placed in the same way for both, that of Torch Compile Model.")
+    return notes
 
 
 def _failures(kinds: list[CompiledKind]) -> list[str]:
