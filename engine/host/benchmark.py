@@ -42,7 +42,7 @@ def benchmark(
 ) -> BenchmarkResult | None:
     """Sample in alternating eager and compiled rounds after warming both.
 
-    Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed and place of the weights are the same.
+    Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
 
     Args:
         patcher: a model that went through the Torch Compile Model node; it stays as it is.
