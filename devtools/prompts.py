@@ -9,6 +9,7 @@ SHIPPED = ROOT / "workflows" / "flux_torch_compile.json"
 KIT = "TorchCompileKit"
 MODEL_NODE = KIT + "Model"
 WARMUP_NODE = KIT + "Warmup"
+BENCHMARK_NODE = KIT + "Benchmark"
 MODEL_FILES = {
     "flux": "diffusion_models/tiny-flux.safetensors",
     "wan": "diffusion_models/tiny-wan.safetensors",
@@ -95,6 +96,13 @@ def with_latent(prompt, prefix):
     """Also save what the sampler returns, to compare it bit by bit."""
     inputs = {"samples": [find(prompt, "KSampler"), 0], "filename_prefix": prefix}
     return {**prompt, "save_latent": {"class_type": "SaveLatent", "inputs": inputs}}
+
+
+def with_benchmark(prompt, **inputs):
+    """Also benchmark, with what the warmup is given; `inputs` are added or replace these."""
+    given = {name: value for name, value in prompt[find(prompt, WARMUP_NODE)]["inputs"].items() if name != "extra_sizes"}
+    node = {"class_type": BENCHMARK_NODE, "inputs": {**given, "steps": 2, "trace": False, **inputs}}
+    return {**prompt, "benchmark": node}
 
 
 def without_kit(prompt):

@@ -2,6 +2,7 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from .benchmark import Benchmark
 from .routes import register_routes
 from .torch_compile_model import TorchCompileModel
 from .warmup import Warmup
@@ -12,4 +13,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup]
+        return [TorchCompileModel, Warmup, Benchmark]

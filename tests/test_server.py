@@ -35,6 +35,12 @@ WARMUP_INPUTS = {
     "extra_sizes": "",
     "latent_image": None,
 }
+BENCHMARK_INPUTS = {
+    **{name: value for name, value in WARMUP_INPUTS.items() if name not in ("extra_sizes", "latent_image")},
+    "steps": 20,
+    "trace": False,
+    "latent_image": None,
+}
 CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
     "mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
@@ -61,6 +67,7 @@ def shipped(object_info):
     [
         (prompts.MODEL_NODE, "Torch Compile Model", MODEL_INPUTS, ["MODEL"]),
         (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
+        (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["IMAGE", "STRING"]),
     ],
 )
 def test_the_page_is_told_the_fixed_inputs_in_order_with_a_tooltip_each(object_info, node, title, inputs, outputs):
@@ -80,10 +87,11 @@ def test_combo_values_and_advanced_inputs_are_the_fixed_ones(object_info):
     assert {name for name, _, options in described if options.get("advanced")} == ADVANCED
 
 
-def test_only_warmup_is_an_output_node_with_an_optional_latent(object_info):
-    assert object_info[prompts.WARMUP_NODE]["output_node"] is True
+def test_only_what_reports_is_an_output_node_and_has_an_optional_latent(object_info):
     assert object_info[prompts.MODEL_NODE]["output_node"] is False
-    assert object_info[prompts.WARMUP_NODE]["input_order"]["optional"] == ["latent_image"]
+    for node in (prompts.WARMUP_NODE, prompts.BENCHMARK_NODE):
+        assert object_info[node]["output_node"] is True
+        assert object_info[node]["input_order"]["optional"] == ["latent_image"]
 
 
 def test_shipped_workflow_holds_a_value_the_server_accepts_for_each_widget(object_info):
@@ -163,6 +171,39 @@ def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
     message = failure(server, prompt, prompts.MODEL_NODE)
     assert "only_blocks" in message and "triple_blocks.*" in message
     assert "double_blocks" in message and "single_blocks" in message
+
+
+def test_benchmark_shows_its_table_and_a_plot_and_writes_traces(server, shipped):
+    import json
+
+    prompt = prompts.with_benchmark(shipped, trace=True)
+    entry = server.queue(prompt)
+    assert error_of(entry) is None
+    shown = entry["outputs"]["benchmark"]
+    table = "\n".join(shown["text"])
+    for words in ("Flux, 64x64 batch 1", "2 steps", "a step, median", "Relative error of the final latent", "operators a step"):
+        assert words in table
+    (image,) = shown["images"]
+    assert image["type"] == "temp" and (server.base / "temp" / image["subfolder"] / image["filename"]).stat().st_size > 10000
+    traces = [line.strip() for line in table.splitlines() if line.strip().endswith(".json")]
+    assert len(traces) == 2
+    for path in traces:
+        assert json.loads((server.base / "output" / path).read_text())["traceEvents"]
+
+
+def test_benchmark_without_a_compiled_model_says_what_to_connect(server, shipped):
+    prompt = prompts.with_benchmark(shipped, model=[prompts.find(shipped, "UNETLoader"), 0])
+    entry = server.queue(prompt)
+    assert error_of(entry) is None
+    (text,) = entry["outputs"]["benchmark"]["text"]
+    assert "put Torch Compile Model" in text
+
+
+@pytest.mark.parametrize(("name", "value"), [("width", 0), ("steps", 0), ("length", 9), ("cfg", -1.0)])
+def test_benchmark_names_an_input_that_cannot_work(server, shipped, name, value):
+    prompt = prompts.with_benchmark(shipped, **{"width": 64, "height": 64, name: value})
+    prompt["benchmark"]["inputs"].pop("latent_image")
+    assert name in failure(server, prompt, prompts.BENCHMARK_NODE)
 
 
 def test_server_works_on_after_a_refused_prompt(server, shipped):

@@ -132,6 +132,17 @@ def attach(patcher, settings: CompileSettings):
     return clone
 
 
+def eager_clone(patcher):
+    """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
+
+    LoRA, patches and whatever else it carries stay. So does what places the weights: under partial loading two orders in turn
+    would leave the weights of both on the device (comfy/model_patcher.py, `load`).
+    """
+    clone = patcher.clone()
+    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    return clone
+
+
 def _on_network(action):
     return lambda patcher, *args: action(diffusion_model(patcher), *args)
 

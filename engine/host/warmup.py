@@ -7,12 +7,11 @@ import time
 import comfy.utils
 import torch
 
-from ..errors import InvalidSetting, TorchCompileKitError
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
 from ..warmup_plan import Size
 from ..watch import warming
 from .attachment import attached_settings, compile_plan, diffusion_model, model_name, notes_about
-from .sampling import STEPS, empty_latent, prepared_latent, sample_once
+from .sampling import STEPS, labelled_latent, naming_the_size, sample_once
 
 
 def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Size], latent: dict | None = None) -> str:
@@ -39,20 +38,15 @@ def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Siz
     progress = comfy.utils.ProgressBar(len(latents) * STEPS)
     for index, (label, samples) in enumerate(latents):
         before, began = stats_for(model, settings).copy(), time.perf_counter()
-        try:
-            with warming():
-                sample_once(
-                    patcher,
-                    positive,
-                    negative,
-                    cfg,
-                    samples,
-                    on_step=lambda step, done=index * STEPS: progress.update_absolute(done + step),
-                )
-        except (TorchCompileKitError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise InvalidSetting("size", label, f"{report.model_name} cannot sample it: {error}") from error
+        with warming(), naming_the_size(label, report.model_name):
+            sample_once(
+                patcher,
+                positive,
+                negative,
+                cfg,
+                samples,
+                on_step=lambda step, done=index * STEPS: progress.update_absolute(done + step),
+            )
         report.sizes.append(WarmedSize(label, time.perf_counter() - began, stats_for(model, settings) - before))
     report.kinds = kinds_for(model, settings)
     report.notes = notes_about(patcher)
@@ -61,10 +55,4 @@ def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Siz
 
 def _latents(patcher, sizes: list[Size], latent: dict | None) -> list[tuple[str, torch.Tensor]]:
     """All latents before the first run, so that a wrong size costs no waiting."""
-    latents = [(size.label(), empty_latent(patcher, size)) for size in (sizes[1:] if latent else sizes)]
-    if latent:
-        samples = prepared_latent(patcher, latent)
-        ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
-        label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
-        latents.insert(0, (f"{label} batch {samples.shape[0]} (latent_image)", samples))
-    return latents
+    return [labelled_latent(patcher, size, latent if index == 0 else None) for index, size in enumerate(sizes)]

@@ -1,15 +1,19 @@
-// Shows the report of Torch Compile Warmup in the node, in both renderers.
+// Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 
-const NODE_ID = "TorchCompileKitWarmup";
 const WIDGET = "torch_compile_kit_report";
+// Node id: what stands there before the first run.
+const PLACEHOLDERS = {
+  TorchCompileKitWarmup: "The report appears here after the warmup.",
+  TorchCompileKitBenchmark: "The figures appear here after the benchmark.",
+};
 
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
-  text.textContent = "The report appears here after the warmup.";
+  text.textContent = PLACEHOLDERS[node.comfyClass];
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
     getMinHeight: () => 110,
@@ -19,10 +23,10 @@ function reportWidget(node) {
 }
 
 app.registerExtension({
-  name: "torch-compile-kit.warmup-report",
+  name: "torch-compile-kit.node-report",
 
   nodeCreated(node) {
-    if (node.comfyClass !== NODE_ID) return;
+    if (!(node.comfyClass in PLACEHOLDERS)) return;
     reportWidget(node).serialize = false;
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {

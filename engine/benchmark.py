@@ -1,0 +1,284 @@
+"""What a benchmark of eager against compiled found: the figures, what follows from them, and the table."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each step, one tuple a round.
+
+    Args:
+        rounds: at least one round of at least one step.
+    """
+
+    rounds: tuple[tuple[float, ...], ...]
+
+    @property
+    def steps(self) -> list[float]:
+        return sorted(step for steps in self.rounds for step in steps)
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.steps)
+
+    @property
+    def fastest(self) -> float:
+        return self.steps[0]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """Eight of ten steps took a time between these two."""
+        return self._quantile(0.1), self._quantile(0.9)
+
+    def _quantile(self, share: float) -> float:
+        steps = self.steps
+        at = share * (len(steps) - 1)
+        below = steps[math.floor(at)]
+        return below + (at - math.floor(at)) * (steps[math.ceil(at)] - below)
+
+    @property
+    def round_medians(self) -> list[float]:
+        return [statistics.median(steps) for steps in self.rounds]
+
+
+@dataclass(frozen=True)
+class CompileCost:
+    """What compiling has cost in this process.
+
+    Args:
+        seconds, graphs: compiled for this model and these settings so far, whatever the size.
+        graphs_before: those of them that were there before the benchmark.
+        from_disk: graphs that the benchmark compiled with the help of PyTorch's cache on disk.
+        first_steps: seconds of the first compiled steps in the benchmark, before anything was measured.
+    """
+
+    seconds: float
+    graphs: int
+    graphs_before: int
+    from_disk: int
+    first_steps: tuple[float, ...]
+
+    @property
+    def cold(self) -> bool:
+        """Whether everything was compiled inside the benchmark."""
+        return self.graphs > 0 and not self.graphs_before
+
+    def total(self, step: float) -> float:
+        """Seconds to win back: if cold, what the first steps took longer than a warm `step`, else what compiling took."""
+        extra = sum(max(0.0, first - step) for first in self.first_steps)
+        return max(self.seconds, extra) if self.cold else self.seconds
+
+
+@dataclass(frozen=True)
+class Trace:
+    """The recorded steps.
+
+    Args:
+        unit: what is counted, `CUDA kernels` or `operators`.
+        eager, compiled: how many one step ran.
+        files: the two files, eager first, as seen from the output folder.
+    """
+
+    unit: str
+    eager: int
+    compiled: int
+    files: tuple[str, str]
+
+
+@dataclass(frozen=True)
+class BenchmarkResult:
+    """Eager against compiled.
+
+    Args:
+        model, device, settings: as shown to the user.
+        size: label of what was sampled.
+        steps: of one image, and of each round.
+        cfg: as in the sampler.
+        batch: images made at once.
+        eager, compiled: warm steps of the alternating rounds.
+        cost: of compiling.
+        error: relative error of the final latent, compiled against eager.
+        repeat_error: the same of one eager round against another.
+        late_graphs: compiled in the measured rounds, 0 if all went well.
+        video: whether videos are made, not images.
+        trace: if one was asked for.
+        notes: more sentences about this model.
+    """
+
+    model: str
+    device: str
+    settings: str
+    size: str
+    steps: int
+    cfg: float
+    batch: int
+    eager: Timing
+    compiled: Timing
+    cost: CompileCost
+    error: float
+    repeat_error: float
+    late_graphs: int = 0
+    video: bool = False
+    trace: Trace | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def speedup(self) -> float:
+        """How many times as fast compiled is; below 1 it is slower."""
+        return self.eager.median / self.compiled.median
+
+    @property
+    def verdict(self) -> str:
+        """`faster` or `slower` if every compiled round was, and by 1 % or more; else `no clear difference`."""
+        eager, compiled = self.eager.round_medians, self.compiled.round_medians
+        if abs(self.speedup - 1) < 0.01:
+            return "no clear difference"
+        if max(compiled) < min(eager):
+            return "faster"
+        return "slower" if min(compiled) > max(eager) else "no clear difference"
+
+    def image_seconds(self, timing: Timing) -> float:
+        """Seconds of sampling for one image, all its steps."""
+        return timing.median * self.steps / self.batch
+
+    @property
+    def cost_seconds(self) -> float:
+        return self.cost.total(self.compiled.median)
+
+    @property
+    def break_even(self) -> int | None:
+        """Images after which compiling has paid off; None if it never does, or nobody can tell."""
+        if self.verdict != "faster":
+            return None
+        saved = self.image_seconds(self.eager) - self.image_seconds(self.compiled)
+        return max(1, math.ceil(self.cost_seconds / saved)) if saved > 0 else None
+
+    def images(self, count: int) -> str:
+        return f"{count:,} {'video' if self.video else 'image'}{'s' * (count != 1)}"
+
+    def heading(self) -> str:
+        return f"{self.size}, {self.steps} step{'s' * (self.steps != 1)}, cfg {self.cfg:g}"
+
+    def headline(self) -> str:
+        """The result in a few words."""
+        if self.verdict == "faster":
+            return f"{times(self.speedup)} as fast"
+        if self.verdict == "slower":
+            return f"Slower: {times(1 / self.speedup)} the time of eager"
+        return "No clear difference"
+
+    def table(self) -> str:
+        """Everything as text; the columns are for a font of fixed width."""
+        lines = [f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", "", *self._columns(), ""]
+        lines += [*self._conclusion(), *self._cost_lines(), self._error_line()]
+        steps = len(self.eager.steps)
+        lines.append(f"Measured: {steps} warm steps each in {len(self.eager.rounds)} alternating rounds, same seed.")
+        if self.late_graphs:
+            graphs = "1 graph was" if self.late_graphs == 1 else f"{self.late_graphs} graphs were"
+            lines.append(f"{graphs} compiled while measuring: run the benchmark again for clean figures.")
+        lines += self.notes
+        if self.trace:
+            lines += ["Traces of one step, in the output folder, for ui.perfetto.dev:", *(f"  {f}" for f in self.trace.files)]
+        return "\n".join(lines)
+
+    def _columns(self) -> list[str]:
+        noun = "video" if self.video else "image"
+        sides = (self.eager, self.compiled)
+        rows = [
+            ("", "eager", "compiled"),
+            ("a step, median", *(duration(side.median) for side in sides)),
+            ("  8 of 10 steps", *(between(*side.spread) for side in sides)),
+            ("  fastest", *(duration(side.fastest) for side in sides)),
+            (f"{'an' if noun == 'image' else 'a'} {noun}", *(duration(self.image_seconds(side)) for side in sides)),
+        ]
+        if self.trace:
+            rows.append((f"{self.trace.unit} a step", f"{self.trace.eager:,}", f"{self.trace.compiled:,}"))
+        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        return [f"{name:<{widths[0]}}  {eager:>{widths[1]}}  {compiled:>{widths[2]}}" for name, eager, compiled in rows]
+
+    def _conclusion(self) -> list[str]:
+        noun = "a video" if self.video else "an image"
+        step = abs(self.eager.median - self.compiled.median)
+        image = abs(self.image_seconds(self.eager) - self.image_seconds(self.compiled))
+        if self.verdict == "faster":
+            return [f"Compiled is {times(self.speedup)} as fast: it saves {duration(step)} a step, {duration(image)} {noun}."]
+        if self.verdict == "slower":
+            return [
+                f"Compiled is slower: {times(1 / self.speedup)} the time of eager, {duration(image)} more {noun}.",
+                "It never pays off here: set backend to none, or try another mode.",
+            ]
+        return ["No clear difference: under 1 %, or less than rounds of one kind differ. More steps measure more exactly."]
+
+    def _cost_lines(self) -> list[str]:
+        cost, lines = self.cost, []
+        graphs = f"{cost.graphs} graph{'s' * (cost.graphs != 1)}"
+        if not cost.graphs:
+            return ["Nothing was compiled: every block runs eager."]
+        if cost.cold:
+            total = duration(self.cost_seconds)
+            lines.append(f"First-step cost: {total} longer than warm steps, {duration(cost.seconds)} of it compiling {graphs}.")
+        else:
+            lines.append(
+                f"Already warm when the benchmark began. Compiling took {duration(cost.seconds)} in this process ({graphs}, "
+                "all sizes so far)."
+            )
+        if cost.from_disk:
+            lines.append("PyTorch's cache on disk helped: the very first time takes longer.")
+        if self.break_even:
+            lines.append(f"Break-even: after {self.images(self.break_even)}.")
+        return lines
+
+    def _error_line(self) -> str:
+        if not math.isfinite(self.error):
+            return "Error against eager: none to give, a latent holds values that are not finite."
+        again = f"eager against itself: {self.repeat_error:.2g}"
+        return f"Relative error of the final latent against eager: {self.error:.2g} ({again})."
+
+
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Norm of the difference over norm of what was expected; 0 for equal tensors, inf or nan where it has no value."""
+    actual, expected = actual.double(), expected.double()
+    difference, norm = (actual - expected).norm().item(), expected.norm().item()
+    if difference == 0:
+        return 0.0
+    return difference / norm if norm else math.inf
+
+
+def duration(seconds: float) -> str:
+    """Three digits in the unit a reader would use: `138 ms`, `1.06 s`, `2 min 5 s`, `1 h 3 min`."""
+    if seconds < 0.9995:
+        return f"{digits(seconds * 1000)} ms"
+    if seconds < 119.5:
+        return f"{digits(seconds)} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s" if rest else f"{minutes} min"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min" if minutes else f"{hours:,} h"
+
+
+def between(low: float, high: float) -> str:
+    """`174 - 176 ms`, with both units where they differ."""
+    (low_digits, _, low_unit), (_, _, high_unit) = duration(low).partition(" "), duration(high).partition(" ")
+    if duration(low) == duration(high):
+        return duration(low)
+    return f"{low_digits if low_unit == high_unit else duration(low)} - {duration(high)}"
+
+
+def times(factor: float) -> str:
+    """`1.27 times`."""
+    return f"{digits(factor)} times"
+
+
+def digits(value: float) -> str:
+    """Three significant digits, never in powers of ten."""
+    if value == 0:
+        return "0"
+    decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
+    return f"{value:,.{max(0, min(decimals, 6))}f}"

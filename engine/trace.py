@@ -1,0 +1,59 @@
+"""Record one step with PyTorch's profiler, and count what it ran."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from torch.profiler import ProfilerActivity, profile, schedule
+
+# One step to start the profiler, whose first events come late; the next one is recorded.
+STEPS = 2
+
+
+class StepTrace:
+    """A context: call `step()` at the end of each step; the second one is written to `path` as a Chrome trace.
+
+    Args:
+        path: of the file, `.json`.
+        device: where the model runs.
+    """
+
+    def __init__(self, path: Path, device: torch.device):
+        self.path = path
+        activities = [ProfilerActivity.CPU]
+        if device.type in ("cuda", "xpu"):
+            activities.append(getattr(ProfilerActivity, device.type.upper()))
+        self._profile = profile(
+            activities=activities,
+            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
+            acc_events=True,  # or it warns that events are cleared between cycles, of which there is one
+            on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
+        )
+
+    def __enter__(self) -> StepTrace:
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self._profile.__exit__(kind, error, traceback)
+        if kind is not None:  # stopped on the way: half a step is no trace
+            self.path.unlink(missing_ok=True)
+
+    def step(self) -> None:
+        self._profile.step()
+
+
+def unit_for(device: torch.device) -> str:
+    """What `count` counts on a device."""
+    return {"cuda": "CUDA kernels", "xpu": "XPU kernels"}.get(device.type, "operators")
+
+
+def count(path: Path, device: torch.device) -> int:
+    """Kernels of a trace; operators (those inside others included) where there is no accelerator."""
+    wanted = "kernel" if device.type in ("cuda", "xpu") else "cpu_op"
+    with open(path, encoding="utf-8") as file:
+        events = json.load(file)["traceEvents"]
+    return sum(event.get("cat") == wanted for event in events)

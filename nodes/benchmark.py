@@ -1,0 +1,71 @@
+"""The node Torch Compile Benchmark."""
+
+from comfy_api.latest import io, ui
+
+from ..engine.benchmark_plot import draw, draw_message
+from ..engine.host.benchmark import NOT_COMPILED, benchmark
+from ..engine.warmup_plan import Size
+from .warmup import MAX_PIXELS
+
+
+class Benchmark(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TorchCompileKitBenchmark",
+            display_name="Torch Compile Benchmark",
+            category="torch compile",
+            description="Shows what compiling brings on your machine: samples in alternating eager and compiled rounds and "
+            "plots the time of a step, what compiling cost, and after how many images it has paid off.",
+            search_aliases=["benchmark", "speed test", "it/s", "eager vs compiled", "profile", "trace"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="A model from Torch Compile Model; LoRA nodes may stand between."),
+                io.Conditioning.Input("positive", tooltip="The prompt that the sampler gets."),
+                io.Conditioning.Input("negative", tooltip="The negative prompt that the sampler gets."),
+                io.Int.Input("width", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image width in pixels."),
+                io.Int.Input("height", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image height in pixels."),
+                io.Int.Input("length", default=1, min=1, max=MAX_PIXELS, tooltip="Video frames; 1 for images."),
+                io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Images or videos made at once."),
+                io.Float.Input(
+                    "cfg",
+                    default=1.0,
+                    min=0.0,
+                    max=100.0,
+                    step=0.1,
+                    tooltip="As in the sampler that follows: 1.0 runs the model once a step, more runs prompt and negative.",
+                ),
+                io.Int.Input(
+                    "steps",
+                    default=20,
+                    min=1,
+                    max=10000,
+                    tooltip="Steps of one image, as in the sampler. Six images are sampled; fewer steps take less time.",
+                ),
+                io.Boolean.Input(
+                    "trace",
+                    default=False,
+                    tooltip="Also record one eager and one compiled step with PyTorch's profiler into the output folder, for "
+                    "ui.perfetto.dev, and count what they run.",
+                ),
+                io.Latent.Input(
+                    "latent_image",
+                    optional=True,
+                    tooltip="The sampler's latent. Its size and batch replace width, height, length and batch_size.",
+                ),
+            ],
+            outputs=[
+                io.Image.Output(display_name="plot", tooltip="Time per step, eager and compiled, and the break-even."),
+                io.String.Output(display_name="table", tooltip="All figures as text."),
+            ],
+        )
+
+    @classmethod
+    def execute(
+        cls, model, positive, negative, width, height, length, batch_size, cfg, steps, trace, latent_image=None
+    ) -> io.NodeOutput:
+        size = Size(width, height, length, batch_size)
+        result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image)
+        table = result.table() if result else NOT_COMPILED
+        plot = (draw(result) if result else draw_message(NOT_COMPILED)).tensor()
+        return io.NodeOutput(plot, table, ui={"text": [table], **ui.PreviewImage(plot, cls=cls).as_dict()})
