@@ -38,14 +38,10 @@ LONG = {
 LORA_MODES = [("legacy", "0"), ("dynamic", "0"), ("dynamic", "14"), ("legacy", "14")]
 
 
-def variants_of(model: str) -> list[tuple[str, str, dict]]:
-    """(variant, label, settings); eager with the other attention kernel shows the noise of bf16."""
-    return [
-        ("eager", "eager", {}),
-        ("core", "core", {}),
-        ("kjnodes", "kjnodes", {}),
-        ("ours", "ours", BEST[model]),
-    ]
+def jobs_of(model: str, variants: list[str]) -> list[tuple[list[str], dict]]:
+    """(variants that share a process, settings)."""
+    jobs = [([v for v in ("eager", "ours") if v in variants], BEST[model])]
+    return [job for job in [*jobs, (["core"], {}), (["kjnodes"], {})] if job[0] and set(job[0]) <= set(variants)]
 
 
 def run(command: list[str], timeout: int) -> list[dict]:
@@ -120,11 +116,9 @@ def main() -> None:
     else:
         module = [sys.executable, "-m", "benchmarks.step_time", *common]
         for model in options.models:
-            for variant, label, settings in variants_of(model):
-                if variant in options.variants:
-                    arguments = ["--model", model, "--variant", variant, "--label", label]
-                    arguments += ["--settings", json.dumps(settings), *LONG.get(model, [])]
-                    known["rows"] += [{"kind": "step_time", **r} for r in run([*module, *arguments], 240)]
+            for variants, settings in jobs_of(model, options.variants):
+                arguments = ["--model", model, "--variant", *variants, "--settings", json.dumps(settings)]
+                known["rows"] += [{"kind": "step_time", **r} for r in run([*module, *arguments, *LONG.get(model, [])], 240)]
     # Last: a CUDA context in this process would count as used memory.
     known["environments"].append(environment(options.host))
     options.out.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
 """Seconds per step of real-size models, side by side: eager, core's node, KJNodes' node, ours.
 
-Each (model, variant) is a process of its own, since peers change PyTorch and ComfyUI for good; all run on one machine:
+Eager and ours take turns in one process; each peer has a process of its own, since peers change PyTorch and ComfyUI for good:
     python -m benchmarks.step_time --host COMFYUI --kjnodes FILE --models flux sdxl --out FILE
 """
 
@@ -13,45 +13,54 @@ from pathlib import Path
 from . import models, session, variants
 
 
-def measure(options) -> dict:
+def measure(options) -> list[dict]:
+    """One row a variant; several variants take turns on one model, so that a chip that gets warm slows all of them."""
     import torch
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patcher = models.build(options.model, device)
     settings = json.loads(options.settings)
-    before = session.counts()
-    variant = variants.apply(options.variant, patcher, session.KIT, options.kjnodes, **settings)
-    row = {"model": options.model, "variant": options.label or options.variant, "settings": settings}
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    latent, first = session.sample(variant, options.model, options.steps)
-    row["first_step"] = round(first[0], 3)
-    times = []
+    rows, running, times = {}, {}, {}
+    for variant in options.variant:
+        before = session.counts()
+        running[variant] = variants.apply(variant, patcher, session.KIT, options.kjnodes, **settings)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        latent, first = session.sample(running[variant], options.model, options.steps)
+        after = session.counts()
+        label = options.label if options.label and variant == options.variant[-1] else variant
+        rows[variant] = {
+            "model": options.model,
+            "variant": label,
+            "settings": settings if variant == "ours" else {},
+            "first_step": round(first[0], 3),
+            "graphs": after["graphs"] - before["graphs"],
+            "breaks": after["breaks"] - before["breaks"],
+        }
+        if device.type == "cuda":
+            rows[variant]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 1024**3, 2)
+        reference = Path(options.references) / f"{options.model}-{options.steps}.pt"
+        if label == "eager":
+            torch.save(latent, reference)
+        if reference.exists():
+            rows[variant]["error"] = round(session.relative_error(latent, torch.load(reference)), 5)
+        times[variant] = []
+    warm = session.counts()
     for _ in range(options.rounds):
-        latent, steps = session.sample(variant, options.model, options.steps)
-        times += steps[1:]
-    after = session.counts()
-    row |= {
-        "step": round(session.median(times), 5),
-        "fastest": round(min(times), 5),
-        "graphs": after["graphs"] - before["graphs"],
-        "breaks": after["breaks"] - before["breaks"],
-    }
-    row["cold_start"] = round(row["first_step"] - row["step"], 2)
-    if device.type == "cuda":
-        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 1024**3, 2)
-    reference = Path(options.references) / f"{options.model}-{options.steps}.pt"
-    if (options.label or options.variant) == "eager":
-        torch.save(latent, reference)
-    if reference.exists():
-        row["error"] = round(session.relative_error(latent, torch.load(reference)), 5)
+        for variant, model in running.items():
+            times[variant] += session.sample(model, options.model, options.steps)[1][1:]
+    for variant, row in rows.items():
+        row["step"] = round(session.median(times[variant]), 5)
+        row["fastest"] = round(min(times[variant]), 5)
+        row["cold_start"] = round(row["first_step"] - row["step"], 2)
+        row["graphs_in_warm_rounds"] = session.counts()["graphs"] - warm["graphs"]
     for size in options.more:
         width, height, frames = (*map(int, size.split("x")), 1)[:3]
-        _, steps = session.sample(variant, options.model, 4, size=(width, height, frames))
-        row.setdefault("more", []).append(
-            {"size": size, "first": round(steps[0], 3), "step": round(session.median(steps[1:]), 5)}
-        )
-    return row
+        for variant, model in running.items():
+            _, steps = session.sample(model, options.model, 4, size=(width, height, frames))
+            more = {"size": size, "first": round(steps[0], 3), "step": round(session.median(steps[1:]), 5)}
+            rows[variant].setdefault("more", []).append(more)
+    return list(rows.values())
 
 
 def main() -> None:
@@ -59,7 +68,7 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--kjnodes")
     parser.add_argument("--model", default="flux", choices=list(models.MODELS))
-    parser.add_argument("--variant", choices=variants.VARIANTS, default="ours")
+    parser.add_argument("--variant", choices=variants.VARIANTS, nargs="+", default=["eager", "ours"])
     parser.add_argument("--label", default="")
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--steps", type=int, default=8)
@@ -70,14 +79,15 @@ def main() -> None:
     session.enter(options.host)
     began = time.perf_counter()
     try:
-        row = measure(options)
+        rows = measure(options)
     except Exception as error:  # a variant that dies is a result
         import traceback
 
         traceback.print_exc()
-        row = {"model": options.model, "variant": options.label or options.variant, "died": str(error)[:300]}
-    row["process_seconds"] = round(time.perf_counter() - began, 1)
-    print("ROW", json.dumps(row), flush=True)
+        rows = [{"model": options.model, "variant": options.label or options.variant[-1], "died": str(error)[:300]}]
+    for row in rows:
+        row["process_seconds"] = round(time.perf_counter() - began, 1)
+        print("ROW", json.dumps(row), flush=True)
     os._exit(0)
 
 
