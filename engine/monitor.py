@@ -83,7 +83,7 @@ class CompileEvent:
         switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
     """
 
-    __slots__ = ("_began", "_breaks", "_compiles", "_graphs", "on_first", "seconds", "started", "switches")
+    __slots__ = ("_began", "_breaks", "_graphs", "_known", "on_first", "seconds", "started", "switches")
 
     def __init__(self, on_first: Callable[[], None], switches: dict[str, object]):
         self.on_first = on_first
@@ -96,7 +96,7 @@ class CompileEvent:
             self.started = True
             self._graphs = counters["stats"]["unique_graphs"]
             self._breaks = dict(counters["graph_break"])
-            self._compiles = {m.compile_id for m in get_compilation_metrics()}
+            self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
         self._began = time.perf_counter()
@@ -112,7 +112,8 @@ class CompileEvent:
             for reason, count in counters["graph_break"].items()
             if count > self._breaks.get(reason, 0)
         }
-        metrics = [m for m in get_compilation_metrics() if m.compile_id not in self._compiles]
+        known = set(map(id, self._known))
+        metrics = [m for m in get_compilation_metrics() if id(m) not in known]
         recompiles = [Recompile(block, m.recompile_reason) for m in metrics if m.recompile_reason]
         graphs = counters["stats"]["unique_graphs"] - self._graphs
         return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
