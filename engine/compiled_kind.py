@@ -38,6 +38,7 @@ class CompiledKind:
         forward: the class's own forward function.
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
+        folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
     """
@@ -46,6 +47,7 @@ class CompiledKind:
     forward: Callable
     settings: CompileSettings
     filter_options: OptionsFilter
+    folder: str
     patches: tuple[str, ...] = ()
     patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
     stats: CompileStats = field(default_factory=CompileStats)
@@ -97,7 +99,7 @@ class CompiledKind:
 
     def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
         if patches not in self.patched:
-            kind = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, patches)
+            kind = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, self.folder, patches)
             kind.numbers, kind.varying = self.numbers, self.varying
             self.patched[patches] = kind
         return self.patched[patches]
@@ -202,7 +204,7 @@ class CompiledKind:
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(lambda: before.extend(_copies(args, kwargs)), self._switches())
+        event = CompileEvent(lambda: before.extend(_copies(args, kwargs)), self._switches(), (self.folder, self.class_name))
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -216,6 +218,7 @@ class CompiledKind:
             return self._after_failure(error, before, block, args, kwargs)
         finally:
             monitor.calls.pop()
+            event.close()
             if limited:
                 compile_scope.exit()
             if event.started:

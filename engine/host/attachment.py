@@ -16,11 +16,13 @@ from ..compiled_kind import shapes_of
 from ..discovery import BlockPlan
 from ..graphs import graphs_of
 from ..monitor import monitor, watching
+from ..prepare import prepare
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import Asked, report_compilation, watch_of
 from . import weights
+from .cache_folder import open_users_cache
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .quantized import traceable_casts
@@ -116,6 +118,9 @@ def attach(patcher, settings: CompileSettings):
         return patcher
     settings.check_backend()
     plan = compile_plan(patcher, settings)
+    open_users_cache()
+    if settings.backend == "inductor":
+        prepare(on_gpu=patcher.load_device.type != "cpu")
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
