@@ -1,8 +1,8 @@
 """One file with the compiled code of a model, to carry to another machine of the same kind.
 
 A .safetensors file whose tensors are the files of the kinds' cache folders, as bytes. PyTorch's own
-`torch.compiler.save_cache_artifacts` is not used: it holds everything the process has compiled, other packs' code too, nothing of
-what an earlier process compiled and no compiled C++ of the CPU, and no header that could be checked before it is unpickled.
+`torch.compiler.save_cache_artifacts` is not used: it holds all that the process has compiled, other packs' code too, nothing
+of what an earlier process compiled, no compiled C++ of the CPU, and no header that could be checked before it is unpickled.
 
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs.
 """

@@ -2,7 +2,9 @@
 
 from comfy_api.latest import ComfyExtension, io
 
+from .load_cache import LoadCache
 from .routes import register_routes
+from .save_cache import SaveCache
 from .torch_compile_model import TorchCompileModel
 from .warmup import Warmup
 
@@ -12,4 +14,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup]
+        return [TorchCompileModel, Warmup, SaveCache, LoadCache]

@@ -22,11 +22,11 @@ from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import Asked, report_compilation, watch_of
 from . import weights
-from .cache_folder import open_users_cache
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
+from .users_folder import open_users_cache
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
