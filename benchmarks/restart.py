@@ -70,7 +70,8 @@ def measure(options) -> dict:
 
 
 def run_all(options) -> None:
-    with tempfile.TemporaryDirectory() as user:
+    with tempfile.TemporaryDirectory() as made:
+        user = options.folder or made
         carried = Path(user) / "carried"
         for run in options.runs:
             folder = carried if run == "carried" else Path(user) / "own"
@@ -81,7 +82,7 @@ def run_all(options) -> None:
             command += ["--steps", str(options.steps), "--run", run, "--user", str(folder)]
             command += ["--profile"] if options.profile and run != "first" else []
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            print(done.stdout, flush=True)
+            print("\n".join(done.stdout.splitlines()[-400:]), flush=True)
             rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
             if options.out and rows:
                 with open(options.out, "a", encoding="utf-8") as file:
@@ -95,6 +96,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS)
     parser.add_argument("--out", help="a file to which rows of JSON are added")
+    parser.add_argument("--folder", help="where the user folders of the runs are; a temporary one if not given")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--run", choices=RUNS, help="this process is that run")
     parser.add_argument("--user", help="the user folder of that run")
