@@ -8,6 +8,7 @@ when a text encoder runs between; `carried` starts with an empty cache and the f
 
 import argparse
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -109,6 +110,7 @@ def main() -> None:
     import folder_paths
 
     folder_paths.set_user_directory(options.user)
+    logging.getLogger("torch-compile-kit").setLevel(logging.DEBUG)  # says what the preparation took
     began = time.perf_counter()
     row = measure(options)
     row["process_seconds"] = round(time.perf_counter() - began, 1)

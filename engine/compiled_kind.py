@@ -17,6 +17,7 @@ from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .monitor import CompileEvent, CompileStats, monitor
+from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
 
@@ -174,6 +175,7 @@ class CompiledKind:
         PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
         and setting its own, and frees it with this object.
         """
+        self.stats.seconds += wait_until_prepared()
         source = self.forward
         own = types.FunctionType(
             source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__

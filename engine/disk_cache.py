@@ -30,6 +30,7 @@ logger = logging.getLogger("torch-compile-kit")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
 ABOUT = "about.json"
+CHOICES = "choices.json"
 # Another ComfyUI may be compiling into a folder of the same user.
 IN_USE_SECONDS = 600
 _lock = threading.RLock()
@@ -57,17 +58,13 @@ class DiskCache:
             block: class of the blocks, for people who look into the folder.
         """
         folder = self.root / name
-        about = folder / ABOUT
         with _lock:
             self._compiling[name] = self._compiling.get(name, 0) + 1
             variables = {"inductor_folder": str(folder)}
             if users_triton_folder() is None:
                 variables["triton_folder"] = str(folder / "triton")
             try:
-                folder.mkdir(parents=True, exist_ok=True)
-                if not about.exists():
-                    about.write_text(json.dumps({"block": block, **environment()}, indent=1), encoding="utf-8")
-                os.utime(about)
+                self._make(name, block)
             except OSError as error:  # removed or full since it was opened: compiling itself must not fail over that
                 logger.warning("the cache folder %s cannot be written (%s)", folder, error)
                 variables = {}
@@ -79,6 +76,32 @@ class DiskCache:
             if not self._compiling[name]:
                 del self._compiling[name]
             folder_scope.exit()
+
+    def recall(self, name: str, key: str) -> str | None:
+        """What `remember` has kept, in this process or an earlier one."""
+        return _read_json(self.root / name / CHOICES).get(key)
+
+    def remember(self, name: str, owner: str, key: str, value: str) -> None:
+        """Keep a choice that compiled code depends on, so that the next process makes the same.
+
+        Args:
+            name: of the folder; it travels and goes like those of kinds.
+            owner: class it is about, for people who look into the folder.
+        """
+        try:
+            self._make(name, owner)
+            file = self.root / name / CHOICES
+            file.write_text(json.dumps(_read_json(file) | {key: value}), encoding="utf-8")
+        except OSError as error:
+            logger.warning("%s is not kept in %s: %s", value, self.root, error)
+
+    def _make(self, name: str, owner: str) -> None:
+        """The folder, used now."""
+        about = self.root / name / ABOUT
+        about.parent.mkdir(parents=True, exist_ok=True)
+        if not about.exists():
+            about.write_text(json.dumps({"class": owner, **environment()}, indent=1), encoding="utf-8")
+        os.utime(about)
 
     def folders(self) -> list[Path]:
         """Those of kinds, least recently used first."""
@@ -124,7 +147,7 @@ class DiskCache:
 
     def usage(self) -> dict:
         """For the page and for scripts."""
-        entries = [{"name": f.name, "bytes": _size(f), **_read_about(f)} for f in reversed(self.folders())]
+        entries = [{"name": f.name, "bytes": _size(f), **_read_json(f / ABOUT)} for f in reversed(self.folders())]
         return {
             "folder": str(self.root),
             "bytes": sum(entry["bytes"] for entry in entries),
@@ -236,10 +259,10 @@ def _last_used(folder: Path) -> float:
         return 0.0
 
 
-def _read_about(folder: Path) -> dict:
+def _read_json(file: Path) -> dict:
     try:
-        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        return about if isinstance(about, dict) else {}
+        found = json.loads(file.read_text(encoding="utf-8"))
+        return found if isinstance(found, dict) else {}
     except (OSError, ValueError):
         return {}
 

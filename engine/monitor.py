@@ -15,17 +15,19 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
-from .prepare import wait_until_prepared
+from .prepare import note_imports
 from .scopes import compile_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
-# mixtures of experts, which pick tokens by mask, in one graph.
+# mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 
 
@@ -120,9 +122,6 @@ class CompileEvent:
     def start(self) -> None:
         if not self.started:
             self.started = True
-            began = time.perf_counter()
-            wait_until_prepared()
-            self.seconds += time.perf_counter() - began
             self._cache = current()
             if self._cache is not None:
                 self._cache.enter(*self.folder)
@@ -143,6 +142,7 @@ class CompileEvent:
         if self._cache is not None:
             self._cache.exit(self.folder[0])
             self._cache = None
+            note_imports()
 
     def stats(self, block: str) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""

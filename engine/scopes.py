@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as shape_config
 
 _lock = threading.RLock()
@@ -93,6 +94,7 @@ compile_scope = SharedScope(
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
         **_attributes(shape_config, ("use_duck_shape",)),
+        **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
     }
 )

@@ -2,8 +2,9 @@
 
     python restart.py BASE ACTIONS
 
-ACTIONS, separated by commas, in this order: `plain` (a torch.compile without us, before and after), `load=FILE`, `warm`,
-`save=NAME`. BASE is the host's base directory; restarting is running it again with the same one.
+ACTIONS, separated by commas, in any order, done in this one: `plain` (a torch.compile without us, before and after),
+`load=FILE`, `warm` (with `attention`: with a kernel of ours, as on a GPU), `save=NAME`. BASE is the host's base directory;
+restarting is running it again with the same one.
 """
 
 import asyncio
@@ -54,7 +55,16 @@ def main(base, actions):
     def module(name):
         return importlib.import_module(f".{name}", pack.__name__)
 
-    answer = {}
+    answer = {"probes": 0}
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    check = VecISA.check_build
+
+    def counted(isa, code):
+        answer["probes"] += 1
+        return check(isa, code)
+
+    VecISA.check_build = counted
     if "plain" in actions:
         answer["plain_before"] = plain_compile(2.0)
     before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
@@ -67,6 +77,9 @@ def main(base, actions):
             patcher = tiny_models.build_patcher("flux")
             settings = module("engine.settings").CompileSettings()
             compiled = module("engine.host.attachment").attach(patcher, settings)
+            if "attention" in actions:
+                options = compiled.model_options["transformer_options"]
+                options["optimized_attention_override"] = module("engine.attention").override_for("cudnn")
             positive, negative = tiny_models.conditioning("flux")
             size = module("engine.warmup_plan").Size
             began = time.perf_counter()
@@ -80,7 +93,7 @@ def main(base, actions):
             if action.startswith("save="):
                 answer["saved"] = str(module("engine.host.cache_files").save_cache(compiled, action.partition("=")[2])[0])
     for name, group in (("fxgraph", "inductor"), ("autograd", "aot_autograd")):
-        for kind in ("hit", "miss", "bypass"):
+        for kind in ("hit", "miss", "bypass", "saved"):
             answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
     answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
     if "plain" in actions:

@@ -31,9 +31,10 @@ def all_hits(answer):
     graphs = answer["graphs"]
     assert graphs > 0
     assert answer["from_disk"] == graphs, answer
-    for name in ("fxgraph", "autograd"):
-        counts = tuple(answer[f"{name}_{kind}"] for kind in ("hit", "miss", "bypass"))
-        assert counts == (graphs, 0, 0), (name, counts)
+    assert [answer[f"fxgraph_{kind}"] for kind in ("hit", "miss", "bypass")] == [graphs, 0, 0], answer
+    # Dynamo gives up its first attempt at a dynamic graph when it meets a float (tensorify_python_scalars): a look-up of a
+    # graph that never comes to be. What comes to be is found, and nothing new is saved.
+    assert [answer[f"autograd_{kind}"] for kind in ("hit", "saved", "bypass")] == [graphs, 0, 0], answer
     return True
 
 
@@ -41,7 +42,7 @@ def all_hits(answer):
 def first(tmp_path_factory):
     """A machine on which ComfyUI has run once, and what that run said."""
     base = tmp_path_factory.mktemp("machine")
-    return base, start(base, "plain", "warm", "save=mine")
+    return base, start(base, "plain", "warm", "attention", "save=mine")
 
 
 def test_the_first_process_compiles_into_the_users_folder(first):
@@ -49,7 +50,7 @@ def test_the_first_process_compiles_into_the_users_folder(first):
     assert answer["graphs"] == 4 and answer["from_disk"] == 0 and answer["fxgraph_miss"] == 4
     folder = base / "user" / "torch-compile-kit" / "cache"
     assert answer["cache"] == str(folder)
-    kinds = [json.loads(about.read_text())["block"] for about in folder.glob("*/about.json")]
+    kinds = [json.loads(about.read_text())["class"] for about in folder.glob("*/about.json")]
     assert sorted(kinds) == ["DoubleStreamBlock", "SingleStreamBlock"]
 
 
@@ -64,9 +65,10 @@ def test_a_plain_compile_keeps_its_own_folder(first):
 
 def test_the_second_process_reads_every_graph_from_disk(first):
     base, answer = first
-    second = start(base, "warm")
+    second = start(base, "warm", "attention")
     assert all_hits(second)
     assert second["graphs"] == answer["graphs"]
+    assert second["probes"] == 0 < answer["probes"]
     assert "read from the cache on disk" in second["report"]
     print(f"\ncompile seconds: first {answer['seconds']:.1f}, second {second['seconds']:.1f}")
 
@@ -77,7 +79,7 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
     there = tmp_path / "user" / "torch-compile-kit" / file.name
     there.parent.mkdir(parents=True)
     there.write_bytes(file.read_bytes())
-    second = start(tmp_path, f"load={file.name}", "warm")
+    second = start(tmp_path, f"load={file.name}", "warm", "attention")
     assert file.name in second["loaded"] and "Flux" in second["loaded"] and "96x64" in second["loaded"]
     assert all_hits(second)
 

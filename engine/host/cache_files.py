@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 from ..cache_file import CacheFileError, load_cache_file, write_cache_file
+from ..compiled_kind import structure_of
+from ..disk_cache import folder_name
 from ..errors import InvalidSetting
 from ..report import kinds_for
 from ..watch import watch_of
@@ -60,6 +62,7 @@ def save_cache(patcher, filename: str) -> tuple[Path, str]:
     sizes = [f"{asked.size()} batch {asked.batch}" for asked in watch_of(network).known]
     path = kit_folder() / (name + SUFFIX)
     folders = {kind.folder for kind in kinds if kind.stats.graphs}
+    folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
     count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
     return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"
 
