@@ -142,7 +142,8 @@ class CompileEvent:
         if self._cache is not None:
             self._cache.exit(self.folder[0])
             self._cache = None
-            note_imports()
+            if counters["inductor"]["fxgraph_cache_hit"] > self._hits:
+                note_imports()
 
     def stats(self, block: str) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""

@@ -2,7 +2,8 @@
 
 Importing inductor and hashing PyTorch's and Triton's sources for the keys of the disk cache takes seconds; on a CPU PyTorch
 also starts a Python for each of the CPU's vector instruction sets, to see that it can load code for it. Compiling something
-small would prepare more, but PyTorch saves and restores the random state around it, which is the sampler's (convert_frame.py).
+small would prepare more, but PyTorch saves and restores the random state around it, which is the sampler's (convert_frame.py);
+and fake tensors in a second thread crashed the first one's compilation (torch 2.11).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import sys
 import threading
 import time
+
+import torch
 
 from .disk_cache import current
 from .vec_isa import know_instruction_sets
@@ -35,7 +38,7 @@ def prepare(on_gpu: bool) -> None:
     """Start once a process; returns at once.
 
     Args:
-        on_gpu: the model runs there.
+        on_gpu: the model runs on a CUDA device.
     """
     if _Preparation.thread is None:
         _Preparation.thread = threading.Thread(target=_run, args=(on_gpu,), name="torch-compile-kit prepare", daemon=True)
@@ -55,7 +58,7 @@ def wait_until_prepared() -> float:
 
 
 def note_imports() -> None:
-    """After a compilation: what it imported, the next process will import while it prepares."""
+    """After a graph came from disk: what that imported, the next process will import while it prepares."""
     cache, before = current(), _Preparation.imported
     if cache is None or before is None:
         return
@@ -71,7 +74,7 @@ def note_imports() -> None:
 
 
 def _run(on_gpu: bool) -> None:
-    for step in (_import_inductor, _compute_keys, *(() if on_gpu else (_probe_cpu,)), _trim):
+    for step in (_import_inductor, _compute_keys, _settle_attention if on_gpu else _probe_cpu, _read_sources, _trim):
         began = time.perf_counter()
         try:
             step()
@@ -115,6 +118,23 @@ def _probe_cpu() -> None:
     cache = current()
     if cache is not None:
         know_instruction_sets(cache.root / INSTRUCTION_SETS)
+
+
+def _settle_attention() -> None:
+    """On some GPUs the first call changes the order in which PyTorch asks for kernels (sdp_utils.cpp, `prefer_cudnn`).
+
+    Graphs name that order where they put it back, and so do their keys: it must not depend on what ran before.
+    """
+    q = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device="cuda")
+    torch.nn.functional.scaled_dot_product_attention(q, q, q)
+
+
+def _read_sources() -> None:
+    """PyTorch notes which function each traced line is in, and reads whole files for that."""
+    from torch._dynamo.funcname_cache import get_funcname
+
+    for module in (torch.nn.functional, torch.nn.modules.module, torch.nn.modules.linear, torch.nn.modules.normalization):
+        get_funcname(module.__file__, 1)
 
 
 def _trim() -> None:

@@ -1,7 +1,11 @@
-// Shows the report of Torch Compile Warmup in the node, in both renderers.
+// Shows the report of a node in the node, in both renderers.
 import { app } from "/scripts/app.js";
 
-const NODE_ID = "TorchCompileKitWarmup";
+const BEFORE = {
+  TorchCompileKitWarmup: "The report appears here after the warmup.",
+  TorchCompileKitSaveCache: "Where the file is appears here.",
+  TorchCompileKitLoadCache: "What was loaded appears here.",
+};
 const WIDGET = "torch_compile_kit_report";
 
 function reportWidget(node) {
@@ -9,10 +13,10 @@ function reportWidget(node) {
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
-  text.textContent = "The report appears here after the warmup.";
+  text.textContent = BEFORE[node.comfyClass];
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
-    getMinHeight: () => 110,
+    getMinHeight: () => (node.comfyClass === "TorchCompileKitWarmup" ? 110 : 60),
     getValue: () => text.textContent,
     setValue: (value) => { text.textContent = value; },
   });
@@ -22,7 +26,7 @@ app.registerExtension({
   name: "torch-compile-kit.warmup-report",
 
   nodeCreated(node) {
-    if (node.comfyClass !== NODE_ID) return;
+    if (!(node.comfyClass in BEFORE)) return;
     reportWidget(node).serialize = false;
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {

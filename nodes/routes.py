@@ -4,10 +4,11 @@ import asyncio
 import sys
 
 from ..engine import watch
-from ..engine.host.users_folder import open_users_cache
+from ..engine.host.users_folder import get_ready, open_users_cache
 from ..engine.report import report_json
 
 EVENT = "torch-compile-kit.compiled"
+COMPILES = "TorchCompileKitModel"
 
 
 def register_routes() -> None:
@@ -45,3 +46,12 @@ def register_routes() -> None:
         server.send_sync(EVENT, {"model": model, "text": sentence})
 
     watch.listeners.append(tell_page)
+    server.add_on_prompt_handler(prepare_for)
+
+
+def prepare_for(request: dict) -> dict:
+    """When a prompt that will compile is queued: get ready while its models load from disk. Returns the request unchanged."""
+    for node in request.get("prompt", {}).values():
+        if node.get("class_type") == COMPILES:
+            get_ready(node["inputs"].get("backend", "inductor"))
+    return request

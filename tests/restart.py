@@ -2,8 +2,8 @@
 
     python restart.py BASE ACTIONS
 
-ACTIONS, separated by commas, in any order, done in this one: `plain` (a torch.compile without us, before and after),
-`load=FILE`, `warm` (with `attention`: with a kernel of ours, as on a GPU), `save=NAME`. BASE is the host's base directory;
+ACTIONS, separated by commas, in any order, done in this one: `before` (a torch.compile without us), `load=FILE`, `warm`
+(with `attention`: with a kernel of ours, as on a GPU), `save=NAME`, `after` (as `before`). BASE is the host's base directory;
 restarting is running it again with the same one.
 """
 
@@ -65,7 +65,7 @@ def main(base, actions):
         return check(isa, code)
 
     VecISA.check_build = counted
-    if "plain" in actions:
+    if "before" in actions:
         answer["plain_before"] = plain_compile(2.0)
     before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     counters.clear()
@@ -96,7 +96,7 @@ def main(base, actions):
         for kind in ("hit", "miss", "bypass", "saved"):
             answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
     answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
-    if "plain" in actions:
+    if "after" in actions:
         answer["plain_after"] = plain_compile(3.0)
     cache = module("engine.disk_cache").current()
     answer["cache"] = cache and str(cache.root)

@@ -17,7 +17,6 @@ from ..discovery import BlockPlan
 from ..disk_cache import current, folder_name
 from ..graphs import graphs_of
 from ..monitor import monitor, watching
-from ..prepare import prepare
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
@@ -27,7 +26,7 @@ from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
-from .users_folder import open_users_cache
+from .users_folder import get_ready
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
@@ -132,9 +131,7 @@ def attach(patcher, settings: CompileSettings):
         return patcher
     settings.check_backend()
     plan = compile_plan(patcher, settings)
-    open_users_cache()
-    if settings.backend == "inductor":
-        prepare(on_gpu=patcher.load_device.type != "cpu")
+    get_ready(settings.backend)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import comfy.model_management
 import folder_paths
 
 from ..disk_cache import DiskCache, open_cache
+from ..prepare import prepare
 
 
 def kit_folder() -> Path:
@@ -17,3 +19,10 @@ def kit_folder() -> Path:
 def open_users_cache() -> DiskCache | None:
     """The cache of this user; see `disk_cache.open_cache`."""
     return open_cache(kit_folder() / "cache")
+
+
+def get_ready(backend: str) -> None:
+    """Open the cache, and prepare for the first compilation in the background; costs nothing the second time."""
+    open_users_cache()
+    if backend == "inductor":
+        prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")
