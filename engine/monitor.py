@@ -21,12 +21,14 @@ from .scopes import compile_scope
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
 # mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. One argument is the
+# order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so it is PyTorch's default here.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "attention_order": [1, 2, 0, 3, 4],
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 

@@ -74,7 +74,7 @@ def note_imports() -> None:
 
 
 def _run(on_gpu: bool) -> None:
-    for step in (_import_inductor, _compute_keys, _settle_attention if on_gpu else _probe_cpu, _read_sources, _trim):
+    for step in (_import_inductor, _compute_keys, *(() if on_gpu else (_probe_cpu,)), _read_sources, _trim):
         began = time.perf_counter()
         try:
             step()
@@ -118,15 +118,6 @@ def _probe_cpu() -> None:
     cache = current()
     if cache is not None:
         know_instruction_sets(cache.root / INSTRUCTION_SETS)
-
-
-def _settle_attention() -> None:
-    """On some GPUs the first call changes the order in which PyTorch asks for kernels (sdp_utils.cpp, `prefer_cudnn`).
-
-    Graphs name that order where they put it back, and so do their keys: it must not depend on what ran before.
-    """
-    q = torch.zeros(1, 1, 16, 64, dtype=torch.float16, device="cuda")
-    torch.nn.functional.scaled_dot_product_attention(q, q, q)
 
 
 def _read_sources() -> None:

@@ -83,6 +83,11 @@ def _attributes(owner: object, names: tuple[str, ...]) -> dict:
     return {name: switch(name) for name in names if hasattr(owner, name)}
 
 
+def _attention_order() -> dict:
+    names = ("_get_sdp_priority_order", "_set_sdp_priority_order")
+    return {"attention_order": tuple(getattr(torch._C, n) for n in names)} if all(hasattr(torch._C, n) for n in names) else {}
+
+
 compile_scope = SharedScope(
     {
         **_attributes(
@@ -96,6 +101,7 @@ compile_scope = SharedScope(
         **_attributes(shape_config, ("use_duck_shape",)),
         **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
+        **_attention_order(),
     }
 )
 

@@ -2,9 +2,9 @@
 
     python restart.py BASE ACTIONS
 
-ACTIONS, separated by commas, in any order, done in this one: `before` (a torch.compile without us), `load=FILE`, `warm`
-(with `attention`: with a kernel of ours, as on a GPU), `save=NAME`, `after` (as `before`). BASE is the host's base directory;
-restarting is running it again with the same one.
+ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `attention`: with a
+kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels), `save=NAME`, `after` (as
+`before`). BASE is the host's base directory; restarting is running it again with the same one.
 """
 
 import asyncio
@@ -68,6 +68,8 @@ def main(base, actions):
     if "before" in actions:
         answer["plain_before"] = plain_compile(2.0)
     before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    if "order" in actions:  # as the first attention call leaves it on a Hopper GPU
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
     counters.clear()
     with torch.inference_mode():
         for action in actions:
@@ -95,6 +97,7 @@ def main(base, actions):
     for name, group in (("fxgraph", "inductor"), ("autograd", "aot_autograd")):
         for kind in ("hit", "miss", "bypass", "saved"):
             answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
+    answer["order"] = list(torch._C._get_sdp_priority_order())
     answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
     if "after" in actions:
         answer["plain_after"] = plain_compile(3.0)

@@ -59,6 +59,7 @@ def torch_settings() -> dict:
     settings["tf32"] = torch.backends.cuda.matmul.allow_tf32
     settings["cudnn"] = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
     settings["folders"] = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))
+    settings["attention_order"] = list(torch._C._get_sdp_priority_order())
     settings["default_dtype"] = torch.get_default_dtype()
     settings["threads"] = torch.get_num_threads()
     settings["stance"] = repr(torch._dynamo.eval_frame._stance)

@@ -64,9 +64,10 @@ def test_a_plain_compile_keeps_its_own_folder(first):
 
 def test_the_second_process_reads_every_graph_from_disk(first):
     base, answer = first
-    second = start(base, "warm", "attention")
+    second = start(base, "warm", "attention", "order")
     assert all_hits(second)
     assert second["graphs"] == answer["graphs"]
+    assert answer["order"] != second["order"] == [3, 1, 2, 0, 4]
     assert second["probes"] == 0 < answer["probes"]
     assert "read from the cache on disk" in second["report"]
     print(f"\ncompile seconds: first {answer['seconds']:.1f}, second {second['seconds']:.1f}")
