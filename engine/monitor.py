@@ -15,7 +15,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
-from .prepare import note_imports
+from .prepare import note_needs
 from .scopes import compile_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
@@ -144,8 +144,7 @@ class CompileEvent:
         if self._cache is not None:
             self._cache.exit(self.folder[0])
             self._cache = None
-            if counters["inductor"]["fxgraph_cache_hit"] > self._hits:
-                note_imports()
+            note_needs(from_disk=counters["inductor"]["fxgraph_cache_hit"] > self._hits)
 
     def stats(self, block: str) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""

@@ -11,12 +11,13 @@ from __future__ import annotations
 import importlib
 import json
 import logging
+import os
 import re
 import sys
 import threading
 import time
 
-import torch
+from torch._dynamo import funcname_cache
 
 from .disk_cache import current
 from .vec_isa import know_instruction_sets
@@ -25,6 +26,9 @@ logger = logging.getLogger("torch-compile-kit")
 PATIENCE = 300.0
 INSTRUCTION_SETS = "cpu.json"
 IMPORTS = "imports.json"
+SOURCES = "sources.json"
+# Until there is a record.
+FIRST_IMPORTS = {"torch.distributed.tensor.experimental", "torch.export._trace", "torch._inductor.compiler_bisector"}
 # What compiling imports late: PyTorch's own modules, save for those that it makes of generated code.
 _LATE = re.compile(r"(torch|triton)(\.(?!compile_tasks)\w+)+")
 
@@ -57,20 +61,35 @@ def wait_until_prepared() -> float:
     return time.perf_counter() - began
 
 
-def note_imports() -> None:
-    """After a graph came from disk: what that imported, the next process will import while it prepares."""
-    cache, before = current(), _Preparation.imported
-    if cache is None or before is None:
-        return
-    late = {name for name in set(sys.modules) - before if _LATE.fullmatch(name)}
-    if late:
-        before |= late
-        known = _recorded_imports()
-        if late - known:
-            try:
-                (cache.root / IMPORTS).write_text(json.dumps(sorted(known | late)), encoding="utf-8")
-            except OSError as error:
-                logger.debug("imports are not noted: %s", error)
+def note_needs(from_disk: bool) -> None:
+    """After a compilation: what it imported and read, the next process does while it prepares.
+
+    Args:
+        from_disk: the graph was read; compiling one imports far more, which would only delay the next process.
+    """
+    _record(SOURCES, set(funcname_cache.cache))
+    if from_disk and _Preparation.imported is not None:
+        late = {name for name in set(sys.modules) - _Preparation.imported if _LATE.fullmatch(name)}
+        _Preparation.imported |= late
+        _record(IMPORTS, late)
+
+
+def _record(name: str, found: set[str]) -> None:
+    cache, known = current(), _recorded(name)
+    if cache is not None and found - known:
+        try:
+            (cache.root / name).write_text(json.dumps(sorted(known | found)), encoding="utf-8")
+        except OSError as error:
+            logger.debug("%s is not written: %s", name, error)
+
+
+def _recorded(name: str) -> set[str]:
+    cache = current()
+    try:
+        found = json.loads((cache.root / name).read_text(encoding="utf-8")) if cache is not None else []
+        return {entry for entry in found if isinstance(entry, str)}
+    except (OSError, ValueError, TypeError):
+        return set()
 
 
 def _run(on_gpu: bool) -> None:
@@ -90,20 +109,12 @@ def _import_inductor() -> None:
     import torch._inductor.async_compile
     import torch._inductor.compile_fx  # noqa: F401
 
-    for name in _recorded_imports():
+    for name in _recorded(IMPORTS) or FIRST_IMPORTS:
         try:
-            importlib.import_module(name)
+            if _LATE.fullmatch(name):
+                importlib.import_module(name)
         except Exception as error:  # of another version of PyTorch, say
             logger.debug("%s: %s", name, error)
-
-
-def _recorded_imports() -> set[str]:
-    cache = current()
-    try:
-        found = json.loads((cache.root / IMPORTS).read_text(encoding="utf-8")) if cache is not None else []
-        return {name for name in found if _LATE.fullmatch(name)}
-    except (OSError, ValueError, TypeError):
-        return set()
 
 
 def _compute_keys() -> None:
@@ -121,11 +132,10 @@ def _probe_cpu() -> None:
 
 
 def _read_sources() -> None:
-    """PyTorch notes which function each traced line is in, and reads whole files for that."""
-    from torch._dynamo.funcname_cache import get_funcname
-
-    for module in (torch.nn.functional, torch.nn.modules.module, torch.nn.modules.linear, torch.nn.modules.normalization):
-        get_funcname(module.__file__, 1)
+    """PyTorch notes which function each traced line is in, and takes whole files apart for that (funcname_cache.py)."""
+    for file in _recorded(SOURCES):
+        if file.endswith(".py") and os.path.isfile(file):
+            funcname_cache.get_funcname(file, 1)
 
 
 def _trim() -> None:

@@ -294,3 +294,14 @@ def test_nothing_compiled_is_no_file(files, cache, tmp_path):
     with pytest.raises(files.CacheFileError, match="Warmup"):
         files.write_cache_file(tmp_path / "none.safetensors", cache, [NAMES[0]], "0.1.0", [], [])
     assert not list(tmp_path.glob("*.safetensors*"))
+
+
+@pytest.mark.parametrize(
+    ("name", "imported"),
+    [
+        ("torch._inductor.hooks", True), ("triton.runtime.cache", True), ("torch", False), ("sitecustomize", False),
+        ("torchx.y", False), ("torch._inductor.runtime.compile_tasks.c123", False), ("torch..a", False),
+    ],
+)  # fmt: skip
+def test_only_pytorchs_own_modules_are_imported_by_record(engine, name, imported):
+    assert bool(engine("prepare")._LATE.fullmatch(name)) is imported
