@@ -17,6 +17,7 @@ from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .monitor import CompileEvent, CompileStats, monitor
+from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
 
@@ -39,6 +40,7 @@ class CompiledKind:
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
         by_shape: dynamic shapes break its graphs (`auto` only), so each shape has a graph of its own.
+        folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
     """
@@ -47,6 +49,7 @@ class CompiledKind:
     forward: Callable
     settings: CompileSettings
     filter_options: OptionsFilter
+    folder: str
     patches: tuple[str, ...] = ()
     patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
     stats: CompileStats = field(default_factory=CompileStats)
@@ -100,7 +103,7 @@ class CompiledKind:
 
     def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
         if patches not in self.patched:
-            kind = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, patches)
+            kind = CompiledKind(self.class_name, self.forward, self.settings, self.filter_options, self.folder, patches)
             kind.numbers, kind.varying = self.numbers, self.varying
             self.patched[patches] = kind
         return self.patched[patches]
@@ -177,6 +180,7 @@ class CompiledKind:
         PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
         and setting its own, and frees it with this object.
         """
+        self.stats.seconds += wait_until_prepared()
         source = self.forward
         own = types.FunctionType(
             source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
@@ -207,7 +211,7 @@ class CompiledKind:
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(lambda: before.extend(copies_of(args, kwargs)), self._switches())
+        event = CompileEvent(lambda: before.extend(copies_of(args, kwargs)), self._switches(), (self.folder, self.class_name))
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -221,6 +225,7 @@ class CompiledKind:
             return self._after_failure(error, before, block, args, kwargs)
         finally:
             monitor.calls.pop()
+            event.close()
             if limited:
                 compile_scope.exit()
             if event.started:

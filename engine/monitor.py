@@ -14,16 +14,22 @@ from dataclasses import dataclass, field
 from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
+from .disk_cache import current
+from .prepare import note_needs
 from .scopes import compile_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
-# mixtures of experts, which pick tokens by mask, in one graph.
+# mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. One argument is the
+# order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so it is PyTorch's default here.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "attention_order": [1, 2, 0, 3, 4],
+    "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 
 
@@ -42,16 +48,23 @@ class Recompile:
 
 @dataclass
 class CompileStats:
-    """What compiling has cost so far. Subtract an earlier copy to see what a run added."""
+    """What compiling has cost so far. Subtract an earlier copy to see what a run added.
+
+    Args:
+        from_disk: of the graphs, those that inductor's disk cache had.
+    """
 
     graphs: int = 0
     graph_breaks: int = 0
     seconds: float = 0.0
     recompiles: list[Recompile] = field(default_factory=list)
     breaks: dict[str, int] = field(default_factory=dict)
+    from_disk: int = 0
 
     def copy(self) -> CompileStats:
-        return CompileStats(self.graphs, self.graph_breaks, self.seconds, list(self.recompiles), dict(self.breaks))
+        return CompileStats(
+            self.graphs, self.graph_breaks, self.seconds, list(self.recompiles), dict(self.breaks), self.from_disk
+        )
 
     def __add__(self, other: CompileStats) -> CompileStats:
         merged = dict(self.breaks)
@@ -63,6 +76,7 @@ class CompileStats:
             self.seconds + other.seconds,
             self.recompiles + other.recompiles,
             merged,
+            self.from_disk + other.from_disk,
         )
 
     def __sub__(self, earlier: CompileStats) -> CompileStats:
@@ -72,6 +86,7 @@ class CompileStats:
             self.seconds - earlier.seconds,
             self.recompiles[len(earlier.recompiles) :],
             {k: v - earlier.breaks.get(k, 0) for k, v in self.breaks.items() if v > earlier.breaks.get(k, 0)},
+            self.from_disk - earlier.from_disk,
         )
 
 
@@ -81,21 +96,40 @@ class CompileEvent:
     Args:
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
+        folder: name of the kind's folder in the disk cache, and the class of its blocks.
     """
 
-    __slots__ = ("_began", "_breaks", "_graphs", "_known", "on_first", "seconds", "started", "switches")
+    __slots__ = (
+        "_began",
+        "_breaks",
+        "_cache",
+        "_graphs",
+        "_hits",
+        "_known",
+        "folder",
+        "on_first",
+        "seconds",
+        "started",
+        "switches",
+    )
 
-    def __init__(self, on_first: Callable[[], None], switches: dict[str, object]):
+    def __init__(self, on_first: Callable[[], None], switches: dict[str, object], folder: tuple[str, str]):
         self.on_first = on_first
         self.switches = switches
+        self.folder = folder
+        self._cache = None
         self.started = False
         self.seconds = 0.0
 
     def start(self) -> None:
         if not self.started:
             self.started = True
+            self._cache = current()
+            if self._cache is not None:
+                self._cache.enter(*self.folder)
             self._graphs = counters["stats"]["unique_graphs"]
             self._breaks = dict(counters["graph_break"])
+            self._hits = counters["inductor"]["fxgraph_cache_hit"]
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
@@ -104,6 +138,13 @@ class CompileEvent:
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         compile_scope.exit()
+
+    def close(self) -> None:
+        """The call has ended. Kernels are tuned when they first run, so the folder is inductor's until now."""
+        if self._cache is not None:
+            self._cache.exit(self.folder[0])
+            self._cache = None
+            note_needs(from_disk=counters["inductor"]["fxgraph_cache_hit"] > self._hits)
 
     def stats(self, block: str) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""
@@ -116,7 +157,8 @@ class CompileEvent:
         metrics = [m for m in get_compilation_metrics() if id(m) not in known]
         recompiles = [Recompile(block, m.recompile_reason) for m in metrics if m.recompile_reason]
         graphs = counters["stats"]["unique_graphs"] - self._graphs
-        return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
+        hits = counters["inductor"]["fxgraph_cache_hit"] - self._hits
+        return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks, hits)
 
 
 class _Monitor(threading.local):

@@ -10,6 +10,7 @@ from torch import nn
 from .block_options import OptionsFilter
 from .block_state import BlockState
 from .compiled_kind import CompiledKind, structure_of
+from .disk_cache import folder_name
 from .failures import Failure
 from .settings import CompileSettings
 
@@ -45,10 +46,12 @@ class ModelCode:
         forward = type(block).forward
         if not isinstance(forward, types.FunctionType):
             return None
-        key = (forward, structure_of(block), state.forwards, state.hooked, settings.kind_key())
+        structure = structure_of(block)
+        key = (forward, structure, state.forwards, state.hooked, settings.kind_key())
         kind = self._kinds.get(key) or _kinds.get(key)
         if kind is None:
-            kind = _kinds[key] = CompiledKind(type(block).__name__, forward, settings, OptionsFilter(block))
+            name = type(block).__name__
+            kind = _kinds[key] = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 kind.failure = Failure(
                     kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"

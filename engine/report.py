@@ -84,6 +84,8 @@ class CompileReport:
         for size in self.sizes:
             graphs = size.added.graphs
             compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
+            if size.added.from_disk:
+                compiled += f" ({size.added.from_disk} read from the cache on disk)"
             lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
         return lines
 
@@ -112,6 +114,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
         "blocks": len(blocks),
         "kinds": len(kinds),
         "graphs": total.graphs,
+        "graphs_from_disk": total.from_disk,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],

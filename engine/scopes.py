@@ -6,11 +6,14 @@ error. Worker threads (multi-GPU) may overlap, so the first one in saves the val
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as shape_config
 
 _lock = threading.RLock()
@@ -21,10 +24,12 @@ class SharedScope:
 
     Args:
         switches: name -> (read, write); what the runtime does not know is left out by the caller.
+        of_process: they belong to the process whatever the version of PyTorch.
     """
 
-    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]]):
+    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]], of_process: bool = False):
         self._switches = switches
+        self._of_process = of_process
         self._saved: dict[int, dict[str, object]] = {}
         self._users: dict[int, int] = {}
 
@@ -39,7 +44,7 @@ class SharedScope:
 
     def enter(self, **values: object) -> None:
         with _lock:
-            scope = _thread_of_config()
+            scope = 0 if self._of_process else _thread_of_config()
             if not self._users.get(scope):
                 self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
             self._users[scope] = self._users.get(scope, 0) + 1
@@ -50,7 +55,7 @@ class SharedScope:
 
     def exit(self) -> None:
         with _lock:
-            scope = _thread_of_config()
+            scope = 0 if self._of_process else _thread_of_config()
             self._users[scope] -= 1
             if not self._users[scope]:
                 del self._users[scope]
@@ -78,6 +83,11 @@ def _attributes(owner: object, names: tuple[str, ...]) -> dict:
     return {name: switch(name) for name in names if hasattr(owner, name)}
 
 
+def _attention_order() -> dict:
+    names = ("_get_sdp_priority_order", "_set_sdp_priority_order")
+    return {"attention_order": tuple(getattr(torch._C, n) for n in names)} if all(hasattr(torch._C, n) for n in names) else {}
+
+
 compile_scope = SharedScope(
     {
         **_attributes(
@@ -89,8 +99,35 @@ compile_scope = SharedScope(
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
         **_attributes(shape_config, ("use_duck_shape",)),
+        **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
+        **_attention_order(),
     }
+)
+
+
+def _variable(name: str) -> tuple:
+    def write(value: object) -> None:
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = str(value)
+        _forget_folder()
+
+    return (lambda: os.environ.get(name)), write
+
+
+def _forget_folder() -> None:
+    """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it keeps (codecache.py)."""
+    codecache = sys.modules.get("torch._inductor.codecache")
+    path = getattr(getattr(codecache, "CacheBase", None), "get_local_cache_path", None)
+    if hasattr(path, "cache_clear"):
+        path.cache_clear()
+
+
+# Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
+folder_scope = SharedScope(
+    {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}, of_process=True
 )
 
 _matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))

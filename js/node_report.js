@@ -6,6 +6,8 @@ const WIDGET = "torch_compile_kit_report";
 const PLACEHOLDERS = {
   TorchCompileKitWarmup: "The report appears here after the warmup.",
   TorchCompileKitBenchmark: "The figures appear here after the benchmark.",
+  TorchCompileKitSaveCache: "Where the file is appears here.",
+  TorchCompileKitLoadCache: "What was loaded appears here.",
 };
 
 function reportWidget(node) {
@@ -16,7 +18,7 @@ function reportWidget(node) {
   text.textContent = PLACEHOLDERS[node.comfyClass];
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
-    getMinHeight: () => 110,
+    getMinHeight: () => (node.comfyClass.endsWith("Cache") ? 60 : 110),
     getValue: () => text.textContent,
     setValue: (value) => { text.textContent = value; },
   });

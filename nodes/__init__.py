@@ -3,7 +3,9 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .benchmark import Benchmark
+from .load_cache import LoadCache
 from .routes import register_routes
+from .save_cache import SaveCache
 from .torch_compile_model import TorchCompileModel
 from .warmup import Warmup
 
@@ -13,4 +15,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup, Benchmark]
+        return [TorchCompileModel, Warmup, Benchmark, SaveCache, LoadCache]

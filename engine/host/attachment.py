@@ -12,7 +12,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..attention import AttentionSurvey, override_for
 from ..binding import compiled_blocks, plan_for
+from ..compiled_kind import structure_of
 from ..discovery import BlockPlan
+from ..disk_cache import current, folder_name
 from ..graphs import graphs_of
 from ..layouts import shapes_of
 from ..monitor import monitor, watching
@@ -25,10 +27,12 @@ from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
+from .users_folder import get_ready
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
 OVERRIDE = "optimized_attention_override"
+ATTENTION = "attention"
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
 
@@ -76,12 +80,24 @@ class BlockCompiler:
         choices = attention_choices(executor.class_obj.diffusion_model)
         key = self.settings.attention
         if key not in choices:  # once a model: a kernel that changed with the prompt's length would recompile
-            survey = AttentionSurvey(self.settings.attention)
-            executor(*_with_override(args, survey), **kwargs)
-            choices[key] = survey.best()
+            choices[key] = self._choose_attention(executor, args, kwargs)
             logger.info("%s: attention %s", type(executor.class_obj).__name__, choices[key])
         override = override_for(choices[key])
         return args if override is None else _with_override(args, override)
+
+    def _choose_attention(self, executor, args: tuple, kwargs: dict) -> str:
+        """Measured, or as measured before a restart: another choice would have to be compiled again."""
+        wanted, cache = self.settings.attention, current()
+        network = executor.class_obj.diffusion_model
+        folder = folder_name(type(network).__name__, structure_of(network))
+        known = cache.recall(folder, ATTENTION) if cache is not None and wanted == "auto" else None
+        if known == "host" or override_for(known) is not None:
+            return known
+        survey = AttentionSurvey(wanted)
+        executor(*_with_override(args, survey), **kwargs)
+        if cache is not None and wanted == "auto":
+            cache.remember(folder, type(network).__name__, ATTENTION, survey.best())
+        return survey.best()
 
 
 def _with_override(args: tuple, override) -> tuple:
@@ -116,6 +132,7 @@ def attach(patcher, settings: CompileSettings):
         return patcher
     settings.check_backend()
     plan = compile_plan(patcher, settings)
+    get_ready(settings.backend)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))

@@ -1,0 +1,122 @@
+"""What a restart costs: the first step of a model in one process after another, with the disk cache of the one before.
+
+    python -m benchmarks.restart --host COMFYUI --model flux --out FILE
+
+Runs: `first` compiles; `second` finds all on disk; `early` as well, with the node executed some seconds before the sampling, as
+when a text encoder runs between; `carried` starts with an empty cache and the file that `first` saved.
+"""
+
+import argparse
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import import_module
+from pathlib import Path
+
+from . import models, session, variants
+
+RUNS = ("first", "second", "early", "carried")
+HEAD_START = 5.0
+FILE = "carried.safetensors"
+
+
+def measure(options) -> dict:
+    import torch
+    from torch._dynamo.utils import counters
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    patcher = models.build(options.model, device)
+    files = import_module(f"{session.KIT}.engine.host.cache_files")
+    if options.run == "carried":
+        print(files.load_cache(FILE))
+    variant = variants.apply("ours", patcher, session.KIT)
+    if options.run == "early":
+        time.sleep(HEAD_START)
+    if options.profile:
+        import cProfile
+        import pstats
+
+        profile = cProfile.Profile()
+        profile.enable()
+    _, first = session.sample(variant, options.model, 4)
+    if options.profile:
+        profile.disable()
+        pstats.Stats(profile).sort_stats("cumtime").print_stats(90)
+        from torch._dynamo.utils import compile_times
+
+        print(compile_times())
+    _, warm = session.sample(variant, options.model, options.steps)
+    step = session.median(warm[1:])
+    report = import_module(f"{session.KIT}.engine.report").report_json()["models"][0]
+    row = {
+        "model": options.model,
+        "run": options.run,
+        "first_step": round(first[0], 3),
+        "step": round(step, 5),
+        "above": round(first[0] - step, 3),
+        "compile_seconds": report["compile_seconds"],
+        "graphs": report["graphs"],
+        "graphs_from_disk": report["graphs_from_disk"],
+        "fxgraph_misses": counters["inductor"]["fxgraph_cache_miss"],
+        "autograd_misses": counters["aot_autograd"]["autograd_cache_miss"],
+    }
+    if options.run == "first":
+        print(files.save_cache(variant, FILE)[1])
+    return row
+
+
+def run_all(options) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        user = options.folder or made
+        carried = Path(user) / "carried"
+        for run in options.runs:
+            folder = carried if run == "carried" else Path(user) / "own"
+            if run == "carried":
+                (carried / "torch-compile-kit").mkdir(parents=True)
+                shutil.copy(Path(user) / "own" / "torch-compile-kit" / FILE, carried / "torch-compile-kit")
+            command = [sys.executable, "-m", "benchmarks.restart", "--host", options.host, "--model", options.model]
+            command += ["--steps", str(options.steps), "--run", run, "--user", str(folder)]
+            command += ["--profile"] if options.profile and run != "first" else []
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            print("\n".join(done.stdout.splitlines()[-400:]), flush=True)
+            rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
+            if options.out and rows:
+                with open(options.out, "a", encoding="utf-8") as file:
+                    file.write(rows[-1] + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--model", default="flux", choices=list(models.MODELS))
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS)
+    parser.add_argument("--out", help="a file to which rows of JSON are added")
+    parser.add_argument("--folder", help="where the user folders of the runs are; a temporary one if not given")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--run", choices=RUNS, help="this process is that run")
+    parser.add_argument("--user", help="the user folder of that run")
+    options = parser.parse_args()
+    if options.run is None:
+        run_all(options)
+        return
+    Path(options.user).mkdir(parents=True, exist_ok=True)
+    session.enter(options.host)
+    import folder_paths
+
+    folder_paths.set_user_directory(options.user)
+    logging.getLogger("torch-compile-kit").setLevel(logging.DEBUG)  # says what the preparation took
+    began = time.perf_counter()
+    row = measure(options)
+    row["process_seconds"] = round(time.perf_counter() - began, 1)
+    print("ROW", json.dumps(row), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

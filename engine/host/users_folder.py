@@ -1,0 +1,28 @@
+"""Where the host's user keeps compiled code and cache files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.model_management
+import folder_paths
+
+from ..disk_cache import DiskCache, open_cache
+from ..prepare import prepare
+
+
+def kit_folder() -> Path:
+    """The pack's folder in the user's: cache files lie in it, the cache itself in `cache`."""
+    return Path(folder_paths.get_user_directory()) / "torch-compile-kit"
+
+
+def open_users_cache() -> DiskCache | None:
+    """The cache of this user; see `disk_cache.open_cache`."""
+    return open_cache(kit_folder() / "cache")
+
+
+def get_ready(backend: str) -> None:
+    """Open the cache, and prepare for the first compilation in the background; costs nothing the second time."""
+    open_users_cache()
+    if backend == "inductor":
+        prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")

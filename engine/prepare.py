@@ -1,0 +1,144 @@
+"""What the first compilation of a process needs, done in the background while the model is still loading.
+
+Importing inductor and hashing PyTorch's and Triton's sources for the keys of the disk cache takes seconds; on a CPU PyTorch
+also starts a Python for each of the CPU's vector instruction sets, to see that it can load code for it. Compiling something
+small would prepare more, but PyTorch saves and restores the random state around it, which is the sampler's (convert_frame.py);
+and fake tensors in a second thread crashed the first one's compilation (torch 2.11).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import os
+import re
+import sys
+import threading
+import time
+
+from torch._dynamo import funcname_cache
+
+from .disk_cache import current
+from .vec_isa import know_instruction_sets
+
+logger = logging.getLogger("torch-compile-kit")
+PATIENCE = 300.0
+INSTRUCTION_SETS = "cpu.json"
+IMPORTS = "imports.json"
+SOURCES = "sources.json"
+# Until there is a record.
+FIRST_IMPORTS = {"torch.distributed.tensor.experimental", "torch.export._trace", "torch._inductor.compiler_bisector"}
+# What compiling imports late: PyTorch's own modules, save for those that it makes of generated code.
+_LATE = re.compile(r"(torch|triton)(\.(?!compile_tasks)\w+)+")
+
+
+class _Preparation:
+    thread: threading.Thread | None = None
+    imported: set[str] | None = None
+
+
+def prepare(on_gpu: bool) -> None:
+    """Start once a process; returns at once.
+
+    Args:
+        on_gpu: the model runs on a CUDA device.
+    """
+    if _Preparation.thread is None:
+        _Preparation.thread = threading.Thread(target=_run, args=(on_gpu,), name="torch-compile-kit prepare", daemon=True)
+        _Preparation.thread.start()
+
+
+def wait_until_prepared() -> float:
+    """Called before inductor is used: two threads at the same imports are slower than one.
+
+    Returns:
+        Seconds waited.
+    """
+    began = time.perf_counter()
+    if _Preparation.thread is not None:
+        _Preparation.thread.join(PATIENCE)
+    return time.perf_counter() - began
+
+
+def note_needs(from_disk: bool) -> None:
+    """After a compilation: what it imported and read, the next process does while it prepares.
+
+    Args:
+        from_disk: the graph was read; compiling one imports far more, which would only delay the next process.
+    """
+    _record(SOURCES, set(funcname_cache.cache))
+    if from_disk and _Preparation.imported is not None:
+        late = {name for name in set(sys.modules) - _Preparation.imported if _LATE.fullmatch(name)}
+        _Preparation.imported |= late
+        _record(IMPORTS, late)
+
+
+def _record(name: str, found: set[str]) -> None:
+    cache, known = current(), _recorded(name)
+    if cache is not None and found - known:
+        try:
+            (cache.root / name).write_text(json.dumps(sorted(known | found)), encoding="utf-8")
+        except OSError as error:
+            logger.debug("%s is not written: %s", name, error)
+
+
+def _recorded(name: str) -> set[str]:
+    cache = current()
+    try:
+        found = json.loads((cache.root / name).read_text(encoding="utf-8")) if cache is not None else []
+        return {entry for entry in found if isinstance(entry, str)}
+    except (OSError, ValueError, TypeError):
+        return set()
+
+
+def _run(on_gpu: bool) -> None:
+    for step in (_import_inductor, _compute_keys, *(() if on_gpu else (_probe_cpu,)), _read_sources, _trim):
+        began = time.perf_counter()
+        try:
+            step()
+        except Exception as error:  # the compilation does it again, and tells what is wrong
+            logger.debug("%s: %s", step.__name__, error)
+        logger.debug("%s: %.2f s", step.__name__.strip("_"), time.perf_counter() - began)
+    _Preparation.imported = set(sys.modules)
+
+
+def _import_inductor() -> None:
+    import torch._dynamo.backends.inductor
+    import torch._functorch._aot_autograd.autograd_cache
+    import torch._inductor.async_compile
+    import torch._inductor.compile_fx  # noqa: F401
+
+    for name in _recorded(IMPORTS) or FIRST_IMPORTS:
+        try:
+            if _LATE.fullmatch(name):
+                importlib.import_module(name)
+        except Exception as error:  # of another version of PyTorch, say
+            logger.debug("%s: %s", name, error)
+
+
+def _compute_keys() -> None:
+    """PyTorch keeps both for the process (functools.cache)."""
+    from torch._inductor.codecache import CacheBase, torch_key
+
+    torch_key()
+    CacheBase.get_system()
+
+
+def _probe_cpu() -> None:
+    cache = current()
+    if cache is not None:
+        know_instruction_sets(cache.root / INSTRUCTION_SETS)
+
+
+def _read_sources() -> None:
+    """PyTorch notes which function each traced line is in, and takes whole files apart for that (funcname_cache.py)."""
+    for file in _recorded(SOURCES):
+        if file.endswith(".py") and os.path.isfile(file):
+            funcname_cache.get_funcname(file, 1)
+
+
+def _trim() -> None:
+    cache = current()
+    if cache is not None:
+        cache.trim()

@@ -1,0 +1,37 @@
+"""The node Save Compile Cache."""
+
+from comfy_api.latest import io
+
+from ..engine.host.cache_files import save_cache
+
+
+class SaveCache(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TorchCompileKitSaveCache",
+            display_name="Save Compile Cache",
+            category="torch compile",
+            description="Saves what is compiled for a model into one file, for another machine of the same kind (cloud pods): "
+            "same GPU, same PyTorch. Put it behind Torch Compile Warmup. This machine keeps compiled code without it.",
+            search_aliases=["export compile cache", "torch.compile", "mega cache"],
+            is_output_node=True,
+            inputs=[
+                io.Model.Input("model", tooltip="The model from Torch Compile Warmup."),
+                io.String.Input(
+                    "filename",
+                    default="compile_cache",
+                    tooltip="Name of the file in the folder user/torch-compile-kit of ComfyUI. An older file of that name is "
+                    "replaced.",
+                ),
+            ],
+            outputs=[
+                io.Model.Output(display_name="model", tooltip="The same model."),
+                io.String.Output(display_name="path", tooltip="Where the file is: copy it to the same folder elsewhere."),
+            ],
+        )
+
+    @classmethod
+    def execute(cls, model, filename) -> io.NodeOutput:
+        path, report = save_cache(model, filename)
+        return io.NodeOutput(model, str(path), ui={"text": [report]})

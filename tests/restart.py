@@ -1,0 +1,111 @@
+"""A process of its own that warms a tiny model up in the real host, and prints what its disk cache did as JSON.
+
+    python restart.py BASE ACTIONS
+
+ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `attention`: with a
+kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels), `save=NAME`, `after` (as
+`before`). BASE is the host's base directory; restarting is running it again with the same one.
+"""
+
+import asyncio
+import importlib
+import importlib.util
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def load_pack(base):
+    spec = importlib.util.spec_from_file_location(
+        "devtools", ROOT / "devtools" / "__init__.py", submodule_search_locations=[str(ROOT / "devtools")]
+    )
+    sys.modules["devtools"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    from devtools import inprocess
+
+    inprocess.enter_host(base)
+    import nodes
+
+    assert asyncio.run(nodes.load_custom_node(str(ROOT)))
+    return sys.modules[str(ROOT).replace(".", "_x_")]
+
+
+def plain_compile(factor):
+    """What another pack does; returns the folder that inductor wrote to."""
+    import torch
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    compiled = torch.compile(lambda x: torch.sin(x) * factor, backend="inductor")
+    compiled(torch.ones(8))
+    return cache_dir()
+
+
+def main(base, actions):
+    sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() not in (ROOT, ROOT / "tests")]
+    pack = load_pack(base)
+    import torch
+    from torch._dynamo.utils import counters
+
+    from devtools import tiny_models
+
+    def module(name):
+        return importlib.import_module(f".{name}", pack.__name__)
+
+    answer = {"probes": 0}
+    from torch._inductor.cpu_vec_isa import VecISA
+
+    check = VecISA.check_build
+
+    def counted(isa, code):
+        answer["probes"] += 1
+        return check(isa, code)
+
+    VecISA.check_build = counted
+    if "before" in actions:
+        answer["plain_before"] = plain_compile(2.0)
+    before = {name: os.environ.get(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    if "order" in actions:  # as the first attention call leaves it on a Hopper GPU
+        torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
+    counters.clear()
+    with torch.inference_mode():
+        for action in actions:
+            if action.startswith("load="):
+                answer["loaded"] = module("engine.host.cache_files").load_cache(action.partition("=")[2])
+        if "warm" in actions:
+            patcher = tiny_models.build_patcher("flux")
+            settings = module("engine.settings").CompileSettings()
+            compiled = module("engine.host.attachment").attach(patcher, settings)
+            if "attention" in actions:
+                options = compiled.model_options["transformer_options"]
+                options["optimized_attention_override"] = module("engine.attention").override_for("cudnn")
+            positive, negative = tiny_models.conditioning("flux")
+            size = module("engine.warmup_plan").Size
+            began = time.perf_counter()
+            answer["report"] = module("engine.host.warmup").warm_up(
+                compiled, positive, negative, 1.0, [size(64, 64, 1, 1), size(96, 64, 1, 1)]
+            )
+            answer["wall"] = time.perf_counter() - began
+            stats = module("engine.report").stats_for(patcher.model.diffusion_model, settings)
+            answer |= {"graphs": stats.graphs, "from_disk": stats.from_disk, "seconds": stats.seconds}
+        for action in actions:
+            if action.startswith("save="):
+                answer["saved"] = str(module("engine.host.cache_files").save_cache(compiled, action.partition("=")[2])[0])
+    for name, group in (("fxgraph", "inductor"), ("autograd", "aot_autograd")):
+        for kind in ("hit", "miss", "bypass", "saved"):
+            answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
+    answer["order"] = list(torch._C._get_sdp_priority_order())
+    answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
+    if "after" in actions:
+        answer["plain_after"] = plain_compile(3.0)
+    cache = module("engine.disk_cache").current()
+    answer["cache"] = cache and str(cache.root)
+    print("ANSWER", json.dumps(answer), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2].split(","))

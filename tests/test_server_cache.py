@@ -1,0 +1,136 @@
+"""Save and Load Compile Cache in a real server: what they write and refuse, and that a refusal never stops an image."""
+
+import copy
+import urllib.error
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from devtools import prompts
+from devtools.server import error_of, outputs_of
+
+pytestmark = pytest.mark.server
+SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
+
+
+@pytest.fixture(scope="module")
+def folder(server):
+    return Path(server.base) / "user" / "torch-compile-kit"
+
+
+@pytest.fixture(scope="module")
+def shipped(server):
+    return prompts.shrink(prompts.to_api(prompts.load(), server.get("/object_info")), width=64, height=64, steps=2)
+
+
+@pytest.fixture(scope="module")
+def saved(server, folder, shipped):
+    """The file that Save Compile Cache wrote behind the warmup of the shipped workflow."""
+    prompt = prompts.only_warmup(shipped)
+    prompt["save"] = {
+        "class_type": SAVE,
+        "inputs": {"model": [prompts.find(prompt, prompts.WARMUP_NODE), 0], "filename": "pod"},
+    }
+    entry = server.queue(prompt)
+    assert error_of(entry) is None
+    (report,) = entry["outputs"]["save"]["text"]
+    file = folder / "pod.safetensors"
+    assert report.startswith(str(file)) and "Flux" in report and "64x64" in report
+    return file
+
+
+def with_load(shipped, file):
+    """The shipped workflow with Load Compile Cache behind the model loader."""
+    prompt = copy.deepcopy(shipped)
+    loader = prompts.find(prompt, "UNETLoader")
+    for node in prompt.values():
+        node["inputs"] = {name: ["load", 0] if value == [loader, 0] else value for name, value in node["inputs"].items()}
+    prompt["load"] = {"class_type": LOAD, "inputs": {"model": [loader, 0], "file": file}}
+    return prompt
+
+
+def loaded(server, shipped, file):
+    """What the node reports; the prompt must have made its image."""
+    entry = server.queue(with_load(shipped, file))
+    assert error_of(entry) is None
+    assert len(outputs_of(entry, "images")) == 1
+    (report,) = entry["outputs"]["load"]["text"]
+    return report
+
+
+def test_both_nodes_are_described(server):
+    info = server.get("/object_info")
+    for node, title, inputs, outputs in (
+        (SAVE, "Save Compile Cache", ["model", "filename"], ["MODEL", "STRING"]),
+        (LOAD, "Load Compile Cache", ["model", "file"], ["MODEL", "STRING"]),
+    ):
+        described = {name: options for name, _, options in prompts.inputs_in_order(info[node])}
+        assert list(described) == inputs
+        assert all(len(options.get("tooltip", "")) > 10 for options in described.values())
+        assert info[node]["output"] == outputs and all(info[node]["output_tooltips"])
+        assert (info[node]["display_name"], info[node]["category"]) == (title, "torch compile")
+    assert info[SAVE]["output_node"] is True
+    assert "code" in info[LOAD]["description"]
+
+
+def test_the_file_tells_what_is_in_it(saved):
+    with safe_open(saved, framework="pt") as file:
+        header = file.metadata()
+        assert len(list(file.keys())) > 3
+    assert header["models"] == '["Flux"]' and "64x64 batch 1" in header["sizes"] and header["torch"].startswith("2.")
+
+
+def test_it_is_offered_and_loaded(server, shipped, saved):
+    options = {name: o for name, _, o in prompts.inputs_in_order(server.get("/object_info")[LOAD])}["file"]["options"]
+    assert options[0] == "none" and saved.name in options
+    report = loaded(server, shipped, saved.name)
+    assert report.startswith("pod.safetensors: ") and "Flux" in report
+
+
+def test_a_damaged_file_is_refused_and_the_image_comes_out(server, shipped, saved):
+    data = bytearray(saved.read_bytes())
+    data[-1] ^= 1
+    (saved.parent / "damaged.safetensors").write_bytes(data)
+    report = loaded(server, shipped, "damaged.safetensors")
+    assert "not loaded" in report and "damaged" in report and "sha256" in report
+    assert report in server.log()
+
+
+@pytest.mark.parametrize("name", ["gone.safetensors", "../../../models/x.safetensors", "/etc/passwd"])
+def test_a_name_that_is_not_in_the_folder_is_refused_and_the_image_comes_out(server, shipped, saved, name):
+    report = loaded(server, shipped, name)
+    assert "not loaded" in report and name in report and str(saved.parent) in report
+
+
+def test_none_loads_nothing(server, shipped, saved):
+    assert loaded(server, shipped, "none").startswith("No file chosen")
+
+
+@pytest.mark.parametrize("filename", ["", "../x", "a/b", ".hidden", "C:x"])
+def test_a_name_with_a_folder_is_refused(server, shipped, saved, filename):
+    prompt = prompts.only_warmup(shipped)
+    warmup = prompts.find(prompt, prompts.WARMUP_NODE)
+    prompt["save"] = {"class_type": SAVE, "inputs": {"model": [warmup, 0], "filename": filename}}
+    error = error_of(server.queue(prompt))
+    assert error["node_id"] == "save" and "filename" in error["exception_message"]
+
+
+def test_a_model_that_is_not_compiled_has_nothing_to_save(server, shipped, saved):
+    prompt = prompts.only_warmup(shipped)
+    loader = prompts.find(prompt, "UNETLoader")
+    prompt = {loader: prompt[loader], "save": {"class_type": SAVE, "inputs": {"model": [loader, 0], "filename": "x"}}}
+    error = error_of(server.queue(prompt))
+    assert error["node_id"] == "save" and "Torch Compile Warmup" in error["exception_message"]
+
+
+def test_the_cache_can_be_looked_at_and_cleared(server, shipped, saved):
+    before = server.get("/torch-compile-kit/cache")
+    assert {entry["class"] for entry in before["entries"]} >= {"DoubleStreamBlock", "SingleStreamBlock"}
+    assert 0 < before["bytes"] <= before["limit"]
+    with pytest.raises(urllib.error.HTTPError):
+        server.get("/torch-compile-kit/cache/clear")  # looking must not clear
+    assert server._request("/torch-compile-kit/cache/clear", {})
+    assert server.get("/torch-compile-kit/cache")["entries"] == []
+    entry = server.queue(prompts.change(shipped, "KSampler", seed=31))
+    assert error_of(entry) is None and len(outputs_of(entry, "images")) == 1
