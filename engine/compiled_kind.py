@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
@@ -19,6 +18,7 @@ from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .monitor import CompileEvent, CompileStats, monitor
 from .scopes import compile_scope
 from .settings import CompileSettings
+from .shapes import copies, has_batch_of_one, is_transposed, shapes_of
 
 logger = logging.getLogger("torch-compile-kit")
 # Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
@@ -128,7 +128,7 @@ class CompiledKind:
         if self.failure is not None:
             return self.forward(block, *args, **kwargs)
         for tensor in args:
-            if isinstance(tensor, torch.Tensor) and _is_transposed(tensor):
+            if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
                 return self._run_contiguous(block, first_shape, args, kwargs)
         signature = shapes_of(args, kwargs)
         if first_shape and signature not in self.first_shapes:
@@ -146,7 +146,7 @@ class CompiledKind:
 
     def _run_contiguous(self, block: nn.Module, first_shape: bool, args: tuple, kwargs: dict) -> object:
         """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
-        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and _is_transposed(a)]
+        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
         by_id = {id(original): copy for original, copy in copied}
         result = self._run(block, first_shape, tuple(by_id.get(id(a), a) for a in args), kwargs)
         for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
@@ -186,6 +186,17 @@ class CompiledKind:
             options=self.settings.inductor_options() or None,
         )
 
+    def variants_held(self) -> int | None:
+        """How many compiled variants PyTorch still holds (a reset drops them); None where it does not tell."""
+        count = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        made = [c for c in (self._static, self._dynamic) if c is not None]
+        return None if count is None else sum(len(count(c._torchdynamo_orig_callable.__code__)) for c in made)
+
+    def lacks_shared_code(self) -> bool:
+        """Whether shapes ran only in code of the first size, at a batch (of one, of more) that no other shape has had."""
+        first = {has_batch_of_one(s) for s in self._seen if s in self.first_shapes}
+        return not first <= {has_batch_of_one(s) for s in self._seen if s not in self.first_shapes}
+
     def meet(self, block: nn.Module) -> None:
         """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
@@ -202,7 +213,7 @@ class CompiledKind:
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(lambda: before.extend(_copies(args, kwargs)), self._switches())
+        event = CompileEvent(self._name(), lambda: before.extend(copies(args, kwargs)), self._switches())
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -220,7 +231,7 @@ class CompiledKind:
                 compile_scope.exit()
             if event.started:
                 self.compiles += 1
-                self.stats += event.stats(self.class_name)
+                self.stats += event.stats()
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""
@@ -245,32 +256,6 @@ class CompiledKind:
         result = self.forward(block, *args, **kwargs)
         self._give_up(failure)
         return result
-
-
-def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
-def shapes_of(args: tuple, kwargs: dict) -> tuple:
-    """Shapes of all tensors given to a module, those in lists and tuples included."""
-    shapes = []
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
-            # A layout of its own is a graph of its own.
-            shapes.append(value.shape if value.is_contiguous() else (value.shape, value.stride()))
-        elif isinstance(value, list | tuple):
-            shapes.extend(v.shape for v in _tensors((value,), {}))
-    return tuple(shapes)
-
-
-def _copies(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    return [(t, t.clone()) for t in _tensors(args, kwargs)]
-
-
-def _is_transposed(tensor: torch.Tensor) -> bool:
-    """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
-    return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
 
 
 def structure_of(block: nn.Module) -> tuple:

@@ -79,13 +79,15 @@ class CompileEvent:
     """The compilations inside one call of a block.
 
     Args:
+        block: class name of the block.
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
     """
 
-    __slots__ = ("_began", "_breaks", "_compiles", "_graphs", "on_first", "seconds", "started", "switches")
+    __slots__ = ("_began", "_breaks", "_compiles", "_graphs", "block", "on_first", "seconds", "started", "switches")
 
-    def __init__(self, on_first: Callable[[], None], switches: dict[str, object]):
+    def __init__(self, block: str, on_first: Callable[[], None], switches: dict[str, object]):
+        self.block = block
         self.on_first = on_first
         self.switches = switches
         self.started = False
@@ -105,7 +107,7 @@ class CompileEvent:
         self.seconds += time.perf_counter() - self._began
         compile_scope.exit()
 
-    def stats(self, block: str) -> CompileStats:
+    def stats(self) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""
         breaks = {
             reason: count - self._breaks.get(reason, 0)
@@ -113,17 +115,21 @@ class CompileEvent:
             if count > self._breaks.get(reason, 0)
         }
         metrics = [m for m in get_compilation_metrics() if m.compile_id not in self._compiles]
-        recompiles = [Recompile(block, m.recompile_reason) for m in metrics if m.recompile_reason]
+        recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         graphs = counters["stats"]["unique_graphs"] - self._graphs
         return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
 
 
 class _Monitor(threading.local):
-    """The calls in progress on this thread, innermost last, and how often one of them compiled."""
+    """The calls in progress on this thread, innermost last, and how often one of them compiled.
+
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
+    """
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
         self.compilations = 0
+        self.listener: Callable[[str | None], None] | None = None
 
 
 monitor = _Monitor()
@@ -133,11 +139,15 @@ def _on_compile_start(_args: object) -> None:
     if monitor.calls:
         monitor.compilations += 1
         monitor.calls[-1].start()
+        if monitor.listener is not None:
+            monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(_args: object) -> None:
     if monitor.calls:
         monitor.calls[-1].end()
+        if monitor.listener is not None:
+            monitor.listener(None)
 
 
 class _Watching:

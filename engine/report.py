@@ -13,6 +13,7 @@ from .discovery import BlockPlan
 from .monitor import CompileStats
 from .registry import code_of, live_models
 from .settings import CompileSettings
+from .watch import watch_of
 
 
 def kinds_for(model: nn.Module, settings: CompileSettings) -> list[CompiledKind]:
@@ -34,11 +35,13 @@ class WarmedSize:
         label: for example `1024x1024 batch 1`.
         seconds: wall time of the warmup run.
         added: what it compiled.
+        skipped: it had been warmed before, and nothing has changed since.
     """
 
     label: str
     seconds: float
     added: CompileStats
+    skipped: bool = False
 
 
 @dataclass
@@ -84,6 +87,9 @@ class CompileReport:
         for size in self.sizes:
             graphs = size.added.graphs
             compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
+            if size.skipped:
+                lines.append(f"{size.label}: already warm, not run again")
+                continue
             lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
         return lines
 
@@ -112,6 +118,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
         "blocks": len(blocks),
         "kinds": len(kinds),
         "graphs": total.graphs,
+        "compiled_outside_warmup": watch_of(model).notices,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],
