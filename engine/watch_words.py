@@ -72,9 +72,7 @@ def _together(before: Asked, now: Asked, _dynamic: str) -> Found | None:
     if before.together == now.together:
         return None
     if now.together > before.together:
-        what = (
-            f"{now.together} prompts ran in one batch, {before.together} before (cfg above 1 adds the negative to the prompt)"
-        )
+        what = f"{now.together} prompts ran in one batch, not {before.together} (cfg above 1 adds the negative)"
     else:
         what = f"{now.together} of {before.together} prompts ran in a batch (cfg is 1, or memory is short)"
     return what, "Give the warmup the sampler's cfg and prompts", ""
