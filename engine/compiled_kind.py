@@ -55,7 +55,7 @@ class CompiledKind:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     compiles: int = 0
-    variants: Counter[tuple] = field(default_factory=Counter)
+    patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
     _seen: set[tuple] = field(default_factory=set)
@@ -104,8 +104,8 @@ class CompiledKind:
 
     def _count_variant(self, variant: tuple) -> None:
         """Give up on a patch that makes the same blocks compile again and again for the same shapes."""
-        self.variants[variant] += 1
-        if self.variants[variant] <= PATCH_VARIANTS or self.failure is not None:
+        self.patch_variants[variant] += 1
+        if self.patch_variants[variant] <= PATCH_VARIANTS or self.failure is not None:
             return
         guard = self.stats.recompiles[-1].guard if self.stats.recompiles else "unknown"
         self._give_up(
@@ -186,11 +186,11 @@ class CompiledKind:
             options=self.settings.inductor_options() or None,
         )
 
-    def variants_held(self) -> int | None:
-        """How many compiled variants PyTorch still holds (a reset drops them); None where it does not tell."""
-        count = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+    def variants(self) -> list[types.CodeType] | None:
+        """The compiled code that PyTorch holds now (a reset drops it); None where it does not tell."""
+        entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
         made = [c for c in (self._static, self._dynamic) if c is not None]
-        return None if count is None else sum(len(count(c._torchdynamo_orig_callable.__code__)) for c in made)
+        return None if entries is None else [e.code for c in made for e in entries(c._torchdynamo_orig_callable.__code__)]
 
     def lacks_shared_code(self) -> bool:
         """Whether shapes ran only in code of the first size, at a batch (of one, of more) that no other shape has had."""

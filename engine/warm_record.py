@@ -80,23 +80,26 @@ def torch_state() -> tuple:
 
 
 class WarmRecord:
-    """The warmups of one model, each with the number of compiled variants there were when it ended."""
+    """The warmups of one model, each with the compiled code there was when it ended."""
 
     def __init__(self) -> None:
-        self._held: dict[Hashable, int] = {}
+        self._ran: dict[Hashable, frozenset[Same]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ran)
 
     def add(self, what: Hashable, kinds: Iterable[CompiledKind]) -> None:
         """Note that `what` has run to its end; `kinds` are the compiled code it may have used."""
-        held = _held(kinds)
-        if held is not None:
-            self._held[what] = held
+        variants = _variants(kinds)
+        if variants is not None:
+            self._ran[what] = variants
 
     def holds(self, what: Hashable, kinds: Iterable[CompiledKind]) -> bool:
-        """Whether `what` has run, and PyTorch still has the code."""
-        before, now = self._held.get(what), _held(kinds)
-        return before is not None and now is not None and now >= before
+        """Whether `what` has run, and PyTorch still has all the code of then."""
+        before, now = self._ran.get(what), _variants(kinds)
+        return before is not None and now is not None and before <= now
 
 
-def _held(kinds: Iterable[CompiledKind]) -> int | None:
-    counts = [kind.variants_held() for kind in kinds]
-    return None if None in counts else sum(counts)
+def _variants(kinds: Iterable[CompiledKind]) -> frozenset[Same] | None:
+    found = [kind.variants() for kind in kinds]
+    return None if None in found else frozenset(Same(code) for codes in found for code in codes)

@@ -15,7 +15,7 @@ class Warmup(io.ComfyNode):
             node_id="TorchCompileKitWarmup",
             display_name="Torch Compile Warmup",
             category="torch compile",
-            description="Compiles the model for your sizes before the real work: runs two steps of the real sampler at each "
+            description="Compiles the model for your sizes before the real work: runs a few steps of the real sampler at each "
             "size. Put it between Torch Compile Model and the sampler. Images are the same with and without it.",
             search_aliases=["warm up", "precompile", "torch.compile", "compile now"],
             is_output_node=True,

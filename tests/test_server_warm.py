@@ -175,6 +175,8 @@ class Texts:
                 message = self._socket.recv()
             except self._closed:
                 return
+            if not message:
+                return
             # server.py, send_progress_text: event 3, length of the node's id, the id, the text
             if isinstance(message, bytes) and struct.unpack(">I", message[:4])[0] == 3:
                 length = struct.unpack(">I", message[4:8])[0]
