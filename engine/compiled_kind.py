@@ -18,7 +18,7 @@ from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .monitor import CompileEvent, CompileStats, monitor
 from .scopes import compile_scope
 from .settings import CompileSettings
-from .shapes import copies, has_batch_of_one, is_transposed, shapes_of
+from .shapes import copies, is_transposed, shapes_of, sides_of_one
 
 logger = logging.getLogger("torch-compile-kit")
 # Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
@@ -193,9 +193,9 @@ class CompiledKind:
         return None if entries is None else [e.code for c in made for e in entries(c._torchdynamo_orig_callable.__code__)]
 
     def lacks_shared_code(self) -> bool:
-        """Whether shapes ran only in code of the first size, at a batch (of one, of more) that no other shape has had."""
-        first = {has_batch_of_one(s) for s in self._seen if s in self.first_shapes}
-        return not first <= {has_batch_of_one(s) for s in self._seen if s not in self.first_shapes}
+        """Whether shapes ran only in code of the first size, and no other had sides of 1 (a batch of one) where they have."""
+        first = {sides_of_one(s) for s in self._seen if s in self.first_shapes}
+        return not first <= {sides_of_one(s) for s in self._seen if s not in self.first_shapes}
 
     def meet(self, block: nn.Module) -> None:
         """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""

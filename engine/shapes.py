@@ -24,11 +24,10 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     return tuple(shapes)
 
 
-def has_batch_of_one(shapes: tuple) -> bool:
-    """Whether the first of `shapes_of` has a batch of one."""
-    first = next(iter(shapes), ())
-    shape = first[0] if first and isinstance(first[0], torch.Size) else first
-    return tuple(shape[:1]) == (1,)
+def sides_of_one(shapes: tuple) -> tuple:
+    """Where the shapes of `shapes_of` have a side of 1: PyTorch makes that a constant of the code, all other sides may vary."""
+    plain = [s[0] if s and isinstance(s[0], torch.Size) else s for s in shapes]
+    return tuple(tuple(side == 1 for side in shape) for shape in plain)
 
 
 def copies(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
