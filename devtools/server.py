@@ -139,15 +139,24 @@ class Server:
 
     def queue(self, prompt, timeout=900):
         """Run a prompt and return its history entry, whether it succeeded or not; raises when it is not accepted."""
+        return self.finished(self.start(prompt), timeout)
+
+    def interrupt(self):
+        """Press cancel."""
+        self._request("/interrupt", {})
+
+    def start(self, prompt):
+        """Queue a prompt and return its id; raises when it is not accepted."""
         try:
             answer = json.loads(self._request("/prompt", {"prompt": prompt, "client_id": self.client_id}))
         except urllib.error.HTTPError as error:
             raise PromptRejectedError(json.loads(error.read())) from None
         if answer.get("node_errors"):
             raise PromptRejectedError(answer)
-        return self._finished(answer["prompt_id"], timeout)
+        return answer["prompt_id"]
 
-    def _finished(self, prompt_id, timeout):
+    def finished(self, prompt_id, timeout=900):
+        """The history entry of a prompt, when it is over."""
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             self._check_alive()

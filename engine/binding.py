@@ -69,7 +69,7 @@ def compiled_blocks(
     """
     code = code_of(model)
     first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
-    blocks = list(_modules_at(model, plan_for(model).select(settings.patterns)))
+    blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
     free = [block for block in blocks if _is_free(block)]
     weights = weights_of(free) if weights_of is not None else None
     plain = len(free) == len(blocks) and not any(b._forward_hooks or b._forward_pre_hooks for b in blocks)
@@ -128,7 +128,8 @@ def _is_free(block: nn.Module) -> bool:
     return isinstance(found, types.MethodType) and found.__func__ is type(block).forward and found.__self__ is block
 
 
-def _modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
+def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
+    """The modules of the plan's blocks, those that are there."""
     for block in plan.blocks:
         module: nn.Module | None = model
         for name in block.path.split(".") if block.path else ():

@@ -15,7 +15,7 @@ from torch import nn
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
-from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, with_usual_strides
+from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, sides_of_one, with_usual_strides
 from .monitor import CompileEvent, CompileStats, monitor
 from .prepare import wait_until_prepared
 from .scopes import compile_scope
@@ -60,7 +60,7 @@ class CompiledKind:
     varying: set[str] = field(default_factory=set)
     by_shape: bool = False
     compiles: int = 0
-    variants: Counter[tuple] = field(default_factory=Counter)
+    patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
     _static_breaks: bool = False
@@ -110,8 +110,8 @@ class CompiledKind:
 
     def _count_variant(self, variant: tuple) -> None:
         """Give up on a patch that makes the same blocks compile again and again for the same shapes."""
-        self.variants[variant] += 1
-        if self.variants[variant] <= PATCH_VARIANTS or self.failure is not None:
+        self.patch_variants[variant] += 1
+        if self.patch_variants[variant] <= PATCH_VARIANTS or self.failure is not None:
             return
         guard = self.stats.recompiles[-1].guard if self.stats.recompiles else "unknown"
         self._give_up(
@@ -195,6 +195,19 @@ class CompiledKind:
             options=self.settings.inductor_options() or None,
         )
 
+    def variants(self) -> list[types.CodeType] | None:
+        """The compiled code that PyTorch holds now (a reset drops it); None where it does not tell."""
+        entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
+        made = [c for c in (self._static, self._dynamic) if c is not None]
+        return None if entries is None else [e.code for c in made for e in entries(c._torchdynamo_orig_callable.__code__)]
+
+    def lacks_shared_code(self) -> bool:
+        """Whether shapes ran only in code of the first size, and no other had sides of 1 (a batch of one) where they have."""
+        if self.by_shape:  # there is none
+            return False
+        first = {sides_of_one(s) for s in self._seen if s in self.first_shapes}
+        return not first <= {sides_of_one(s) for s in self._seen if s not in self.first_shapes}
+
     def meet(self, block: nn.Module) -> None:
         """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
@@ -211,7 +224,9 @@ class CompiledKind:
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        event = CompileEvent(lambda: before.extend(copies_of(args, kwargs)), self._switches(), (self.folder, self.class_name))
+        event = CompileEvent(
+            self._name(), lambda: before.extend(copies_of(args, kwargs)), self._switches(), (self.folder, self.class_name)
+        )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -230,7 +245,7 @@ class CompiledKind:
                 compile_scope.exit()
             if event.started:
                 self.compiles += 1
-                added = event.stats(self.class_name)
+                added = event.stats()
                 self.stats += added
                 if added.graph_breaks and compiled is self._static:
                     self._static_breaks = True

@@ -24,6 +24,12 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     return tuple(shapes)
 
 
+def sides_of_one(shapes: tuple) -> tuple:
+    """Where the shapes of `shapes_of` have a side of 1: PyTorch makes that a constant of the code, all other sides may vary."""
+    plain = [s[0] if s and isinstance(s[0], torch.Size) else s for s in shapes]
+    return tuple(tuple(side == 1 for side in shape) for shape in plain)
+
+
 def copies_of(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Every tensor given to a module, with a copy of it as it is now."""
     return [(t, t.clone()) for t in tensors_in(args, kwargs)]

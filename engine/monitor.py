@@ -94,6 +94,7 @@ class CompileEvent:
     """The compilations inside one call of a block.
 
     Args:
+        block: class name of the block.
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
@@ -106,6 +107,7 @@ class CompileEvent:
         "_graphs",
         "_hits",
         "_known",
+        "block",
         "folder",
         "on_first",
         "seconds",
@@ -113,7 +115,8 @@ class CompileEvent:
         "switches",
     )
 
-    def __init__(self, on_first: Callable[[], None], switches: dict[str, object], folder: tuple[str, str]):
+    def __init__(self, block: str, on_first: Callable[[], None], switches: dict[str, object], folder: tuple[str, str]):
+        self.block = block
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
@@ -146,7 +149,7 @@ class CompileEvent:
             self._cache = None
             note_needs(from_disk=counters["inductor"]["fxgraph_cache_hit"] > self._hits)
 
-    def stats(self, block: str) -> CompileStats:
+    def stats(self) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""
         breaks = {
             reason: count - self._breaks.get(reason, 0)
@@ -155,18 +158,22 @@ class CompileEvent:
         }
         known = set(map(id, self._known))
         metrics = [m for m in get_compilation_metrics() if id(m) not in known]
-        recompiles = [Recompile(block, m.recompile_reason) for m in metrics if m.recompile_reason]
+        recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         graphs = counters["stats"]["unique_graphs"] - self._graphs
         hits = counters["inductor"]["fxgraph_cache_hit"] - self._hits
         return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks, hits)
 
 
 class _Monitor(threading.local):
-    """The calls in progress on this thread, innermost last, and how often one of them compiled."""
+    """The calls in progress on this thread, innermost last, and how often one of them compiled.
+
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
+    """
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
         self.compilations = 0
+        self.listener: Callable[[str | None], None] | None = None
 
 
 monitor = _Monitor()
@@ -176,11 +183,15 @@ def _on_compile_start(_args: object) -> None:
     if monitor.calls:
         monitor.compilations += 1
         monitor.calls[-1].start()
+        if monitor.listener is not None:
+            monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(_args: object) -> None:
     if monitor.calls:
         monitor.calls[-1].end()
+        if monitor.listener is not None:
+            monitor.listener(None)
 
 
 class _Watching:

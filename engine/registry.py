@@ -13,6 +13,7 @@ from .compiled_kind import CompiledKind, structure_of
 from .disk_cache import folder_name
 from .failures import Failure
 from .settings import CompileSettings
+from .warm_record import WarmRecord
 
 
 class ModelCode:
@@ -21,6 +22,7 @@ class ModelCode:
     def __init__(self) -> None:
         self._kinds: dict[tuple, CompiledKind] = {}
         self.first_inputs: dict[tuple, tuple] = {}
+        self.warm = WarmRecord()
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -41,6 +43,18 @@ class ModelCode:
         if kind_key not in state.kinds:
             state.kinds[kind_key] = self._find_kind(block, state, settings)
         return state.kinds[kind_key]
+
+    def state_of(self, block: nn.Module) -> BlockState | None:
+        """What `block` consisted of when it last ran compiled."""
+        return self._of_block.get(block)
+
+    def unchanged(self, blocks: list[nn.Module], settings: CompileSettings) -> bool:
+        """Whether all `blocks` have run under these settings, and consist of the same parts since."""
+        states = [self._of_block.get(block) for block in blocks]
+        return all(
+            state is not None and settings.kind_key() in state.kinds and state.holds(block)
+            for block, state in zip(blocks, states, strict=True)
+        )
 
     def _find_kind(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> CompiledKind | None:
         forward = type(block).forward

@@ -13,6 +13,7 @@ from .discovery import BlockPlan
 from .monitor import CompileStats
 from .registry import code_of, live_models
 from .settings import CompileSettings
+from .watch import watch_of
 
 
 def kinds_for(model: nn.Module, settings: CompileSettings) -> list[CompiledKind]:
@@ -34,11 +35,13 @@ class WarmedSize:
         label: for example `1024x1024 batch 1`.
         seconds: wall time of the warmup run.
         added: what it compiled.
+        skipped: it had been warmed before, and nothing has changed since.
     """
 
     label: str
     seconds: float
     added: CompileStats
+    skipped: bool = False
 
 
 @dataclass
@@ -86,6 +89,9 @@ class CompileReport:
             compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
             if size.added.from_disk:
                 compiled += f" ({size.added.from_disk} read from the cache on disk)"
+            if size.skipped:
+                lines.append(f"{size.label}: already warm, not run again")
+                continue
             lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
         return lines
 
@@ -115,6 +121,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
         "kinds": len(kinds),
         "graphs": total.graphs,
         "graphs_from_disk": total.from_disk,
+        "compiled_outside_warmup": watch_of(model).notices,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .monitor import CompileStats
+from .watch_words import cause
 
 logger = logging.getLogger("torch-compile-kit")
+NOTICES_KEPT = 20
 
 
 @dataclass(frozen=True)
@@ -23,29 +25,50 @@ class Asked:
     Args:
         width, height: pixels; 0 where the model has none.
         length: frames.
-        batch: images the model saw at once; cfg above 1 doubles it.
+        batch: images or videos.
+        together: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
         tokens: length of the prompt.
+        controlnet: a ControlNet gave the model something to add.
+        inputs: what else the conditioning gave it, with the shapes without the batch.
         patches: names of the patches in the model.
+        layers: names of functions that run in place of layers.
     """
 
     width: int = 0
     height: int = 0
     length: int = 1
     batch: int = 1
+    together: int = 1
     tokens: int = 0
+    controlnet: bool = False
+    inputs: tuple[tuple[str, tuple], ...] = ()
     patches: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def parts(self) -> tuple:
+        """All of it, in order."""
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     def size(self) -> str:
+        """As a line of extra_sizes."""
         frames = f"x{self.length}" if self.length > 1 else ""
-        return f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
+        size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
+        return f"{size} batch {self.batch}" if self.batch > 1 else size
 
 
 @dataclass
 class Watch:
-    """What a model has been compiled for."""
+    """What a model has been compiled for.
+
+    Args:
+        known: what warmups ran, and other runs compiled.
+        warmed: a warmup node has run it.
+        notices: the last sentences that a run gave rise to, oldest first.
+    """
 
     known: list[Asked] = field(default_factory=list)
     warmed: bool = False
+    notices: list[str] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
@@ -54,46 +77,33 @@ class Watch:
         self._stats[settings] = now
         return now - before
 
-    def notice(self, asked: Asked, added: CompileStats, warming: bool) -> str | None:
-        """A sentence when a run compiled something that a warmup could have done; None in the warmup itself."""
-        sentence = None
-        if added.graphs and not warming:
-            cost = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s)"
-            if self.warmed or self.known:
-                sentence = f"{cost}: {self._cause(asked, added)}"
+    def note_warming(self, asked: Asked | None) -> None:
+        """A warmup ran; `asked` if the user asked for just that."""
+        self.warmed = True
+        self._know(asked)
+
+    def notice(self, asked: Asked, added: CompileStats, dynamic: str) -> str | None:
+        """A sentence when a run compiled something that a warmup could have done.
+
+        Args:
+            dynamic: the input of Torch Compile Model.
+        """
+        sentence, parts = None, asked.parts()
+        if added.graphs:
+            sentence = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s): "
+            if not self.known:
+                sentence += "the first run. Torch Compile Warmup does this beforehand."
             else:
-                sentence = f"{cost}: the first run. Torch Compile Warmup does this beforehand."
-        self.warmed = self.warmed or warming
-        if asked not in self.known:
-            self.known.append(asked)
+                guard = added.recompiles[-1].guard if added.recompiles else ""
+                nearest = min(self.known, key=lambda known: sum(a != b for a, b in zip(known.parts(), parts, strict=True)))
+                sentence += cause(nearest, asked, dynamic, self.warmed, guard)
+            self.notices = [*self.notices, sentence][-NOTICES_KEPT:]
+        self._know(asked)
         return sentence
 
-    def _cause(self, asked: Asked, added: CompileStats) -> str:
-        nearest = min(self.known, key=lambda k: sum(getattr(k, n) != getattr(asked, n) for n in asked.__dataclass_fields__))
-        before, now = nearest, asked
-        if before.patches != now.patches:
-            new = [p for p in now.patches if p not in before.patches]
-            what = f"the patches of the model changed ({', '.join(new) or 'one was removed'})"
-            return f"{what}. Put Torch Compile Warmup behind the node that patches."
-        changes = [
-            f"{name} changed from {getattr(before, name)} to {getattr(now, name)}"
-            for name in ("width", "height", "length")
-            if getattr(before, name) != getattr(now, name)
-        ]
-        if changes:
-            return f"{', '.join(changes)}. Add {now.size()} to extra_sizes, or set dynamic to true."
-        if before.batch != now.batch:
-            return (
-                f"the batch changed from {before.batch} to {now.batch}. Add a line such as {now.size()} batch {now.batch} to "
-                "extra_sizes, and give the warmup the sampler's cfg (above 1 the model sees prompt and negative at once)."
-            )
-        if before.tokens != now.tokens:
-            return (
-                f"the prompt's length changed from {before.tokens} to {now.tokens} tokens. Set dynamic to true, or connect the "
-                "longest prompt to the warmup."
-            )
-        guard = added.recompiles[-1].guard if added.recompiles else "PyTorch gives no reason"
-        return f"something else changed that PyTorch's code depends on. Details: {guard}"
+    def _know(self, asked: Asked | None) -> None:
+        if asked is not None and asked not in self.known:
+            self.known.append(asked)
 
 
 _watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
@@ -111,18 +121,30 @@ def watch_of(model: nn.Module) -> Watch:
 
 
 @contextmanager
-def warming() -> Iterator[None]:
-    """While it lasts, compiling on this thread is what the user asked for."""
-    _state.warming = True
+def warming(asked_for: bool = True) -> Iterator[None]:
+    """While it lasts, this thread compiles beforehand.
+
+    Args:
+        asked_for: the sizes and prompts are the user's own.
+    """
+    _state.warming = asked_for
     try:
         yield
     finally:
-        _state.warming = False
+        _state.warming = None
 
 
-def report_compilation(model: nn.Module, name: str, asked: Asked, added: CompileStats) -> None:
-    """Called after each call of a model; tells the log and the page when it compiled outside a warmup."""
-    sentence = watch_of(model).notice(asked, added, getattr(_state, "warming", False))
+def is_warming() -> bool:
+    """Whether this thread runs a warmup."""
+    return getattr(_state, "warming", None) is not None
+
+
+def report_compilation(model: nn.Module, name: str, asked: Asked, added: CompileStats, dynamic: str) -> None:
+    """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page of surprises."""
+    if is_warming():
+        watch_of(model).note_warming(asked if _state.warming else None)
+        return
+    sentence = watch_of(model).notice(asked, added, dynamic)
     if sentence:
         logger.warning("%s: %s", name, sentence)
         for listener in listeners:

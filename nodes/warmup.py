@@ -15,10 +15,11 @@ class Warmup(io.ComfyNode):
             node_id="TorchCompileKitWarmup",
             display_name="Torch Compile Warmup",
             category="torch compile",
-            description="Compiles the model for your sizes before the real work: runs two steps of the real sampler at each "
+            description="Compiles the model for your sizes before the real work: runs a few steps of the real sampler at each "
             "size. Put it between Torch Compile Model and the sampler. Images are the same with and without it.",
             search_aliases=["warm up", "precompile", "torch.compile", "compile now"],
             is_output_node=True,
+            hidden=[io.Hidden.unique_id],
             inputs=[
                 io.Model.Input("model", tooltip="A model from Torch Compile Model; LoRA nodes may stand between."),
                 io.Conditioning.Input("positive", tooltip="The prompt that the sampler gets: its length is compiled for."),
@@ -59,5 +60,5 @@ class Warmup(io.ComfyNode):
         cls, model, positive, negative, width, height, length, batch_size, cfg, extra_sizes, latent_image=None
     ) -> io.NodeOutput:
         sizes = [Size(width, height, length, batch_size), *parse_extra_sizes(extra_sizes)]
-        report = warm_up(model, positive, negative, cfg, sizes, latent_image)
+        report = warm_up(model, positive, negative, cfg, sizes, latent_image, cls.hidden.unique_id)
         return io.NodeOutput(model, report, ui={"text": [report]})

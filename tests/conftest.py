@@ -87,10 +87,13 @@ def model_files():
 
 @pytest.fixture(scope="session")
 def server(model_files):
-    """A real server with the pack and the tiny models."""
+    """A real server with the pack, the tiny models, and nodes that load those which the host's loaders do not."""
     from devtools.server import Server
 
-    with Server(inprocess.host_folder(), BASE, inprocess.has_gpu()) as running:
+    (BASE / "custom_nodes").mkdir(exist_ok=True)
+    shutil.copy(ROOT / "tests" / "tiny_nodes.py", BASE / "custom_nodes")
+    environment = {"TINY_MODELS": str(ROOT / "devtools" / "tiny_models.py")}
+    with Server(inprocess.host_folder(), BASE, inprocess.has_gpu(), environment=environment) as running:
         yield running
 
 

@@ -6,20 +6,28 @@ from support import relative_error
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
-# name -> (cfg, size, where the blocks are, graphs that one shape needs: one per kind of block)
+# name -> (backend, cfg, size, where the blocks are, graphs after a warmup: one per kind of block for the first shape, one for
+# prompts of other lengths, and one for prompt and negative apart from each other where cfg is above 1)
 MODELS = {
-    "flux": (1.0, (64, 64, 1), "double_blocks.* (2 DoubleStreamBlock), single_blocks.* (4 SingleStreamBlock)", 2),
-    "wan": (5.0, (64, 64, 5), "blocks.* (4 WanAttentionBlock)", 1),
-    "qwen_image": (1.0, (64, 64, 1), "transformer_blocks.* (4 QwenImageTransformerBlock)", 1),
+    "flux": (
+        "inductor",
+        1.0,
+        (64, 64, 1),
+        "double_blocks.* (2 DoubleStreamBlock), single_blocks.* (4 SingleStreamBlock)",
+        4,
+    ),
+    "wan": ("inductor", 5.0, (64, 64, 5), "blocks.* (4 WanAttentionBlock)", 3),
+    "qwen_image": ("inductor", 1.0, (64, 64, 1), "transformer_blocks.* (4 QwenImageTransformerBlock)", 2),
     "z_image": (
+        "aot_eager",
         1.0,
         (64, 64, 1),
         "noise_refiner.* (2 JointTransformerBlock), context_refiner.* (2 JointTransformerBlock), "
         "layers.* (4 JointTransformerBlock)",
-        3,
+        5,
     ),
-    "sd3": (5.0, (64, 64, 1), "joint_blocks.* (4 JointBlock)", 2),
-    "sdxl": (5.0, (64, 64, 1), None, None),
+    "sd3": ("aot_eager", 5.0, (64, 64, 1), "joint_blocks.* (4 JointBlock)", 6),
+    "sdxl": ("aot_eager", 5.0, (64, 64, 1), None, 26),
 }
 
 
@@ -45,9 +53,9 @@ def sample(patcher, conditioning, latent, cfg, seed, steps=3, sampler="euler", s
 
 @pytest.mark.parametrize("name", MODELS)
 def test_compiled_equals_eager_and_stays_warm(name, engine, tiny, model_files):
-    cfg, (width, height, length), where, graphs = MODELS[name]
+    backend, cfg, (width, height, length), where, graphs = MODELS[name]
     attachment, plan_of_size = engine("host.attachment"), engine("warmup_plan").Size(width, height, length)
-    settings = engine("settings").CompileSettings()
+    settings = engine("settings").CompileSettings(backend=backend)
     patcher = loaded(name, tiny, model_files)
     conditioning, latent = tiny.conditioning(name), tiny.empty_latent(name, width, height, length)
     expected = sample(patcher, conditioning, latent, cfg, seed=1)
@@ -61,10 +69,8 @@ def test_compiled_equals_eager_and_stays_warm(name, engine, tiny, model_files):
     report = engine("host.warmup").warm_up(compiled, *conditioning, cfg, [plan_of_size])
     stats = engine("report").stats_for(attachment.diffusion_model(patcher), settings)
     assert stats.graphs > 0 and stats.graph_breaks == 0, report
-    if graphs:
-        assert stats.graphs == graphs, report
+    assert stats.graphs == graphs, report
     kinds = engine("report").kinds_for(attachment.diffusion_model(patcher), settings)
-    assert stats.graphs == sum(len(kind.first_shapes) for kind in kinds) < len(plan.blocks), report
     assert not any(kind.failure for kind in kinds), report
 
     result = sample(compiled, conditioning, latent, cfg, seed=1)

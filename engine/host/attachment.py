@@ -21,16 +21,15 @@ from ..monitor import monitor, watching
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
-from ..watch import Asked, report_compilation, watch_of
+from ..watch import is_warming, report_compilation, watch_of
 from . import weights
+from .asked import OPTIONS_AT, asked_of
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
 from .users_folder import get_ready
 
-# transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
-OPTIONS_AT = 5
 OVERRIDE = "optimized_attention_override"
 ATTENTION = "attention"
 KEY = "torch-compile-kit"
@@ -62,14 +61,19 @@ class BlockCompiler:
             args = self._with_attention(executor, tuple(args), kwargs)
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
-            stays = scopes.enter_context(compiled_blocks(network, settings, _raise_if_interrupted, inputs, weights_of))
+            stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of))
             if settings.wants_graphs and device.type == "cuda":
                 scopes.enter_context(graphed(network, stays, self.notes))
             compilations = monitor.compilations
-            result = executor(*args, **kwargs)
-            if monitor.compilations != compilations:
+            try:
+                result = executor(*args, **kwargs)
+            except BaseException:  # what a run compiled that was stopped is not news in the next one
+                watch_of(network).added(settings.kind_key(), stats_for(network, settings))
+                raise
+            if monitor.compilations != compilations or is_warming():
                 added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
-                report_compilation(network, type(base_model).__name__, _asked(base_model, args), added)
+                asked = asked_of(base_model, settings, args, kwargs)
+                report_compilation(network, type(base_model).__name__, asked, added, settings.dynamic)
             return result
 
     def _with_attention(self, executor, args: tuple, kwargs: dict) -> tuple:
@@ -103,23 +107,6 @@ class BlockCompiler:
 def _with_override(args: tuple, override) -> tuple:
     options = {**args[OPTIONS_AT], OVERRIDE: override}
     return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
-
-
-def _asked(base_model, args: tuple) -> Asked:
-    """What a call of `apply_model` is for, in pixels, frames and tokens."""
-    shape = args[0].shape
-    ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
-    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
-    context = args[3] if len(args) > 3 else None
-    patches = sorted({*(options.get("patches") or {}), *(options.get("patches_replace") or {})})
-    return Asked(
-        width=shape[-1] * ratio if len(shape) >= 4 else 0,
-        height=shape[-2] * ratio if len(shape) >= 4 else 0,
-        length=(shape[2] - 1) * getattr(base_model.latent_format, "temporal_downscale_ratio", 1) + 1 if len(shape) == 5 else 1,
-        batch=shape[0],
-        tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
-        patches=tuple(patches),
-    )
 
 
 def attach(patcher, settings: CompileSettings):
@@ -204,6 +191,7 @@ def attention_choices(network) -> dict[str, str]:
     return _attention.setdefault(network, {})
 
 
-def _raise_if_interrupted() -> None:
+def raise_if_interrupted() -> None:
+    """Stop here when the user has pressed cancel."""
     # The host polls before every layer, but not inside compiled code (comfy/ops.py, run_every_op).
     comfy.model_management.throw_exception_if_processing_interrupted()

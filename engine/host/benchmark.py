@@ -23,7 +23,7 @@ from ..warmup_plan import Size
 from ..watch import warming
 from .attachment import attached_settings, diffusion_model, eager_clone, model_name, notes_about
 from .sampling import STEPS as WARM_STEPS
-from .sampling import labelled_latent, naming_the_size, sample_once
+from .sampling import labelled_latent, naming_the_size, sample
 from .weights import notes_on
 
 ROUNDS = 3
@@ -59,15 +59,16 @@ def benchmark(
     settings = attached_settings(patcher)
     if settings is None:
         return None
-    label, samples = labelled_latent(patcher, size, latent)
+    label, prepared = labelled_latent(patcher, size, latent)
     total = 2 * WARM_STEPS + 2 * ROUNDS * steps + 2 * TRACE_STEPS * trace
-    session = _Session(patcher, (positive, negative, cfg, samples), comfy.utils.ProgressBar(total))
+    session = _Session(patcher, ((positive, negative), cfg, prepared), comfy.utils.ProgressBar(total))
     with warming(), naming_the_size(label, model_name(patcher)):
         return _measured(session, settings, label, steps, trace)
 
 
 def _measured(session: _Session, settings: CompileSettings, label: str, steps: int, trace: bool) -> BenchmarkResult:
-    patcher, (*_, cfg, samples) = session.patcher, session.inputs
+    patcher, (_, cfg, latent) = session.patcher, session.inputs
+    samples = latent["samples"]
     network = diffusion_model(patcher)
     session.run("eager", WARM_STEPS)  # first, so that loading the weights is not held against compiling
     before, hits = stats_for(network, settings), _hits()
@@ -112,7 +113,7 @@ class _Session:
 
     Args:
         patcher: the compiled one.
-        inputs: positive, negative, cfg and latent.
+        inputs: conditioning (positive and negative), cfg and latent.
         progress: counts every step of the benchmark.
     """
 
@@ -138,7 +139,7 @@ class _Session:
             stamps.append(time.perf_counter())
             return loop(*args, **kwargs)
 
-        def on_step(_finished: int) -> None:
+        def on_step(*_: object) -> None:
             _synchronize(device)
             seconds.append(time.perf_counter() - stamps[-1])
             self._done += 1
@@ -148,8 +149,9 @@ class _Session:
             stamps.append(time.perf_counter())
 
         sampler.sampler_function = timed_loop
-        patcher, (positive, negative, cfg, latent) = self._patchers[side], self.inputs
-        final = sample_once(patcher, positive, negative, cfg, latent, on_step, steps, sampler)
+        patcher = self._patchers[side]
+        sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
+        final = sample(patcher, *self.inputs, sigmas, on_step, sampler)
         parts = final.unbind() if final.is_nested else [final]
         return tuple(seconds), torch.cat([part.flatten() for part in parts])
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
 
 import comfy.model_management
 import comfy.sample
 import comfy.samplers
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from ..errors import InvalidSetting, TorchCompileKitError
+from ..monitor import monitor
 from ..warmup_plan import Size
 
-# Some models keep state that only the second call uses (KV caches), so one model call is not enough.
+# Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
 STEPS = 2
+KEY = "torch-compile-kit.warmup"
 
 
 def empty_latent(patcher, size: Size) -> torch.Tensor:
@@ -43,29 +48,31 @@ def empty_latent(patcher, size: Size) -> torch.Tensor:
     return torch.zeros(shape, device=comfy.model_management.intermediate_device())
 
 
-def prepared_latent(patcher, latent: dict) -> torch.Tensor:
-    """The tensor of a LATENT input, fitted to the model as the host's KSampler does (nodes.py, common_ksampler)."""
+def prepared_latent(patcher, latent: dict) -> dict:
+    """A LATENT input, its tensor fitted to the model as the host's KSampler does (nodes.py, common_ksampler)."""
     samples = latent["samples"]
     try:
-        return comfy.sample.fix_empty_latent_channels(
+        fitted = comfy.sample.fix_empty_latent_channels(
             patcher, samples, latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
         )
     except TypeError:  # hosts before 0.28 take the first two only
-        return comfy.sample.fix_empty_latent_channels(patcher, samples)
+        fitted = comfy.sample.fix_empty_latent_channels(patcher, samples)
+    return {"samples": fitted, "noise_mask": latent.get("noise_mask")}
 
 
-def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, torch.Tensor]:
-    """What to sample and its name for reports: `latent` if given, else an empty one of that size.
+def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
+    """What to sample (`samples` and, or None, `noise_mask`) and its name for reports: `latent` if given, else an empty one.
 
     Raises:
         InvalidSetting: the model cannot make that size.
     """
     if latent is None:
-        return size.label(), empty_latent(patcher, size)
-    samples = prepared_latent(patcher, latent)
+        return size.label(), {"samples": empty_latent(patcher, size), "noise_mask": None}
+    prepared = prepared_latent(patcher, latent)
+    samples = prepared["samples"]
     ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
     label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
-    return f"{label} batch {samples.shape[0]} (latent_image)", samples
+    return f"{label} batch {samples.shape[0]} (latent_image)", prepared
 
 
 @contextmanager
@@ -79,42 +86,169 @@ def naming_the_size(label: str, model_name: str) -> Iterator[None]:
         raise InvalidSetting("size", label, f"{model_name} cannot sample it: {error}") from error
 
 
-def sample_once(
+def sample(
     patcher,
-    positive: list,
-    negative: list,
+    conditioning: tuple[list, list],
     cfg: float,
-    latent: torch.Tensor,
-    on_step: Callable[[int], None],
-    steps: int = STEPS,
+    latent: dict,
+    sigmas: torch.Tensor,
+    callback: Callable[..., None],
     sampler: comfy.samplers.Sampler | None = None,
 ) -> torch.Tensor:
     """Sample with seed 0 and leave the random state as found.
 
     Args:
-        latent: empty latent, see `empty_latent`.
-        on_step: called with the number of finished steps; may raise to stop.
+        conditioning: positive and negative.
+        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
+        sigmas: `[steps + 1]`, falling.
+        callback: called by the host after each step, the number of the step first; may raise to stop.
         sampler: euler if None.
 
     Returns:
-        The final latent, shaped as `latent`.
+        The final latent, shaped as `samples`.
     """
-    sampling = patcher.get_model_object("model_sampling")
-    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps)
-    sampler = sampler or comfy.samplers.sampler_object("euler")
     devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        noise = comfy.sample.prepare_noise(latent, seed=0)
         return comfy.sample.sample_custom(
             patcher,
-            noise,
+            comfy.sample.prepare_noise(latent["samples"], seed=0),
             cfg,
-            sampler,
+            sampler or comfy.samplers.sampler_object("euler"),
             sigmas,
-            positive,
-            negative,
-            latent,
-            callback=lambda step, *_: on_step(step + 1),
+            *conditioning,
+            latent["samples"],
+            noise_mask=latent["noise_mask"],
+            callback=callback,
             disable_pbar=True,
             seed=0,
         )
+
+
+@dataclass
+class Calls:
+    """What a run of the sampler did with the model.
+
+    Args:
+        joined: prompt and negative, or several prompts, ran as one batch.
+        early: the first call in a range of the schedule compiled something.
+        late: one of the calls after that did.
+    """
+
+    joined: bool = False
+    early: bool = False
+    late: bool = False
+
+    def __call__(self, executor, *args, **kwargs):
+        """An APPLY_MODEL wrapper of the host."""
+        options = next((a for a in args if isinstance(a, dict)), {})
+        self.joined = self.joined or len(options.get("cond_or_uncond", ())) > 1
+        return executor(*args, **kwargs)
+
+
+def sample_once(
+    patcher,
+    conditioning: tuple[list, list],
+    cfg: float,
+    latent: dict,
+    on_step: Callable[[], None],
+    apart: bool = False,
+    steps: int = STEPS,
+) -> Calls:
+    """Sample `steps` steps for each range of the schedule, and leave the random state as found.
+
+    Args:
+        conditioning: positive and negative.
+        latent: `samples` and, or None, `noise_mask`; see `empty_latent` and `prepared_latent`.
+        on_step: called after each step; may raise to stop.
+        apart: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
+
+    Returns:
+        What the model was called with.
+    """
+    calls = Calls()
+    patcher = patcher.clone()
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls)
+    if apart:
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _one_by_one)
+    compilations = monitor.compilations
+
+    def after(step: int, *_: object) -> None:
+        nonlocal compilations
+        if monitor.compilations != compilations:
+            compilations = monitor.compilations
+            if step % steps:
+                calls.late = True
+            else:
+                calls.early = True
+        on_step()
+
+    sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, steps)
+    sample(patcher, conditioning, cfg, latent, sigmas, after)
+    return calls
+
+
+def _one_by_one(executor, model, conditions: list, *args: object) -> list:
+    """A CALC_COND_BATCH wrapper of the host: each condition by itself, whatever memory there is."""
+    results = executor(model, [None] * len(conditions), *args)
+    for at, entries in enumerate(conditions):
+        for entry in entries or ():
+            alone = [[entry] if at == i else None for i in range(len(conditions))]
+            results[at] = executor(model, alone, *args)[at]
+    return results
+
+
+def schedule(model_sampling, conditioning: tuple[list, list], steps: int) -> torch.Tensor:
+    """Sigmas `[steps * ranges + 1]`, falling to 0: `steps` of them in each range in which the same conditions hold.
+
+    Prompts, ControlNets and hooks may begin and end at a share of the schedule (`start_percent`, `end_percent`).
+    """
+    bounds = sorted({0.0, 1.0} | {p for p in _percents(conditioning) if 0.0 < p < 1.0})
+    if len(bounds) == 2:
+        return comfy.samplers.calculate_sigmas(model_sampling, "simple", steps)
+    sigmas = []
+    for start, end in pairwise(bounds):
+        for step in range(steps):
+            share = start + (end - start) * (step + 1) / (steps + 1)
+            sigmas.append(float(model_sampling.percent_to_sigma(share)))
+    return torch.tensor([*sigmas, 0.0])
+
+
+def ranges_of(conditioning: tuple[list, list]) -> int:
+    """In how many parts the conditioning divides the schedule."""
+    return len({p for p in _percents(conditioning) if 0.0 < p < 1.0}) + 1
+
+
+def _percents(conditioning: tuple[list, list]) -> list[float]:
+    found: list[float] = []
+    for _, options in (entry for entries in conditioning for entry in entries):
+        names = ("start_percent", "end_percent", "clip_start_percent", "clip_end_percent")
+        found += [options[name] for name in names if name in options]
+        control = options.get("control")
+        while control is not None:
+            found += getattr(control, "timestep_percent_range", None) or ()
+            control = getattr(control, "previous_controlnet", None)
+        for hook in getattr(options.get("hooks"), "hooks", ()):
+            found += [frame.start_percent for frame in hook.hook_keyframe.keyframes]
+    return found
+
+
+def twice_as_long(conditioning: list) -> list:
+    """The prompts at twice their length, their masks with them."""
+    longer = []
+    for tokens, options in conditioning:
+        length = tokens.shape[1]
+        grown = {
+            name: torch.cat((value, value), 1)
+            if isinstance(value, torch.Tensor)
+            and value.shape[1:] == (length,)
+            and ("attention" in name or not value.is_floating_point())
+            else value
+            for name, value in options.items()
+        }
+        longer.append([torch.cat((tokens, tokens), 1), grown])
+    return longer
+
+
+def has_prompt(conditioning: tuple[list, list]) -> bool:
+    """Whether there is text of a length in it: `[batch, tokens, channels]`."""
+    return all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.shape[1] > 1 for entries in conditioning for t, _ in entries)

@@ -3,25 +3,54 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
-import comfy.utils
-import torch
-
+from ..binding import modules_at
+from ..failures import never_swallowed
+from ..registry import code_of
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
+from ..settings import CompileSettings
 from ..warmup_plan import Size
-from ..watch import warming
-from .attachment import attached_settings, compile_plan, diffusion_model, model_name, notes_about
-from .sampling import STEPS, labelled_latent, naming_the_size, sample_once
+from ..watch import warming, watch_of
+from .attachment import (
+    KEY,
+    attached_settings,
+    compile_plan,
+    diffusion_model,
+    model_name,
+    notes_about,
+    raise_if_interrupted,
+)
+from .fingerprint import fingerprint, may_be_skipped
+from .progress import WarmupProgress
+from .sampling import (
+    STEPS,
+    has_prompt,
+    labelled_latent,
+    naming_the_size,
+    ranges_of,
+    sample_once,
+    twice_as_long,
+)
 
 
-def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Size], latent: dict | None = None) -> str:
-    """Run the sampler at every size, and report what was compiled.
+def warm_up(
+    patcher,
+    positive: list,
+    negative: list,
+    cfg: float,
+    sizes: list[Size],
+    latent: dict | None = None,
+    node_id: str | None = None,
+) -> str:
+    """Run the sampler at every size that is not warm yet, and report what was compiled.
 
     Args:
         patcher: a model that went through the Torch Compile Model node.
         positive, negative: conditioning as the sampler gets it.
         cfg: as in the sampler; 1.0 leaves the negative out.
         sizes: what to warm; the first is replaced by `latent` if given.
+        node_id: of the node that shows the progress.
 
     Returns:
         The report.
@@ -33,26 +62,94 @@ def warm_up(patcher, positive: list, negative: list, cfg: float, sizes: list[Siz
     if settings is None:
         return "Nothing to warm up: put Torch Compile Model (backend other than none) before this node."
     latents = _latents(patcher, sizes, latent)
-    model = diffusion_model(patcher)
-    report = CompileReport(model_name(patcher), settings, compile_plan(patcher, settings), [])
-    progress = comfy.utils.ProgressBar(len(latents) * STEPS)
-    for index, (label, samples) in enumerate(latents):
-        before, began = stats_for(model, settings).copy(), time.perf_counter()
-        with warming(), naming_the_size(label, report.model_name):
-            sample_once(
-                patcher,
-                positive,
-                negative,
-                cfg,
-                samples,
-                on_step=lambda step, done=index * STEPS: progress.update_absolute(done + step),
+    return _Warmup(patcher, settings, (positive, negative), cfg).run(latents, node_id)
+
+
+class _Warmup:
+    """One execution of the node."""
+
+    def __init__(self, patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float):
+        self.patcher, self.settings, self.conditioning, self.cfg = patcher, settings, conditioning, cfg
+        self.model = diffusion_model(patcher)
+        self.code = code_of(self.model)
+        plan = compile_plan(patcher, settings)
+        self.blocks = list(modules_at(self.model, plan))
+        self.report = CompileReport(model_name(patcher), settings, plan, [])
+        # For which kinds of batch (of one, of more) prompt and negative have been run apart from each other.
+        self.apart: set[bool] = set()
+        self.steps = STEPS
+
+    def run(self, latents: list[tuple[str, dict]], node_id: str | None) -> str:
+        in_each = STEPS * ranges_of(self.conditioning)
+        total = len(latents) * in_each
+        with WarmupProgress(len(latents), total, node_id) as progress:
+            for index, (label, latent) in enumerate(latents):
+                raise_if_interrupted()
+                progress.begin(label, index, index * in_each)
+                with warming():
+                    self._at_size(label, latent, progress.step)
+            if self._prompts_may_compile():
+                progress.begin("other prompt lengths", len(latents) - 1, total - in_each)
+                with warming(asked_for=False):
+                    self._other_prompts(latents[0][1], progress.step)
+        self.report.kinds = kinds_for(self.model, self.settings)
+        self.report.notes += notes_about(self.patcher)
+        self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]
+        return self.report.text()
+
+    def _at_size(self, label: str, latent: dict, on_step: Callable[[], None]) -> None:
+        with naming_the_size(label, self.report.model_name):
+            self._unless_known(label, latent, self.conditioning, lambda: self._sample_at(latent, on_step))
+        self.apart.add(latent["samples"].shape[0] == 1)
+
+    def _sample_at(self, latent: dict, on_step: Callable[[], None]) -> None:
+        calls = sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step)
+        if calls.early:  # else it says nothing about whether the model's second call is another
+            self.steps = STEPS if calls.late else 1
+        # With shared code one size stands for all.
+        if calls.joined and (self.settings.dynamic == "false" or (latent["samples"].shape[0] == 1) not in self.apart):
+            sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step, apart=True, steps=self.steps)
+
+    def _prompts_may_compile(self) -> bool:
+        """In `auto` code of the first size is for one length of prompt; that for all others may not be there yet."""
+        return (
+            self.settings.dynamic == "auto"
+            and has_prompt(self.conditioning)
+            and any(kind.lacks_shared_code() for kind in kinds_for(self.model, self.settings))
+        )
+
+    def _other_prompts(self, latent: dict, on_step: Callable[[], None]) -> None:
+        longer = tuple(map(twice_as_long, self.conditioning))
+        try:
+            self._unless_known(
+                "other prompt lengths",
+                latent,
+                longer,
+                lambda: sample_once(self.patcher, longer, self.cfg, latent, on_step, steps=self.steps),
             )
-        report.sizes.append(WarmedSize(label, time.perf_counter() - began, stats_for(model, settings) - before))
-    report.kinds = kinds_for(model, settings)
-    report.notes = notes_about(patcher)
-    return report.text()
+        except Exception as error:
+            if never_swallowed(error):
+                raise
+            self.report.notes.append(f"Prompts of other lengths are not warmed, the model refused one: {error}")
+
+    def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
+        """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""
+        began, before = time.perf_counter(), stats_for(self.model, self.settings).copy()
+        what = fingerprint(self.patcher, self.settings, conditioning, self.cfg, latent, KEY)
+        known = (
+            may_be_skipped(self.patcher, self.settings)
+            and self.code.unchanged(self.blocks, self.settings)
+            and self.code.warm.holds(what, kinds_for(self.model, self.settings))
+        )
+        if not known:
+            run()
+            self.code.warm.add(what, kinds_for(self.model, self.settings))
+        added = stats_for(self.model, self.settings) - before
+        self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
 
 
-def _latents(patcher, sizes: list[Size], latent: dict | None) -> list[tuple[str, torch.Tensor]]:
+def _latents(patcher, sizes: list[Size], latent: dict | None) -> list[tuple[str, dict]]:
     """All latents before the first run, so that a wrong size costs no waiting."""
-    return [labelled_latent(patcher, size, latent if index == 0 else None) for index, size in enumerate(sizes)]
+    latents = [labelled_latent(patcher, size, latent if index == 0 else None) for index, size in enumerate(sizes)]
+    mask = latent.get("noise_mask") if latent else None
+    return [(label, {**prepared, "noise_mask": mask}) for label, prepared in latents]

@@ -1,0 +1,229 @@
+"""Warm means warm, in a real server through its queue: after the warmup node nothing compiles, and cancel stops it."""
+
+import copy
+import json
+import struct
+import threading
+
+import pytest
+
+from devtools.prompts import MODEL_FILES, MODEL_NODE, WARMUP_NODE
+from devtools.server import error_of, outputs_of
+
+pytestmark = pytest.mark.server
+SAMPLERS = (("euler", "normal"), ("dpmpp_2m", "karras"), ("heun", "simple"), ("lms", "normal"), ("ddim", "karras"))
+EMPTY = {
+    "flux": "EmptySD3LatentImage",
+    "qwen_image": "EmptySD3LatentImage",
+    "sdxl": "EmptyLatentImage",
+    "wan": "EmptyHunyuanLatentVideo",
+}
+LENGTHS = {"wan": 5}
+
+
+def workflow(name, cfg, backend="eager", extra_sizes="", width=64, height=64):
+    """Loader -> Torch Compile Model -> Torch Compile Warmup -> KSampler, of a tiny model with prompts of 24 tokens."""
+    if name in MODEL_FILES:
+        loader = {
+            "class_type": "UNETLoader",
+            "inputs": {"unet_name": MODEL_FILES[name].rpartition("/")[2], "weight_dtype": "default"},
+        }
+    else:
+        loader = {"class_type": "TestTinyModel", "inputs": {"name": name}}
+    size = {"width": width, "height": height, "batch_size": 1}
+    if name in LENGTHS:
+        size["length"] = LENGTHS[name]
+    warmup = {"cfg": cfg, "extra_sizes": extra_sizes, "length": 1, **size}
+    prompts = {"name": name, "positive_tokens": 24, "negative_tokens": 24, "seed": 0}
+    settings = {
+        "backend": backend, "mode": "default", "dynamic": "auto", "fullgraph": False, "cache_limit": 0, "block_swap": "auto",
+        "attention": "auto", "on_failure": "run eager", "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
+    }  # fmt: skip
+    sampler = {"seed": 1, "steps": 2, "cfg": cfg, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
+    given = {"positive": ["prompts", 0], "negative": ["prompts", 1]}
+    return {
+        "loader": loader,
+        "prompts": {"class_type": "TestTinyPrompts", "inputs": prompts},
+        "compile": {"class_type": MODEL_NODE, "inputs": {"model": ["loader", 0], **settings}},
+        "warmup": {"class_type": WARMUP_NODE, "inputs": {"model": ["compile", 0], **given, **warmup}},
+        "latent": {"class_type": EMPTY[name], "inputs": size},
+        "sampler": {
+            "class_type": "KSampler",
+            "inputs": {"model": ["warmup", 0], **given, "latent_image": ["latent", 0], **sampler},
+        },
+        "save": {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": name}},
+    }
+
+
+def changed(prompt, **nodes):
+    """A copy with other inputs on the nodes of these ids."""
+    prompt = copy.deepcopy(prompt)
+    for node, inputs in nodes.items():
+        prompt[node]["inputs"].update(inputs)
+    return prompt
+
+
+def with_lora(prompt, name, strength, before):
+    """A copy with a LoRA in the model that `before` gets."""
+    prompt = copy.deepcopy(prompt)
+    inputs = {"model": prompt[before]["inputs"]["model"], "lora_name": f"tiny-{name}.safetensors", "strength_model": strength}
+    prompt["lora"] = {"class_type": "LoraLoaderModelOnly", "inputs": inputs}
+    prompt[before]["inputs"]["model"] = ["lora", 0]
+    return prompt
+
+
+@pytest.fixture(scope="module")
+def loras(server, tiny):
+    """A LoRA file for each model, where the server looks."""
+    import safetensors.torch
+    from test_host_lora import lora_file
+
+    folder = server.base / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    for name in EMPTY:
+        layers = ("linear1", "img_attn.qkv", "self_attn.q", "attn.to_q", "attn1.to_q")
+        safetensors.torch.save_file(lora_file(tiny.build_patcher(name), layers=layers), folder / f"tiny-{name}.safetensors")
+
+
+def models(server):
+    return server.get("/torch-compile-kit/report")["models"]
+
+
+def graphs(server):
+    return sum(model["graphs"] for model in models(server))
+
+
+def real_work(name, prompt, cfg):
+    """What a session does after the warmup: (what, prompt)."""
+    for seed in range(2, 12):
+        yield f"seed {seed}", changed(prompt, sampler={"seed": seed})
+    for sampler, scheduler in SAMPLERS:
+        yield sampler, changed(prompt, sampler={"sampler_name": sampler, "scheduler": scheduler, "steps": 4})
+    yield "denoise", changed(prompt, sampler={"denoise": 0.5})
+    # The host's own Warmup input stays connected: as when the prompt is edited, the warmup node runs again ...
+    for tokens in (5, 77, 200, 400):
+        yield f"{tokens} tokens", changed(prompt, prompts={"positive_tokens": tokens})
+    # ... and with a prompt that the warmup never sees.
+    other = copy.deepcopy(prompt)
+    other["others"] = copy.deepcopy(other["prompts"])
+    other["sampler"]["inputs"] |= {"positive": ["others", 0], "negative": ["others", 1]}
+    for pair in ((5, 5), (77, 24), (200, 77), (400, 400)):
+        tokens = dict(zip(("positive_tokens", "negative_tokens"), pair, strict=True))
+        yield f"unseen prompts {pair}", changed(other, others={**tokens, "seed": 5})
+    for width, height, batch in ((96, 64, 1), (64, 64, 2), (64, 64, 1), (96, 64, 1), (64, 64, 2)):
+        size = {"width": width, "height": height, "batch_size": batch}
+        yield f"{width}x{height} batch {batch}", changed(prompt, latent=size)
+    yield "cfg", changed(prompt, sampler={"cfg": 1.0})
+    yield "cfg back", changed(prompt, sampler={"cfg": cfg + 1})
+    for before in ("sampler", "compile"):
+        for strength in (1.0, 1.7):
+            yield f"LoRA {strength} before {before}", with_lora(prompt, name, strength, before)
+        yield "LoRA off", changed(prompt, sampler={"seed": 20})
+    yield "edit elsewhere", changed(prompt, save={"filename_prefix": "other"})
+    yield "edit of the warmup", changed(prompt, warmup={"extra_sizes": "64x64 batch 2\n96x64"})
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("flux", "eager"), ("wan", "eager"), ("qwen_image", "eager"), ("sdxl", "eager"), ("qwen_image", "inductor")],
+)
+def test_nothing_compiles_after_the_warmup(server, loras, name, backend):
+    cfg = 4.0
+    sizes = "96x64x5\n64x64x5 batch 2" if name in LENGTHS else "96x64\n64x64 batch 2"
+    prompt = workflow(name, cfg, backend, sizes)
+    only_warmup = {node: prompt[node] for node in ("loader", "prompts", "compile", "warmup")}
+    entry = server.queue(only_warmup)
+    assert error_of(entry) is None
+    before = graphs(server)
+    assert before > 0, entry["outputs"]["warmup"]
+    added = {}
+    for what, variant in real_work(name, prompt, cfg):
+        if name in LENGTHS and what == "edit of the warmup":
+            variant = changed(variant, warmup={"extra_sizes": "64x64x5 batch 2\n96x64x5"})
+        assert error_of(server.queue(variant)) is None, what
+        now = graphs(server)
+        if now != before:
+            added[what], before = now - before, now
+    assert not added
+    assert not any(model["compiled_outside_warmup"] for model in models(server))
+
+
+class Texts:
+    """The lines that the page shows in nodes while prompts of ours run, and the nodes whose progress bar moves."""
+
+    def __init__(self, server):
+        import websocket
+
+        url = server.url.replace("http", "ws") + f"/ws?clientId={server.client_id}"
+        self.lines, self.moving, self._arrived = [], set(), threading.Condition()
+        self._closed = websocket.WebSocketException, OSError
+        self._socket = websocket.create_connection(url, timeout=60)
+        self._socket.settimeout(None)
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+
+    def __enter__(self):
+        self._listener.start()
+        return self
+
+    def __exit__(self, *_):
+        self._socket.close()
+        self._listener.join(5)
+
+    def _listen(self):
+        while True:
+            try:
+                message = self._socket.recv()
+            except self._closed:
+                return
+            if not message:
+                return
+            # server.py, send_progress_text: event 3, length of the node's id, the id, the text
+            if isinstance(message, bytes) and struct.unpack(">I", message[:4])[0] == 3:
+                length = struct.unpack(">I", message[4:8])[0]
+                with self._arrived:
+                    self.lines.append((message[8 : 8 + length].decode(), message[8 + length :].decode()))
+                    self._arrived.notify_all()
+            elif isinstance(message, str) and (event := json.loads(message))["type"] == "progress":
+                self.moving.add(event["data"]["node"])
+
+    def wait_for(self, words, seconds=300):
+        with self._arrived:
+            assert self._arrived.wait_for(lambda: any(words in text for _, text in self.lines), seconds), self.lines
+
+
+def test_the_node_tells_what_is_compiled_and_which_of_how_many(server):
+    prompt = workflow("flux", 1.0, "aot_eager", "112x64", width=80, height=80)
+    with Texts(server) as texts:
+        assert error_of(server.queue(prompt)) is None
+        texts.wait_for("Warm: ")
+    lines = [text for node, text in texts.lines if node == "warmup"]
+    assert any(line.startswith("80x80 batch 1 (1 of 2): compiling DoubleStreamBlock, graph 1, ") for line in lines), lines
+    assert any(line.startswith("112x64 batch 1 (2 of 2): compiling SingleStreamBlock, graph ") for line in lines), lines
+    assert lines[-1].startswith("Warm: ") and lines[-1].endswith(" s")
+    assert "warmup" in texts.moving
+
+
+def test_cancel_stops_a_warmup_after_the_graph_in_flight_and_the_next_run_is_right(server):
+    import safetensors.torch
+
+    prompt = workflow("flux", 4.0, "inductor", "112x80", width=80, height=112)
+    only_warmup = {node: prompt[node] for node in ("loader", "prompts", "compile", "warmup")}
+    with Texts(server) as texts:
+        number = server.start(only_warmup)
+        texts.wait_for("compiling")
+        server.interrupt()
+        before = graphs(server)
+        entry = server.finished(number)
+        texts.wait_for("Stopped")
+    assert "execution_interrupted" in [kind for kind, _ in entry["status"]["messages"]]
+    stopped = graphs(server)
+    assert stopped - before <= 1, "only the graph in flight may be finished"
+
+    paths = []
+    for variant in (prompt, changed(prompt, sampler={"model": ["loader", 0]})):
+        entry = server.queue(variant)
+        assert error_of(entry) is None
+        paths += outputs_of(entry, "latents")
+    assert graphs(server) > stopped + 1, "the first warmup had more to compile"
+    compiled, eager = (safetensors.torch.load_file(server.base / "output" / path)["latent_tensor"] for path in paths)
+    assert (compiled - eager).norm() / eager.norm() < 1e-4
