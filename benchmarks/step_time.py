@@ -24,6 +24,7 @@ def measure(options) -> list[dict]:
     for variant in options.variant:
         before = session.counts()
         running[variant] = variants.apply(variant, patcher, session.KIT, options.kjnodes, **settings)
+        time.sleep(options.head_start)
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         latent, first = session.sample(running[variant], options.model, options.steps)
@@ -74,6 +75,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--more", nargs="*", default=[], help="further sizes, WIDTHxHEIGHT[xFRAMES]")
+    parser.add_argument("--head-start", type=float, default=0, help="seconds between node and sampler: text encoding")
     parser.add_argument("--references", default="/tmp")
     options = parser.parse_args()
     session.enter(options.host)

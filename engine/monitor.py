@@ -15,6 +15,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
+from .kernel_workers import kernel_scope, waiting_compile
 from .prepare import note_needs
 from .scopes import compile_scope
 
@@ -136,10 +137,12 @@ class CompileEvent:
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
+        kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
+        kernel_scope.exit()
         compile_scope.exit()
 
     def close(self) -> None:

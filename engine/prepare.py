@@ -20,6 +20,7 @@ import time
 from torch._dynamo import funcname_cache
 
 from .disk_cache import current
+from .kernel_workers import start_workers
 from .vec_isa import know_instruction_sets
 
 logger = logging.getLogger("torch-compile-kit")
@@ -93,7 +94,9 @@ def _recorded(name: str) -> set[str]:
 
 
 def _run(on_gpu: bool) -> None:
-    for step in (_import_inductor, _compute_keys, *(() if on_gpu else (_probe_cpu,)), _read_sources, _trim):
+    steps = [_import_inductor, _compute_keys, _read_sources, _trim]
+    steps.insert(*((0, start_workers) if on_gpu else (2, _probe_cpu)))  # the workers start while this process imports
+    for step in steps:
         began = time.perf_counter()
         try:
             step()

@@ -1,0 +1,70 @@
+"""The processes in which inductor compiles Triton kernels.
+
+PyTorch starts them when the first graph is compiled and uses them once they have started; until then it compiles one kernel
+after the other in its own process (torch/_inductor/async_compile.py, `use_process_pool`), which makes the first graph the
+slowest. Here they are started beforehand, and the first kernel that is on no disk waits for them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import time
+from collections.abc import Callable
+
+from .scopes import SharedScope
+
+logger = logging.getLogger("torch-compile-kit")
+MODULE = "torch._inductor.async_compile"
+PATIENCE = 20.0
+
+
+def start_workers() -> None:
+    """Returns at once; nothing happens where PyTorch would use no processes (one core, no Triton)."""
+    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+
+    maybe_warm_pool()
+    AsyncCompile.use_process_pool()  # the first job makes the processes start
+
+
+def _read_compile() -> Callable | None:
+    module = sys.modules.get(MODULE)
+    return module.AsyncCompile.__dict__["triton"] if module is not None else None
+
+
+def _write_compile(function: Callable | None) -> None:
+    module = sys.modules.get(MODULE)
+    if module is not None and function is not None:
+        module.AsyncCompile.triton = function
+
+
+# How kernels are compiled: None while inductor is not in use.
+kernel_scope = SharedScope({"compile": (_read_compile, _write_compile)}, of_process=True)
+
+
+def waiting_compile() -> Callable | None:
+    """PyTorch's way to compile a kernel, after the workers have started."""
+    found = _read_compile()
+    if found is None or hasattr(found, "_waits"):
+        return found
+
+    @functools.wraps(found)
+    def triton(self, kernel_name: str, source_code: str, *args: object, **kwargs: object) -> object:
+        module = sys.modules[MODULE]
+        if module.CompiledTritonKernels.get(source_code) is None:
+            _wait(module.AsyncCompile)
+        return found(self, kernel_name, source_code, *args, **kwargs)
+
+    triton._waits = True
+    return triton
+
+
+def _wait(compiler: type) -> None:
+    began = time.perf_counter()
+    try:
+        compiler.wait_pool_ready(PATIENCE)
+    except Exception as error:  # no processes: PyTorch compiles here, as without us
+        logger.debug("no worker processes: %s", error)
+    if time.perf_counter() - began > 0.1:
+        logger.debug("waited %.1f s for the workers", time.perf_counter() - began)
