@@ -206,3 +206,35 @@ def test_weights_are_spread_evenly_over_the_blocks(flux, engine):
         assert not begun or max(begun) - min(begun) <= largest
         assert not begun or not untouched or max(untouched) <= max(begun) + largest
     assert not any(left.values())
+
+
+def on_device(patcher):
+    """Bytes of the layers that the host's loader has moved to the device and not taken back."""
+    modules = (m for m in patcher.model.modules() if getattr(m, "comfy_patched_weights", False))
+    return sum(p.nbytes for m in modules for p in m.parameters(recurse=False))
+
+
+def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux, partly_loaded):  # noqa: F811
+    """Two orders of loading on top of each other would leave more on the device than the host counts: out of memory."""
+    partly_loaded(flux.patcher, 0.5)
+    expected = flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher)
+    runs = [flux.patcher, compiled, compiled.clone(), flux.patcher, flux.attach(compiled, block_swap="eager linears"), compiled]
+    for patcher in runs:
+        assert relative_error(flux.run(patcher), expected) < 1e-6
+        counted = flux.patcher.model.model_loaded_weight_memory
+        assert 0 < counted < flux.patcher.model_size()
+        assert on_device(flux.patcher) <= counted
+
+
+def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux, partly_loaded):  # noqa: F811
+    partly_loaded(flux.patcher, 0.6)
+    compiled = flux.attach(flux.patcher)
+    expected = flux.run(compiled)
+    loaded = on_device(flux.patcher)
+    for _ in range(2):
+        assert compiled.clone().partially_unload(torch.device("cpu"), loaded // 2) > 0
+        assert on_device(flux.patcher) < loaded
+        assert torch.equal(flux.run(compiled), expected)
+        assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory
+    assert flux.graphs == 2

@@ -25,7 +25,7 @@ from ..watch import is_warming, report_compilation, watch_of
 from . import weights
 from .asked import OPTIONS_AT, asked_of
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
-from .placement import spread_weights
+from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
 from .users_folder import get_ready
@@ -124,8 +124,10 @@ def attach(patcher, settings: CompileSettings):
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
+    keep_host_order(clone)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
+        keep_even(clone)
         clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
         clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda _patcher: release_buffers())
     if settings.wants_graphs:

@@ -7,36 +7,91 @@ buffers that it needs are the smallest.
 
 from __future__ import annotations
 
+import functools
 import math
-import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import comfy.model_management
 import torch
+from comfy.patcher_extension import CallbacksMP
 
 from ..binding import plan_for
 
+KEY = "torch-compile-kit.placement"
 # Models whose pages were allocated in our order, by device.
 _paged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_ranks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 
 def spread_weights(executor, patcher, *args, **kwargs):
     """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
-    if not hasattr(patcher, "_load_list") or patcher.load_device.type == "cpu":
+    if not hasattr(patcher, "_load_list"):
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
-    with ExitStack() as scopes:
-        if not getattr(patcher, "is_dynamic", bool)():
-            scopes.enter_context(_load_order(patcher, _even_by_size(even_ranks(base_model))))
-            scopes.enter_context(_buffers_announced(patcher))
-        elif device not in _paged.setdefault(base_model, set()):
+    if getattr(patcher, "is_dynamic", bool)():
+        if device not in _paged.setdefault(base_model, set()):
             # Pages are allocated once; afterwards the host only moves the line between kept and paged.
             _forget_pages(base_model, device)
-            scopes.enter_context(_load_order(patcher, _even_by_rank(even_ranks(base_model))))
             _paged[base_model].add(device)
         return executor(patcher, *args, **kwargs)
+    _load_anew_after_others(base_model)
+    with nullcontext() if device.type == "cpu" else _buffers_announced(patcher):
+        result = executor(patcher, *args, **kwargs)
+    _mark(base_model)
+    return result
+
+
+def keep_even(patcher) -> None:
+    """From now on this patcher and its clones list the layers evenly when the host loads or unloads a part of them."""
+    if hasattr(patcher, "_load_list"):
+        patcher.__dict__["_load_list"] = functools.partial(_even_load_list, weakref.ref(patcher))
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _keep_clone_even)
+
+
+def keep_host_order(patcher) -> None:
+    """Undo `keep_even`, which clones inherit."""
+    patcher.__dict__.pop("_load_list", None)
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+
+
+def _keep_clone_even(_patcher, clone) -> None:
+    keep_even(clone)
+
+
+def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **kwargs) -> list:
+    """The host's list (comfy/model_patcher.py, `_load_list`) in our order."""
+    patcher = reference()
+    arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
+    items = type(patcher)._load_list(patcher, *args, **arguments)
+    base_model = patcher.model
+    if base_model not in _ranks:
+        _ranks[base_model] = even_ranks(base_model)
+    if for_dynamic:
+        return _even_by_rank(_ranks[base_model], items)
+    _mark(base_model)  # a part may be about to be unloaded; loading writes its own note at the end
+    return _even_by_size(_ranks[base_model], items)
+
+
+def _mark(base_model) -> None:
+    """Note that the loaded part is ours, where the host notes the LoRA that are in it.
+
+    Another order on top of it would leave both parts on the device. A patcher that is not ours finds LoRA that are not its
+    own, and has the host load anew (`partially_load`); our own take the mark away first.
+    """
+    current = getattr(base_model, "current_weight_patches_uuid", None)
+    if current is not None and not isinstance(current, tuple) and base_model.model_lowvram:
+        base_model.current_weight_patches_uuid = (KEY, current)
+
+
+def _load_anew_after_others(base_model) -> None:
+    current = getattr(base_model, "current_weight_patches_uuid", None)
+    if isinstance(current, tuple):
+        base_model.current_weight_patches_uuid = current[1]
+    elif current is not None and base_model.model_lowvram:
+        base_model.current_weight_patches_uuid = (KEY, None)
 
 
 def even_ranks(base_model) -> dict[str, tuple[int, int]]:
@@ -59,31 +114,12 @@ def even_ranks(base_model) -> dict[str, tuple[int, int]]:
     return ranks
 
 
-@contextmanager
-def _load_order(patcher, reorder: Callable[[list, bool], list]) -> Iterator[None]:
-    """While it lasts, this patcher lists its layers for loading as `reorder` says (model_patcher.py, `_load_list`)."""
-
-    def load_list(self, for_dynamic: bool = False, *args, **kwargs):
-        arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
-        return reorder(type(self)._load_list(self, *args, **arguments), for_dynamic)
-
-    patcher.__dict__["_load_list"] = types.MethodType(load_list, patcher)
-    try:
-        yield
-    finally:
-        del patcher.__dict__["_load_list"]
-
-
 _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before all others
 
 
-def _even_by_rank(ranks: dict) -> Callable[[list, bool], list]:
+def _even_by_rank(ranks: dict, items: list) -> list:
     """For dynamic VRAM: an item is (is large, -size, size, name, module, parameters), the first are kept."""
-
-    def reorder(items: list, for_dynamic: bool) -> list:
-        return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items] if for_dynamic else items
-
-    return reorder
+    return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
 
 
 class _RankedSize(int):
@@ -103,19 +139,15 @@ class _RankedSize(int):
     __hash__ = int.__hash__
 
 
-def _even_by_size(ranks: dict) -> Callable[[list, bool], list]:
+def _even_by_size(ranks: dict, items: list) -> list:
     """For partial loading: an item is (size when moving, size, name, module, parameters), the last are kept."""
-
-    def reorder(items: list, _for_dynamic: bool) -> list:
-        ordered = []
-        for size, *rest in items:
-            ranked = _RankedSize(size)
-            left, turn = ranks.get(rest[1], _FIRST)
-            ranked.rank = (-left, -turn)
-            ordered.append((ranked, *rest))
-        return ordered
-
-    return reorder
+    ordered = []
+    for size, *rest in items:
+        ranked = _RankedSize(size)
+        left, turn = ranks.get(rest[1], _FIRST)
+        ranked.rank = (-left, -turn)
+        ordered.append((ranked, *rest))
+    return ordered
 
 
 def _forget_pages(base_model, device: torch.device) -> None:
