@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 import weakref
+from collections import Counter
 
 from torch import nn
 
@@ -23,6 +24,7 @@ class ModelCode:
         self._kinds: dict[tuple, CompiledKind] = {}
         self.first_inputs: dict[tuple, tuple] = {}
         self.warm = WarmRecord()
+        self.left_out: Counter[str] = Counter()
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 

@@ -326,3 +326,40 @@ def test_a_batch_of_one_in_another_layout_is_the_same_graph(compiled, added):
         expected = block(plain)
         assert torch.equal(block(odd), expected)
     assert added(net) == 1
+
+
+class ConvolutionBlock(torch.nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, width)
+        self.convolution = torch.nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.convolution(torch.nn.functional.silu(self.norm(x)))
+
+
+class UNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.residual = torch.nn.ModuleList(ConvolutionBlock() for _ in range(3))
+        self.transformers = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for residual, transformer in zip(self.residual, self.transformers, strict=True):
+            x = residual(x)
+            x = transformer(x.flatten(2).transpose(1, 2).contiguous()).transpose(1, 2).reshape(x.shape)
+        return x
+
+
+@pytest.mark.parametrize(("captured", "hooked", "kinds"), [(True, False, 1), (False, False, 2), (True, True, 2)])
+def test_convolutions_stay_eager_where_the_whole_model_is_replayed(engine, watched, captured, hooked, kinds):
+    net, x = UNet().requires_grad_(False), torch.randn(1, 8, 4, 4)
+    if hooked:  # nothing is captured then, and compiling is all there is to gain
+        net.residual[0].register_forward_hook(lambda *_: None)
+    settings = engine("settings").CompileSettings(backend="eager")
+    expected = net(x)
+    with engine("binding").compiled_blocks(net, settings, poll=nothing, captured=captured) as plain:
+        assert torch.equal(net(x), expected)
+    code = engine("registry").code_of(net)
+    assert plain is not hooked and len(code.kinds) == kinds
+    assert dict(code.left_out) == ({"ConvolutionBlock": 3} if kinds == 1 else {})

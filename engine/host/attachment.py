@@ -18,6 +18,7 @@ from ..disk_cache import current, folder_name
 from ..graphs import graphs_of
 from ..layouts import shapes_of
 from ..monitor import monitor, watching
+from ..registry import code_of
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
@@ -61,8 +62,10 @@ class BlockCompiler:
             args = self._with_attention(executor, tuple(args), kwargs)
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
-            stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of))
-            if settings.wants_graphs and device.type == "cuda":
+            graphs = settings.wants_graphs and device.type == "cuda"
+            captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
+            stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of, captured))
+            if graphs:
                 scopes.enter_context(graphed(network, stays, self.notes))
             compilations = monitor.compilations
             try:
@@ -161,6 +164,13 @@ def notes_about(patcher) -> list[str]:
     if chosen is not None:
         notes.append(f"Attention: {chosen if chosen != 'host' else 'the kernel ComfyUI uses'}.")
     notes += graphs_summary(graphs_of(network))
+    left_out = code_of(network).left_out
+    if left_out:
+        names = ", ".join(f"{count} {name}" for name, count in left_out.items())
+        notes.append(
+            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled: they gain little there and take most of the "
+            "compile time. Set only_blocks to * to compile them too."
+        )
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 
 
