@@ -10,6 +10,8 @@ const PLACEHOLDERS = {
   TorchCompileKitLoadCache: "What was loaded appears here.",
 };
 
+const TALLEST = 400; // pixels of text; more is scrolled
+
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
@@ -18,9 +20,23 @@ function reportWidget(node) {
   text.textContent = PLACEHOLDERS[node.comfyClass];
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
-    getMinHeight: () => (node.comfyClass.endsWith("Cache") ? 60 : 110),
+    getMinHeight: () => node.torchCompileKitTextHeight ?? (node.comfyClass.endsWith("Cache") ? 60 : 110),
     getValue: () => text.textContent,
     setValue: (value) => { text.textContent = value; },
+  });
+}
+
+// A text that is new and does not fit makes its node taller.
+function show(node, text) {
+  const widget = reportWidget(node);
+  const { element } = widget;
+  if (element.textContent === text) return;
+  element.textContent = text;
+  delete node.torchCompileKitTextHeight;
+  requestAnimationFrame(() => {
+    if (!element.clientHeight || element.scrollHeight <= element.clientHeight) return;
+    node.torchCompileKitTextHeight = Math.min(element.scrollHeight, TALLEST) + 2 * (widget.margin ?? 10);
+    node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
   });
 }
 
@@ -33,7 +49,7 @@ app.registerExtension({
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
-      if (output?.text) reportWidget(this).element.textContent = output.text.join("\n");
+      if (output?.text) show(this, output.text.join("\n"));
     };
   },
 });

@@ -42,11 +42,13 @@ class WarmupProgress:
         self._ended.set()
         if self._ticker.ident is not None:
             self._ticker.join()
-        self._say("Stopped" if exc[0] is not None else "Warm", f"{self._graphs} compiled")
+        graphs = f"{self._graphs} graph{'s' * (self._graphs != 1)} compiled" if self._graphs else "nothing to compile"
+        self._say("Stopped" if exc[0] is not None else "Warm", graphs)
 
     def begin(self, label: str, index: int, done: int) -> None:
         """A size begins: the `index`th from 0, when `done` steps of the sampler are over."""
-        self._size = f"{label} ({index + 1} of {self._sizes})"
+        # Without "(latent_image)": the page has room for two lines.
+        self._size = f"{label.partition(' (')[0]} ({index + 1} of {self._sizes})"
         self._bar.update_absolute(done)
         self._tell()
 
