@@ -42,10 +42,17 @@ def empty_latent(patcher, size: Size) -> torch.Tensor:
             raise InvalidSetting(name, value, f"too small for this model; use at least {ratio} pixels.")
     shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
     if dimensions == 3:
-        shape.insert(2, (size.length - 1) // latent_format.temporal_downscale_ratio + 1)
+        shape.insert(2, _latent_frames(latent_format, size.length))
     elif size.length > 1:
         raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
     return torch.zeros(shape, device=comfy.model_management.intermediate_device())
+
+
+def _latent_frames(latent_format, length: int) -> int:
+    ratio = getattr(latent_format, "temporal_downscale_ratio", None)
+    if ratio is None and length > 1:  # ComfyUI 0.18
+        raise InvalidSetting("length", length, "this ComfyUI does not tell how long that is; connect latent_image instead.")
+    return (length - 1) // (ratio or 1) + 1
 
 
 def prepared_latent(patcher, latent: dict) -> dict:
