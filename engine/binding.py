@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from torch import nn
 
 from .compiled_kind import CompiledKind
 from .discovery import BlockPlan, find_blocks
+from .per_model import PerModel
 from .registry import code_of
 from .settings import CompileSettings
 from .twins import find_twins, one_class
@@ -36,15 +36,8 @@ class WeightGroups(Protocol):
     def drop(self) -> None: ...
 
 
-_plans: weakref.WeakKeyDictionary[nn.Module, BlockPlan] = weakref.WeakKeyDictionary()
-
-
-def plan_for(model: nn.Module) -> BlockPlan:
-    """All blocks of `model`, found once."""
-    plan = _plans.get(model)
-    if plan is None:
-        plan = _plans[model] = find_blocks(model)
-    return plan
+# All blocks of a model, found once.
+plan_for = PerModel(find_blocks)
 
 
 @contextmanager
@@ -124,16 +117,14 @@ def _run_block(
         group.release()
 
 
-_convolutional: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
+def _mostly_convolutions(block: nn.Module) -> bool:
+    layers = [m for m in block.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    convolutions = sum(p.numel() for m in layers for p in m.parameters())
+    return 2 * convolutions > sum(p.numel() for p in block.parameters())
 
 
-def is_convolutional(block: nn.Module) -> bool:
-    """Whether most weights of `block` are those of convolutions over images or video."""
-    if block not in _convolutional:
-        layers = [m for m in block.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
-        convolutions = sum(p.numel() for m in layers for p in m.parameters())
-        _convolutional[block] = 2 * convolutions > sum(p.numel() for p in block.parameters())
-    return _convolutional[block]
+# Whether most weights of a block are those of convolutions over images or video.
+is_convolutional = PerModel(_mostly_convolutions)
 
 
 def _is_free(block: nn.Module) -> bool:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from .per_model import PerModel
 
 logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
@@ -139,12 +140,5 @@ class ModelGraphs:
         return captured.replay(tensors)
 
 
-_graphs: weakref.WeakKeyDictionary[nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()
-
-
-def graphs_of(model: nn.Module) -> ModelGraphs:
-    """The graphs that belong to `model`; freed with it."""
-    graphs = _graphs.get(model)
-    if graphs is None:
-        graphs = _graphs[model] = ModelGraphs()
-    return graphs
+# The graphs that belong to a model.
+graphs_of = PerModel(lambda _model: ModelGraphs())

@@ -13,6 +13,7 @@ from .block_state import BlockState
 from .compiled_kind import CompiledKind, structure_of
 from .disk_cache import folder_name
 from .failures import Failure
+from .per_model import PerModel
 from .settings import CompileSettings
 from .warm_record import WarmRecord
 
@@ -79,17 +80,10 @@ class ModelCode:
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.
 _kinds: weakref.WeakValueDictionary[tuple, CompiledKind] = weakref.WeakValueDictionary()
-_models: weakref.WeakKeyDictionary[nn.Module, ModelCode] = weakref.WeakKeyDictionary()
-
-
-def code_of(model: nn.Module) -> ModelCode:
-    """The compiled code that belongs to `model` (the module whose blocks are compiled)."""
-    code = _models.get(model)
-    if code is None:
-        code = _models[model] = ModelCode()
-    return code
+# The compiled code that belongs to a model (the module whose blocks are compiled).
+code_of = PerModel(lambda _model: ModelCode())
 
 
 def live_models() -> list[tuple[nn.Module, ModelCode]]:
     """All models with compiled code that are still in memory."""
-    return list(_models.items())
+    return code_of.items()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from .monitor import CompileStats
+from .per_model import PerModel
 from .watch_words import cause
 
 logger = logging.getLogger("torch-compile-kit")
@@ -106,18 +106,13 @@ class Watch:
             self.known.append(asked)
 
 
-_watches: weakref.WeakKeyDictionary[nn.Module, Watch] = weakref.WeakKeyDictionary()
 _state = threading.local()
 # Who wants to know besides the log: the page.
 listeners: list[Callable[[str, str], None]] = []
 
 
-def watch_of(model: nn.Module) -> Watch:
-    """What `model` has been compiled for."""
-    watch = _watches.get(model)
-    if watch is None:
-        watch = _watches[model] = Watch()
-    return watch
+# What a model has been compiled for.
+watch_of = PerModel(lambda _model: Watch())
 
 
 @contextmanager

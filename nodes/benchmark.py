@@ -5,7 +5,7 @@ from comfy_api.latest import io, ui
 from ..engine.benchmark_plot import draw, draw_message
 from ..engine.host.benchmark import NOT_COMPILED, benchmark
 from ..engine.warmup_plan import Size
-from .warmup import MAX_PIXELS
+from .inputs import latent_input, size_inputs
 
 
 class Benchmark(io.ComfyNode):
@@ -23,18 +23,7 @@ class Benchmark(io.ComfyNode):
                 io.Model.Input("model", tooltip="A model from Torch Compile Model; LoRA nodes may stand between."),
                 io.Conditioning.Input("positive", tooltip="The prompt that the sampler gets."),
                 io.Conditioning.Input("negative", tooltip="The negative prompt that the sampler gets."),
-                io.Int.Input("width", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image width in pixels."),
-                io.Int.Input("height", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image height in pixels."),
-                io.Int.Input("length", default=1, min=1, max=MAX_PIXELS, tooltip="Video frames; 1 for images."),
-                io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Images or videos made at once."),
-                io.Float.Input(
-                    "cfg",
-                    default=1.0,
-                    min=0.0,
-                    max=100.0,
-                    step=0.1,
-                    tooltip="As in the sampler that follows: 1.0 runs the model once a step, more runs prompt and negative.",
-                ),
+                *size_inputs(),
                 io.Int.Input(
                     "steps",
                     default=20,
@@ -48,11 +37,7 @@ class Benchmark(io.ComfyNode):
                     tooltip="Also record one eager and one compiled step with PyTorch's profiler into the output folder, for "
                     "ui.perfetto.dev, and count what they run.",
                 ),
-                io.Latent.Input(
-                    "latent_image",
-                    optional=True,
-                    tooltip="The sampler's latent. Its size and batch replace width, height, length and batch_size.",
-                ),
+                latent_input(),
             ],
             outputs=[
                 io.Image.Output(display_name="plot", tooltip="Time per step, eager and compiled, and the break-even."),

@@ -1,0 +1,32 @@
+"""Inputs that several nodes have in common."""
+
+from comfy_api.latest import io
+
+MAX_PIXELS = 16384
+
+
+def size_inputs() -> list:
+    """Width, height, length, batch_size and cfg of what the sampler that follows makes."""
+    return [
+        io.Int.Input("width", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image width in pixels."),
+        io.Int.Input("height", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image height in pixels."),
+        io.Int.Input("length", default=1, min=1, max=MAX_PIXELS, tooltip="Video frames; 1 for images."),
+        io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Images or videos made at once."),
+        io.Float.Input(
+            "cfg",
+            default=1.0,
+            min=0.0,
+            max=100.0,
+            step=0.1,
+            tooltip="As in the sampler that follows: 1.0 runs the model once a step, more runs prompt and negative.",
+        ),
+    ]
+
+
+def latent_input():
+    """A latent that takes the place of the size."""
+    return io.Latent.Input(
+        "latent_image",
+        optional=True,
+        tooltip="The sampler's latent. Its size and batch replace width, height, length and batch_size.",
+    )
