@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .failures import never_swallowed
 from .per_model import PerModel
 
 logger = logging.getLogger("torch-compile-kit")
@@ -126,7 +127,7 @@ class ModelGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = forward(*args, **kwargs, **fixed)
         except Exception as error:
-            if isinstance(error, torch.OutOfMemoryError):
+            if never_swallowed(error):
                 raise
             torch.cuda.synchronize()
             self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

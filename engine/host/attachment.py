@@ -145,7 +145,7 @@ def eager_clone(patcher):
     """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
 
     LoRA, patches and whatever else it carries stay. So does what places the weights: under partial loading two orders in turn
-    would leave the weights of both on the device (comfy/model_patcher.py, `load`).
+    would have the host load the weights anew at each change (see `placement.py`).
     """
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
