@@ -3,7 +3,7 @@
     python -m benchmarks.restart --host COMFYUI --model flux --out FILE
 
 Runs: `first` compiles; `second` finds all on disk; `early` as well, with the node executed some seconds before the sampling, as
-when a text encoder runs between; `carried` starts with an empty cache and the file that `first` saved.
+when a text encoder runs between; `carried` starts with an empty cache and the file that `first` saved, `carried early` is both.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from . import models, session, variants
 
-RUNS = ("first", "second", "early", "carried")
+RUNS = ("first", "second", "early", "carried", "carried early")
 HEAD_START = 5.0
 FILE = "carried.safetensors"
 
@@ -32,10 +32,10 @@ def measure(options) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patcher = models.build(options.model, device)
     files = import_module(f"{session.KIT}.engine.host.cache_files")
-    if options.run == "carried":
+    if options.run.startswith("carried"):
         print(files.load_cache(FILE))
     variant = variants.apply("ours", patcher, session.KIT)
-    if options.run == "early":
+    if options.run.endswith("early"):
         time.sleep(HEAD_START)
     if options.profile:
         import cProfile
@@ -73,12 +73,11 @@ def measure(options) -> dict:
 def run_all(options) -> None:
     with tempfile.TemporaryDirectory() as made:
         user = options.folder or made
-        carried = Path(user) / "carried"
         for run in options.runs:
-            folder = carried if run == "carried" else Path(user) / "own"
-            if run == "carried":
-                (carried / "torch-compile-kit").mkdir(parents=True)
-                shutil.copy(Path(user) / "own" / "torch-compile-kit" / FILE, carried / "torch-compile-kit")
+            folder = Path(user) / (run if run.startswith("carried") else "own")
+            if run.startswith("carried"):
+                (folder / "torch-compile-kit").mkdir(parents=True)
+                shutil.copy(Path(user) / "own" / "torch-compile-kit" / FILE, folder / "torch-compile-kit")
             command = [sys.executable, "-m", "benchmarks.restart", "--host", options.host, "--model", options.model]
             command += ["--steps", str(options.steps), "--run", run, "--user", str(folder)]
             command += ["--profile"] if options.profile and run != "first" else []

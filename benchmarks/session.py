@@ -56,8 +56,8 @@ def _load_kit() -> None:
     sys.modules[KIT] = package
 
 
-def sample(patcher, name: str, steps: int, seed: int = 42, size=None, cfg=None, tokens=None):
-    """Sample as KSampler does.
+def sample(patcher, name: str, steps: int, seed: int = 42, size=None, cfg=None, tokens=None, after_step=None):
+    """Sample as KSampler does; `after_step` is called at the end of each step.
 
     Returns:
         The latent, and the seconds of each step; the first holds what ran before it (loading, compiling).
@@ -78,6 +78,11 @@ def sample(patcher, name: str, steps: int, seed: int = 42, size=None, cfg=None, 
             torch.cuda.synchronize()
         return time.perf_counter()
 
+    def step_done(*_):
+        times.append(now())
+        if after_step is not None:
+            after_step()
+
     began = now()
     with torch.inference_mode():
         result = comfy.sample.sample(
@@ -90,7 +95,7 @@ def sample(patcher, name: str, steps: int, seed: int = 42, size=None, cfg=None, 
             positive,
             negative,
             latent,
-            callback=lambda *_: times.append(now()),
+            callback=step_done,
             disable_pbar=True,
             seed=seed,
         )

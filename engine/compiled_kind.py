@@ -15,6 +15,7 @@ from torch import nn
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
+from .inductor import inductor
 from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, sides_of_one, with_usual_strides
 from .monitor import CompileEvent, CompileStats, monitor
 from .prepare import wait_until_prepared
@@ -189,7 +190,7 @@ class CompiledKind:
         own.__qualname__ = source.__qualname__
         return torch.compile(
             own,
-            backend=self.settings.backend,
+            backend=inductor if self.settings.backend == "inductor" else self.settings.backend,
             fullgraph=self.settings.fullgraph,
             dynamic=dynamic,
             options=self.settings.inductor_options() or None,

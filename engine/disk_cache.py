@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
+from .inductor import VERSION
 from .scopes import folder_scope
 
 logger = logging.getLogger("torch-compile-kit")
@@ -235,6 +236,7 @@ def environment() -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
         "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}",
+        "code of the pack": VERSION,
     }
 
 

@@ -23,7 +23,7 @@ from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
-from . import weights
+from . import opened_kernels, weights
 from .asked import OPTIONS_AT, asked_of
 from .graphing import forget_graphs, graphed, graphs_summary, new_run
 from .placement import keep_even, keep_host_order, spread_weights
@@ -121,6 +121,7 @@ def attach(patcher, settings: CompileSettings):
     if not settings.enabled:
         return patcher
     settings.check_backend()
+    opened_kernels.register()
     plan = compile_plan(patcher, settings)
     get_ready(settings.backend)
     clone = patcher.clone()

@@ -1,0 +1,93 @@
+"""Where the time of a step goes: the kernels of one eager and one compiled step, by kind.
+
+    python -m benchmarks.kernels --host COMFYUI --model flux
+
+Needs a CUDA device. The floor that it prints is what the matrix products and the attention of ours take alone: compiling can
+remove everything else at most.
+"""
+
+import argparse
+import json
+import os
+import tempfile
+from collections import Counter, defaultdict
+from importlib import import_module
+from pathlib import Path
+
+from . import models, session, variants
+
+# First match wins: a kernel's name holds one of the words.
+KINDS = {
+    "attention": ("fmha", "flash", "attention", "sdpa", "softmax"),
+    "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "wgmma"),
+    "convolutions": ("conv", "implicit", "winograd"),
+    "compiled elementwise": ("triton_",),
+    "copies": ("memcpy", "memset", "copy"),
+}
+LONGEST = 12
+
+
+def kind_of(name: str) -> str:
+    lowered = name.lower()
+    return next((kind for kind, words in KINDS.items() if any(word in lowered for word in words)), "other elementwise")
+
+
+def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
+    """(name, start, duration) in seconds of every kernel of one warm step."""
+    import torch
+
+    trace = import_module(f"{session.KIT}.engine.trace")
+    session.sample(patcher, name, 2)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        recorder = trace.StepTrace(path, torch.device("cuda"))
+        with recorder:
+            session.sample(patcher, name, trace.STEPS, after_step=recorder.step)
+        events = json.loads(path.read_text())["traceEvents"]
+    wanted = ("kernel", "gpu_memcpy", "gpu_memset")
+    return [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") in wanted]
+
+
+def summary(kernels: list[tuple[str, float, float]]) -> dict:
+    """Seconds by kind, the time in which no kernel ran, and the kernels that took longest."""
+    by_kind, by_name, calls = defaultdict(float), defaultdict(float), Counter()
+    busy, end = 0.0, 0.0
+    for name, start, duration in sorted(kernels, key=lambda kernel: kernel[1]):
+        by_kind[kind_of(name)] += duration
+        by_name[name] += duration
+        calls[name] += 1
+        busy += max(0.0, start + duration - max(start, end))
+        end = max(end, start + duration)
+    span = end - min(start for _, start, _ in kernels)
+    longest = sorted(by_name, key=by_name.get, reverse=True)[:LONGEST]
+    return {
+        "kernels": len(kernels),
+        "span": round(span, 5),
+        "idle": round(span - busy, 5),
+        "seconds": {kind: round(seconds, 5) for kind, seconds in sorted(by_kind.items(), key=lambda item: -item[1])},
+        "longest": [{"name": name[:110], "calls": calls[name], "seconds": round(by_name[name], 5)} for name in longest],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--model", default="flux", choices=list(models.MODELS))
+    parser.add_argument("--settings", default="{}")
+    options = parser.parse_args()
+    torch = session.enter(options.host)
+    patcher = models.build(options.model, torch.device("cuda"))
+    settings = json.loads(options.settings)
+    for variant in ("eager", "ours"):
+        model = variants.apply(variant, patcher, session.KIT, **(settings if variant == "ours" else {}))
+        found = summary(kernels_of(model, options.model))
+        row = {"kind": "kernels", "model": options.model, "variant": variant, "settings": settings, **found}
+        if variant == "ours":
+            needed = ("matrix products", "attention", "convolutions")
+            row["floor"] = round(sum(found["seconds"].get(kind, 0.0) for kind in needed), 5)
+        print("ROW", json.dumps(row), flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,113 @@
+"""What we give inductor in the place of kernels that it cannot see into: the same numbers, without the kernel."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+pytestmark = pytest.mark.host
+HEADS, TOKENS, DIM = 3, 20, 16
+
+
+@pytest.fixture
+def everywhere(engine, monkeypatch):
+    """Replacements on the CPU too."""
+    module = engine("inductor")
+    engine("host.opened_kernels").register()
+    monkeypatch.setattr(module, "_fuses", lambda device: True)
+    return module
+
+
+def frequencies(tokens, heads_first=True):
+    from comfy.ldm.flux.math import rope
+
+    made = rope(torch.rand(1, tokens, generator=torch.Generator().manual_seed(1)) * 64, DIM, 10000)
+    return made.unsqueeze(1 if heads_first else 2)
+
+
+def inputs(name, dtype, longer=0):
+    """Arguments of the host's operator `name`."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    if "adaln" in name:
+        return random(2, TOKENS, DIM), random(2, 1, DIM), random(2, 1, DIM), 1e-6
+    tensors = [random(2, HEADS, TOKENS, DIM) for _ in range(1 if name.endswith("1") else 2)]
+    scales = [random(DIM) for _ in tensors] if name.startswith("rms") else []
+    return *tensors, frequencies(TOKENS + longer), *scales
+
+
+ROPE = [f"{norm}rope{half}" for norm in ("apply_", "rms_") for half in ("", "1", "_split_half", "_split_half1")]
+ALL = [*ROPE, "adaln", "rms_adaln"]
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
+    assert set(ALL) == set(engine("host.opened_kernels").OPENED)
+    given = {name: inputs(name, dtype) for name in ALL}
+
+    def all_of_them(given):
+        return [output for name in ALL for output in outputs(getattr(torch.ops.comfy_kitchen, name)(*given[name]))]
+
+    with torch.inference_mode():
+        expected = all_of_them(given)
+        actual, code = _compiled(all_of_them, everywhere.inductor, (given,))
+    assert "comfy_kitchen" not in code
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        # bf16 steps: what is fused is not rounded on the way
+        torch.testing.assert_close(one, other, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}))
+
+
+def _compiled(function, backend, given):
+    """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    torch._dynamo.reset()
+    with fresh_cache():
+        result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
+    assert len(code) == 1
+    return result, "".join(code)
+
+
+def test_frequencies_of_more_tokens_are_cut_off(everywhere):
+    given = inputs("apply_rope", torch.float32, longer=5)
+    with torch.inference_mode():
+        expected = torch.ops.comfy_kitchen.apply_rope(*given)
+        actual, code = _compiled(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), everywhere.inductor, given)
+    assert "comfy_kitchen" not in code
+    torch.testing.assert_close(tuple(actual), tuple(expected))
+
+
+def test_on_a_cpu_the_hosts_kernels_stay(engine):
+    engine("host.opened_kernels").register()
+    given = inputs("apply_rope", torch.float32)
+    with torch.inference_mode():
+        _, code = _compiled(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), engine("inductor").inductor, given)
+    assert "comfy_kitchen" in code
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+def test_gelu_by_sigmoid_is_gelu_by_tanh(dtype, most, engine):
+    import functools
+
+    module = engine("inductor")
+    x = torch.linspace(-30, 30, 20001).to(dtype)
+    exact = functools.partial(functional.gelu, approximate="tanh")(x.double())
+    actual = module._gelu(None, x, approximate="tanh")
+    assert actual.dtype == dtype
+    error = (actual.double() - exact).abs()
+    assert (error <= most * exact.abs() + 1e-7).all()
+
+
+def test_other_gelu_is_left_alone(engine):
+    calls = []
+    module = engine("inductor")
+    module._gelu(lambda *a, **k: calls.append(k), torch.ones(2, dtype=torch.bfloat16), approximate="none")
+    module._gelu(lambda *a, **k: calls.append(k), torch.ones(2), approximate="tanh")
+    assert calls == [{"approximate": "none"}, {"approximate": "tanh"}]
