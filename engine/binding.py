@@ -32,6 +32,7 @@ class WeightGroups(Protocol):
     """The groups of a model, by `id` of the block; blocks whose weights are in place have none."""
 
     groups: dict[int, WeightGroup]
+    may_stay: bool
 
     def drop(self) -> None: ...
 
@@ -62,7 +63,7 @@ def compiled_blocks(
             left to gain in them is small (SDXL: 3 % of a step), and they are most of what a UNet has to compile.
 
     Yields:
-        Whether the model is as the host made it: no foreign forward or hook in a block, weights that stay where they are.
+        Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay where they are.
     """
     code = code_of(model)
     first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
@@ -70,7 +71,7 @@ def compiled_blocks(
     free = [block for block in blocks if _is_free(block)]
     weights = weights_of(free) if weights_of is not None else None
     plain = len(free) == len(blocks) and not any(b._forward_hooks or b._forward_pre_hooks for b in blocks)
-    plain = plain and not (weights is not None and weights.groups)
+    plain = plain and (weights is None or weights.may_stay)
     compiles = settings.backend != "cudagraphs"  # that one records eager code, see graphs.py
     left_out = {block for block in free if captured and plain and is_convolutional(block)}
     code.left_out = Counter(type(block).__name__ for block in left_out)

@@ -31,28 +31,43 @@ class Pages:
         }
         for layer in (m for m in model.diffusion_model.modules() if hasattr(m, "comfy_cast_weights")):
             layer.comfy_cast_weights = True
+        self.places: dict[str, tuple[int, int]] = {}
+        offset = 0
         for name, layer in self.layers.items():
             size = memory.vram_aligned_size([layer.weight, layer.bias])
-            layer._v, layer._v_signature = (self, name, size), None
+            layer._v, layer._v_signature = (self, offset, size), None
             layer.weight_lowvram_function = layer.bias_lowvram_function = None
             layer.weight_function, layer.bias_function = [], []
             layer.seed_key, layer._pin_state = name, {}
+            self.places[name] = (offset, size)
+            offset += size
         self._model = model
         model.lowvram_patch_counter += 1  # the host's loading leaves its marks, this too
 
+    def within(self, allocation) -> list[str]:
+        """The layers whose pages are in an allocation, which may be that of one layer or of many."""
+        _, start, size = allocation
+        return [name for name, (at, _) in self.places.items() if start <= at < start + size]
+
     def fault(self, allocation):
-        _, name, size = allocation
+        names = self.within(allocation)
         self.faults += 1
-        if name not in self.resident:
-            self.memory.pop(name, None)
-            return None
-        self.pinned += 1
-        if name not in self.memory:
-            self.memory[name] = torch.full((size,), 255, dtype=torch.uint8)
-        return [id(self.memory[name])]
+        for name in names:
+            if name not in self.resident:
+                self.memory.pop(name, None)
+                return None
+        for name in names:
+            if name not in self.memory:
+                self.memory[name] = torch.full((self.places[name][1],), 255, dtype=torch.uint8)
+        self.pinned += len(names)
+        return [id(self.memory[name]) for name in names]
 
     def unpin(self, allocation):
-        self.pinned -= 1
+        self.pinned -= len(self.within(allocation))
+
+    def tensor(self, allocation) -> torch.Tensor:
+        (name,) = self.within(allocation)
+        return self.memory[name]
 
     def remove(self) -> None:
         self._model.lowvram_patch_counter += 1
@@ -74,7 +89,7 @@ def paged(monkeypatch, model):
         patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda allocation: pages.fault(allocation))
         patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda allocation: pages.unpin(allocation))
         patch.setattr(comfy_aimdo.model_vbar, "vbar_signature_compare", lambda a, b: a is not None and a == b)
-        patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda allocation, device: pages.memory[allocation[1]])
+        patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda allocation, device: pages.tensor(allocation))
         patch.setattr(comfy.model_management, "get_offload_stream", lambda device: None)
         patch.setattr(args, "disable_pinned_memory", True)
         try:

@@ -25,7 +25,7 @@ from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
 from .asked import OPTIONS_AT, asked_of
-from .graphing import forget_graphs, graphed, graphs_summary, new_run
+from .graphing import forget_graphs, graphed, graphs_summary, has_graphs, new_run
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
@@ -62,8 +62,10 @@ class BlockCompiler:
             args = self._with_attention(executor, tuple(args), kwargs)
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
-            graphs = settings.wants_graphs and device.type == "cuda"
-            captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
+            graphs = settings.wants_graphs and has_graphs(device)
+            captured = (
+                graphs and settings.mode == "reduce-overhead" and not settings.patterns and not graphs_of(network).crowded
+            )
             stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of, captured))
             if graphs:
                 scopes.enter_context(graphed(network, stays, self.notes))

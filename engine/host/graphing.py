@@ -11,10 +11,17 @@ from torch import nn
 
 from ..block_options import BOOKKEEPING, keys_read
 from ..graphs import ModelGraphs, graphs_of
+from ..per_model import PerModel
+from .paging import AllPages, address_of
 
 logger = logging.getLogger("torch-compile-kit")
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
+
+
+def has_graphs(device: torch.device) -> bool:
+    """Whether work on `device` can be captured."""
+    return device.type == "cuda"
 
 
 @contextmanager
@@ -22,7 +29,7 @@ def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Ite
     """While it lasts, calls of `network` are captured and replayed.
 
     Args:
-        blocks_are_plain: all blocks run their own forward, with weights that stay where they are.
+        blocks_are_plain: all blocks run their own forward, with weights that stay where they are, or in pages.
         notes: gets the reason when a call cannot be captured.
     """
     if not blocks_are_plain or "forward" in network.__dict__:
@@ -30,7 +37,8 @@ def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Ite
         yield
         return
     graphs = graphs_of(network)
-    graphs.check_model(network)
+    graphs.check_model(network, address_of)
+    pages = pages_of(network)
     forward = network.forward
 
     def run(*args, transformer_options=None, **kwargs):
@@ -39,13 +47,37 @@ def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Ite
         if reason:
             _note(notes, f"CUDA graphs are off: {reason}.")
             return forward(*args, transformer_options=options, **kwargs)
-        return graphs.call(_key(network, options), forward, args, kwargs, {"transformer_options": options})
+        with _kept(pages, graphs) as present:
+            if graphs.crowded:
+                _note(notes, "CUDA graphs are off: the weights do not all fit into the memory that is free.")
+            return graphs.call(_key(network, options), forward, args, kwargs, {"transformer_options": options}, present)
 
     network.__dict__["forward"] = run
     try:
         yield
     finally:
         network.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _kept(pages: AllPages, graphs: ModelGraphs) -> Iterator[bool]:
+    """Keep the weights in memory during a call; yields whether they are there."""
+    present = not pages or pages.pin()
+    graphs.absences = 0 if present else graphs.absences + 1
+    graphs.crowded = graphs.absences > 1 or (graphs.crowded and not present)
+    if graphs.crowded and graphs.graphs:
+        graphs.drop()  # their memory is better used for weights
+    replays = graphs.replays
+    try:
+        yield present
+    finally:
+        if pages and graphs.replays == replays:
+            pages.learn()
+        if pages and present:
+            pages.unpin()
+
+
+pages_of = PerModel(AllPages)
 
 
 def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
@@ -55,8 +87,12 @@ def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
 
 
 def new_run(network: nn.Module, *_: object) -> None:
-    """A sampling run begins: weights may have moved since the last."""
-    graphs_of(network).checked = False
+    """A sampling run begins: the host has loaded the model, weights may have moved since the last."""
+    graphs = graphs_of(network)
+    graphs.new_run()
+    if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
+        graphs.obstacle = "another node changes weights on their way to a layer"
+    pages_of(network).new_run(network)
     _read(network)  # now, while the blocks have their own forwards
 
 
@@ -77,9 +113,7 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
         return f"the model reads {', '.join(sorted(read))}"
     if any(isinstance(v, torch.Tensor) for k, v in options.items() if k not in BOOKKEEPING):
         return "an option holds a tensor"
-    if graphs_of(network).hooked:
-        return "a layer has a forward hook"
-    return None
+    return graphs_of(network).obstacle
 
 
 def _key(network: nn.Module, options: dict) -> tuple:

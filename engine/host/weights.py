@@ -54,6 +54,11 @@ class LayerGroup:
         return self._paged is not None or self._streamed is not None
 
     @property
+    def in_pages(self) -> bool:
+        """Whether nothing travels as long as the pages are in memory."""
+        return self._streamed is None and self._eager is None
+
+    @property
     def needed(self) -> bool:
         return self.moves or bool(self._recast) or self._eager is not None
 
@@ -166,6 +171,11 @@ class ModelWeights:
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
         self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
+        return all(getattr(group, "in_pages", False) for group in self.groups.values())
 
     def drop(self) -> None:
         """Give up what was fetched ahead and not used."""
