@@ -1,6 +1,9 @@
 """Shared by the tests of patches and of several models: sample with and without compiling, and compare."""
 
+from contextlib import contextmanager
+
 import torch
+from patch_kinds.weights import louder
 from test_host_models import sample
 
 
@@ -14,7 +17,7 @@ class Runs:
     """
 
     def __init__(self, tiny, engine, name, cfg=4.0, steps=2, size=64, length=1):
-        self.engine, self.cfg, self.steps = engine, cfg, steps
+        self.tiny, self.engine, self.name, self.cfg, self.steps = tiny, engine, name, cfg, steps
         self.patcher = tiny.build_patcher(name)
         self.positive, self.negative = tiny.conditioning(name)
         self.latent = tiny.empty_latent(name, size, size, length)
@@ -58,18 +61,44 @@ class Runs:
         assert torch.isfinite(expected).all()
         assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-4), "the patch does nothing; this proves nothing"
         compiled = self.attach(self.patcher)
-        same(self.run(compiled), plain)
+        same(self.run(compiled), plain, "before the patch")
         before = self.graphs
         assert before
-        same(self.run(patched(compiled), **inputs), expected)
+        same(self.run(patched(compiled), **inputs), expected, "with the patch")
         added = self.graphs - before
-        same(self.run(compiled), plain)
-        same(self.run(patched(compiled, again or patch), **inputs), expected)
-        same(self.run(self.attach(patched(self.patcher, again or patch)), **inputs), expected)
-        same(self.run(compiled), plain)
+        same(self.run(compiled), plain, "with the patch removed")
+        same(self.run(patched(compiled, again or patch), **inputs), expected, "with the patch added again")
+        same(self.run(self.attach(patched(self.patcher, again or patch)), **inputs), expected, "with the patch upstream")
+        same(self.run(compiled), plain, "with the patch removed again")
         assert self.graphs - before == added, "what was compiled once is compiled again"
         return added
 
+    def check_hook(self, path):
+        """Compiled equals eager with a hook on the module at `path`, added when it was compiled, and with it removed."""
+        compiled = self.attach(self.patcher)
+        plain = self.run(compiled)
+        same(plain, self.run(self.patcher), "before the hook")
+        for _ in range(2):
+            with self.hooked(path, lambda _module, _args, out: louder(out)):
+                expected = self.run(self.patcher)
+                assert not torch.allclose(expected, plain, rtol=1e-3), "the hook does nothing; this proves nothing"
+                same(self.run(compiled), expected, "with the hook")
+            same(self.run(compiled), plain, "with the hook removed")
 
-def same(actual, expected):
-    assert torch.allclose(actual, expected, rtol=1e-5, atol=1e-6), (actual - expected).abs().max()
+    @contextmanager
+    def hooked(self, path, hook, **options):
+        """While the context lasts, the module at `path` has a forward hook."""
+        handle = self.patcher.model.diffusion_model.get_submodule(path).register_forward_hook(hook, **options)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+
+class Differs(AssertionError):
+    """A result is not the expected one."""
+
+
+def same(actual, expected, when="the result"):
+    if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):
+        raise Differs(f"{when}: off by {(actual - expected).abs().max()}")

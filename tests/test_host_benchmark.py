@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from paging import paged
+from patch_kinds.weights import load_partly
 from patching import Runs
 from support import torch_settings
-from test_host_lora import partly_loaded  # noqa: F401  a fixture
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -187,10 +187,10 @@ def test_video_model(benchmarked):
 
 
 @pytest.mark.parametrize("share", [0.5, 0.0])
-def test_partly_loaded_weights(benchmarked, partly_loaded, share):  # noqa: F811
+def test_partly_loaded_weights(benchmarked, share):
     runs = benchmarked()
     for patcher in (runs.patcher, runs.compiled):
-        partly_loaded(patcher, share)
+        load_partly(patcher, share)
     result = runs.benchmark(steps=2)
     assert result.late_graphs == 0 and runs.graphs == 2 and result.error < 1e-6
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
+from patch_kinds.conditions import controlnet, with_options
+from patch_kinds.weights import lora_file
 from patching import Runs, same
-from test_host_conditions import controlnet, with_options
-from test_host_lora import lora_file
 from test_host_models import sample
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]

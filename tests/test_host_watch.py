@@ -102,7 +102,7 @@ def test_dynamic_false_compiles_for_each_size_and_says_what_to_set(watched):
 
 def test_a_lora_in_bypass_mode_is_named(watched):
     import comfy.sd
-    from test_host_lora import lora_file
+    from patch_kinds.weights import lora_file
 
     runs = watched()
     runs.warm()

@@ -3,9 +3,9 @@
 import pytest
 import torch
 from paging import paged
+from patch_kinds.weights import load_partly, lora_file
 from patching import Runs
 from support import relative_error
-from test_host_lora import lora_file, partly_loaded  # noqa: F401  a fixture
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -35,24 +35,24 @@ def same_state(one, other):
     )
 
 
-def test_partial_loading_takes_the_graphs_of_full_loading(flux, partly_loaded):  # noqa: F811
+def test_partial_loading_takes_the_graphs_of_full_loading(flux):
     expected = flux.run(flux.patcher)
     assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
     assert flux.graphs == 2
     for share in (0.6, 0.3, 0.0, 0.8):
-        partly_loaded(flux.patcher, share)
+        load_partly(flux.patcher, share)
         assert relative_error(flux.run(flux.attach(flux.patcher)), expected) < 1e-6
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
 
 
-def test_lora_under_partial_loading_adds_no_graph(flux, partly_loaded):  # noqa: F811
+def test_lora_under_partial_loading_adds_no_graph(flux):
     import comfy.sd
 
     first, second = lora_file(flux.patcher), lora_file(flux.patcher, seed=2, layers=("linear2",))
     results = {}
     for share in (1.0, 0.5, 0.0):
         if share < 1:
-            partly_loaded(flux.patcher, share)
+            load_partly(flux.patcher, share)
         flux.run(flux.attach(flux.patcher))
         for name, lora, strength in (("added", first, 1.0), ("stronger", first, 1.5), ("swapped", second, 1.0)):
             patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora, strength, 0)
@@ -214,9 +214,9 @@ def on_device(patcher):
     return sum(p.nbytes for m in modules for p in m.parameters(recurse=False))
 
 
-def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux, partly_loaded):  # noqa: F811
+def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux):
     """Two orders of loading on top of each other would leave more on the device than the host counts: out of memory."""
-    partly_loaded(flux.patcher, 0.5)
+    load_partly(flux.patcher, 0.5)
     expected = flux.run(flux.patcher)
     compiled = flux.attach(flux.patcher)
     runs = [flux.patcher, compiled, compiled.clone(), flux.patcher, flux.attach(compiled, block_swap="eager linears"), compiled]
@@ -227,8 +227,8 @@ def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux, par
         assert on_device(flux.patcher) <= counted
 
 
-def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux, partly_loaded):  # noqa: F811
-    partly_loaded(flux.patcher, 0.6)
+def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux):
+    load_partly(flux.patcher, 0.6)
     compiled = flux.attach(flux.patcher)
     expected = flux.run(compiled)
     loaded = on_device(flux.patcher)

@@ -76,7 +76,7 @@ def with_lora(prompt, name, strength, before):
 def loras(server, tiny):
     """A LoRA file for each model, where the server looks."""
     import safetensors.torch
-    from test_host_lora import lora_file
+    from patch_kinds.weights import lora_file
 
     folder = server.base / "models" / "loras"
     folder.mkdir(exist_ok=True)
