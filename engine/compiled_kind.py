@@ -40,7 +40,6 @@ class CompiledKind:
         forward: the class's own forward function.
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
-        by_shape: dynamic shapes break its graphs (`auto` only), so each shape has a graph of its own.
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
@@ -59,12 +58,10 @@ class CompiledKind:
     first_shapes: set[tuple] = field(default_factory=set)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
-    by_shape: bool = False
     compiles: int = 0
     patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
-    _static_breaks: bool = False
     _seen: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -166,7 +163,7 @@ class CompiledKind:
         """Static for the model's first shape in `auto`, dynamic for all others; one of the two otherwise."""
         dynamic = self.settings.dynamic
         if dynamic == "auto":
-            dynamic = "false" if self.by_shape or signature in self.first_shapes else "true"
+            dynamic = "false" if signature in self.first_shapes else "true"
         if dynamic == "false":
             if self._static is None:
                 self._static = self._compile(dynamic=False)
@@ -204,8 +201,6 @@ class CompiledKind:
 
     def lacks_shared_code(self) -> bool:
         """Whether shapes ran only in code of the first size, and no other had sides of 1 (a batch of one) where they have."""
-        if self.by_shape:  # there is none
-            return False
         first = {sides_of_one(s) for s in self._seen if s in self.first_shapes}
         return not first <= {sides_of_one(s) for s in self._seen if s not in self.first_shapes}
 
@@ -246,19 +241,7 @@ class CompiledKind:
                 compile_scope.exit()
             if event.started:
                 self.compiles += 1
-                added = event.stats()
-                self.stats += added
-                if added.graph_breaks and compiled is self._static:
-                    self._static_breaks = True
-                elif added.graph_breaks:
-                    self._consider_static()
-
-    def _consider_static(self) -> None:
-        """Code that sorts or counts sizes breaks only when they are dynamic: whole graphs are worth one a shape."""
-        if self.settings.dynamic == "auto" and self._static is not None and not self._static_breaks:
-            self.by_shape = True
-            self._seen.clear()
-            logger.info("%s: dynamic shapes break its graph, each size gets a graph of its own", self._name())
+                self.stats += event.stats()
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""

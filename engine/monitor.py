@@ -18,6 +18,7 @@ from .disk_cache import current
 from .kernel_workers import kernel_scope, waiting_compile
 from .prepare import note_needs
 from .scopes import compile_scope
+from .symbolic_sizes import TRACING, tracing_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
@@ -137,12 +138,14 @@ class CompileEvent:
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
+        tracing_scope.enter(**TRACING)
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
+        tracing_scope.exit()
         compile_scope.exit()
 
     def close(self) -> None:

@@ -289,33 +289,6 @@ def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, 
         assert relative_error(net(x), expected) < 1e-6
 
 
-class SortingBlock(Block):
-    """Sorts numbers that are sizes, as Z-Image Omni's slices: PyTorch cannot trace that where they are dynamic."""
-
-    def forward(self, x, slices=()):
-        for start, end in sorted(slices):
-            x = x * (1 + torch.zeros(1, x.shape[1] - end + start + 100).sum())
-        return super().forward(x)
-
-
-def test_code_that_only_dynamic_shapes_break_gets_a_graph_for_each_size(compiled, added, engine):
-    net = Net(SortingBlock)
-
-    def run(tokens):
-        x = torch.randn(2, tokens, 8)
-        expected = net(x, slices=[(2, tokens), (0, 2)])
-        with compiled(net, inputs=(tokens,)):
-            assert torch.equal(net(x, slices=[(2, tokens), (0, 2)]), expected)
-        breaks = sum(kind.stats.graph_breaks for kind in engine("registry").code_of(net).kinds.values())
-        return added(net), breaks
-
-    assert run(4) == (1, 0)
-    _, breaks = run(6)
-    assert breaks > 0
-    assert run(7) == (1, breaks) and run(9) == (1, breaks)
-    assert run(7) == (0, breaks) and run(4) == (0, breaks)
-
-
 def test_a_batch_of_one_in_another_layout_is_the_same_graph(compiled, added):
     net = Net(width=8)
     odd = torch.randn(4, 1, 8).transpose(0, 1)  # Cosmos keeps the batch last but one
