@@ -11,8 +11,14 @@ from __future__ import annotations
 import inspect
 
 import torch
-from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-from torch._dynamo.variables import BaseListVariable, SymNodeVariable, VariableTracker
+
+try:
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import BaseListVariable, SymNodeVariable, VariableTracker
+
+    _call_function = InstructionTranslatorBase.call_function
+except (ImportError, AttributeError):  # another PyTorch: those blocks take a graph for each size, or a break
+    _call_function = None
 
 from .scopes import SharedScope
 
@@ -44,7 +50,6 @@ def evenly_spaced(start: float, end: float, steps: int, *, dtype=None, device=No
 
 
 _TRACED_AS = {id(range): steps_of, id(sorted): sorted_by_comparing, id(torch.linspace): evenly_spaced}
-_call_function = InstructionTranslatorBase.call_function
 
 
 def _traceable_call(translator: InstructionTranslatorBase, fn: VariableTracker, args: list, kwargs: dict) -> None:
@@ -83,4 +88,4 @@ tracing_scope = SharedScope(
     },
     of_process=True,
 )
-TRACING = {"call_function": _traceable_call}
+TRACING = {"call_function": _traceable_call} if _call_function is not None else {}
