@@ -108,14 +108,14 @@ MODELS = {
 # Small enough for two cores of a CPU.
 MODELS["flux_small"] = Model(
     dict(
-        MODELS["flux"].config, vec_in_dim=256, context_in_dim=256, hidden_size=512, num_heads=4, depth=2, depth_single_blocks=4,
+        MODELS["flux"].config, vec_in_dim=256, context_in_dim=256, hidden_size=512, num_heads=4, depth=2, depth_single_blocks=2,
     ),
     torch.float32, (256, 256, 1), 1.0, (1, 64, 256), {"pooled_output": (1, 256), "guidance": 3.5},
 )  # fmt: skip
 MODELS["sdxl_small"] = Model(
     dict(
         MODELS["sdxl"].config, model_channels=128, num_res_blocks=[1, 1], channel_mult=[1, 2],
-        transformer_depth=[0, 2], transformer_depth_middle=2, transformer_depth_output=[0, 0, 2, 2], context_dim=64,
+        transformer_depth=[0, 1], transformer_depth_middle=1, transformer_depth_output=[0, 0, 1, 1], context_dim=64,
     ),
     torch.float32, (256, 256, 1), 5.0, (1, 77, 64), {"pooled_output": (1, 1280)}, channels=4, family="SDXL",
 )  # fmt: skip
