@@ -261,6 +261,7 @@ TABLES = {
     "low vram": low_vram_table,
     "lora": lora_table,
     "restart": restart_table,
+    "cpu": cpu_table,
 }
 
 
