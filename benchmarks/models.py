@@ -17,6 +17,7 @@ class Model:
         cfg: 1.0 runs the model once a step.
         text: shape of one prompt's conditioning.
         extra: other conditioning, a shape for tensors.
+        family: the host's class of the model, where the host does not know this config.
         quantization: None, `plain` (fp8 as the loader's weight_dtype makes it) or a format of the host's quantised checkpoints.
     """
 
@@ -28,7 +29,20 @@ class Model:
     extra: dict = field(default_factory=dict)
     channels: int = 16
     video: bool = False
+    family: str | None = None
     quantization: str | None = None
+
+    def host_config(self):
+        """The host's own configuration, from which it makes the model."""
+        import comfy.model_detection
+        import comfy.supported_models
+
+        if self.family:
+            found = getattr(comfy.supported_models, self.family)(dict(self.config))
+        else:
+            found = comfy.model_detection.model_config_from_unet_config(self.config)
+        found.set_inference_dtype(self.dtype, None)
+        return found
 
 
 _SD = dict(
@@ -91,18 +105,28 @@ MODELS = {
         torch.float16, (512, 512, 1), 5.0, (1, 77, 768), channels=4,
     ),
 }  # fmt: skip
+# Small enough for two cores of a CPU.
+MODELS["flux_small"] = Model(
+    dict(
+        MODELS["flux"].config, vec_in_dim=256, context_in_dim=256, hidden_size=512, num_heads=4, depth=2, depth_single_blocks=2,
+    ),
+    torch.float32, (256, 256, 1), 1.0, (1, 64, 256), {"pooled_output": (1, 256), "guidance": 3.5},
+)  # fmt: skip
+MODELS["sdxl_small"] = Model(
+    dict(
+        MODELS["sdxl"].config, model_channels=128, num_res_blocks=[1, 1], channel_mult=[1, 2],
+        transformer_depth=[0, 1], transformer_depth_middle=1, transformer_depth_output=[0, 0, 1, 1], context_dim=64,
+    ),
+    torch.float32, (256, 256, 1), 5.0, (1, 77, 64), {"pooled_output": (1, 1280)}, channels=4, family="SDXL",
+)  # fmt: skip
 MODELS["flux_fp8"] = replace(MODELS["flux"], quantization="plain")
 MODELS["flux_fp8_scaled"] = replace(MODELS["flux"], quantization="float8_e4m3fn")
 
 
 def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
     """Random weights, the same for the same name, made on `device` and kept in RAM."""
-    import comfy.model_detection
-
     model = MODELS[name]
-    config = comfy.model_detection.model_config_from_unet_config(model.config)
-    config.set_inference_dtype(model.dtype, None)
-    shapes = config.get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
+    shapes = model.host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     generator = torch.Generator(device=device).manual_seed(1)
     weights = {}
     for key, shape in shapes.items():
@@ -126,14 +150,11 @@ def _quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, to
 
 def build(name: str, device: torch.device):
     """A patcher whose weights are on `device` from the start."""
-    import comfy.model_detection
     import comfy.model_patcher
 
-    model = MODELS[name]
-    if model.quantization is not None:
+    if MODELS[name].quantization is not None:
         return _load_quantised(name, device)
-    config = comfy.model_detection.model_config_from_unet_config(model.config)
-    config.set_inference_dtype(model.dtype, None)
+    config = MODELS[name].host_config()
     with torch.inference_mode(), torch.device(device):
         base_model = config.get_model({}, "", device=device)
         generator = torch.Generator(device=device).manual_seed(1)

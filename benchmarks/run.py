@@ -44,11 +44,16 @@ def jobs_of(model: str, variants: list[str]) -> list[tuple[list[str], dict]]:
     return [job for job in [*jobs, (["core"], {}), (["kjnodes"], {})] if job[0] and set(job[0]) <= set(variants)]
 
 
-def run(command: list[str], timeout: int) -> list[dict]:
+def run(command: list[str], timeout: int, own_cache: bool = True) -> list[dict]:
+    """The rows that a process of our own prints.
+
+    Args:
+        own_cache: it compiles for itself, as on a new machine, in a place of its own.
+    """
     print("+", " ".join(command[2:]), flush=True)
     try:
-        with tempfile.TemporaryDirectory() as cache:  # every process compiles for itself, as on a new machine
-            own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
+        with tempfile.TemporaryDirectory() as cache:
+            own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"} if own_cache else {}
             result = subprocess.run(
                 command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env={**os.environ, **own}
             )
@@ -64,7 +69,8 @@ def run(command: list[str], timeout: int) -> list[dict]:
     return rows
 
 
-def environment(host: str) -> dict:
+def environment(host: str, module: str = "benchmarks.run") -> dict:
+    """What a results file says about the machine and the command that made it."""
     import torch
 
     version = {}
@@ -72,13 +78,20 @@ def environment(host: str) -> dict:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if cuda else _cpu(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),
         "comfyui": version["__version__"],
-        "command": " ".join(["python -m benchmarks.run", *sys.argv[1:]]),
+        "command": " ".join([f"python -m {module}", *sys.argv[1:]]),
     }
+
+
+def _cpu() -> str:
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name or 'CPU'}, {os.cpu_count()} cores"
 
 
 def main() -> None:
@@ -88,6 +101,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--models", nargs="*", default=list(BEST))
     parser.add_argument("--variants", nargs="*", default=["eager", "core", "kjnodes", "ours"])
+    parser.add_argument("--noise", action="store_true", help="also eager with other attention kernels")
     parser.add_argument("--low-vram", action="store_true", help="Flux with little memory free, instead of the models")
     parser.add_argument("--lora", action="store_true", help="Flux with LoRA that come and go, instead of the models")
     parser.add_argument("--free", nargs="+", default=["0", "20", "14", "10", "8"])
@@ -118,6 +132,7 @@ def main() -> None:
         for model in options.models:
             for variants, settings in jobs_of(model, options.variants):
                 arguments = ["--model", model, "--variant", *variants, "--settings", json.dumps(settings)]
+                arguments += ["--noise"] if options.noise and "eager" in variants else []
                 known["rows"] += [{"kind": "step_time", **r} for r in run([*module, *arguments, *LONG.get(model, [])], 240)]
     # Last: a CUDA context in this process would count as used memory.
     known["environments"].append(environment(options.host))

@@ -8,20 +8,22 @@ import time
 import types
 from pathlib import Path
 
+from devtools.server import host_arguments
+
 ROOT = Path(__file__).resolve().parent.parent
 KIT = "torch_compile_kit"
 
 
-def enter(host: str, dynamic_vram: bool = False, arguments: tuple[str, ...] = ()):
-    """Make this process a ComfyUI process without a server; returns torch."""
+def enter(host: str, dynamic_vram: bool = False):
+    """Make this process a ComfyUI process without a server, on the CPU where there is no GPU; returns torch."""
     sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() != ROOT]
     sys.path.insert(0, str(Path(host).resolve()))
-    sys.argv = ["main.py", *arguments]
     import comfy.options
-
-    comfy.options.enable_args_parsing()
     import torch
 
+    comfy.options.enable_args_parsing()
+    # Asking for a GPU wakes CUDA, which dynamic VRAM must come before.
+    sys.argv = ["main.py", *host_arguments(dynamic_vram or torch.cuda.is_available())]
     if dynamic_vram:  # as main.py does before torch is used
         import comfy_aimdo.control
 
@@ -115,4 +117,5 @@ def counts() -> dict:
 
 
 def relative_error(actual, expected) -> float:
-    return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+    """Of four significant digits."""
+    return float(f"{((actual.float() - expected.float()).norm() / expected.float().norm()).item():.4g}")

@@ -1,7 +1,8 @@
 """Seconds per step of real-size models, side by side: eager, core's node, KJNodes' node, ours.
 
 Eager and ours take turns in one process; each peer has a process of its own, since peers change PyTorch and ComfyUI for good:
-    python -m benchmarks.step_time --host COMFYUI --kjnodes FILE --models flux sdxl --out FILE
+    python -m benchmarks.step_time --host COMFYUI --model flux --variant eager ours --noise
+    python -m benchmarks.step_time --host COMFYUI --model flux --variant kjnodes --kjnodes FILE
 """
 
 import argparse
@@ -10,7 +11,7 @@ import os
 import time
 from pathlib import Path
 
-from . import models, session, variants
+from . import models, noise, session, variants
 
 
 def measure(options) -> list[dict]:
@@ -20,7 +21,7 @@ def measure(options) -> list[dict]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     patcher = models.build(options.model, device)
     settings = json.loads(options.settings)
-    rows, running, times = {}, {}, {}
+    rows, running, times, latents = {}, {}, {}, {}
     for variant in options.variant:
         before = session.counts()
         running[variant] = variants.apply(variant, patcher, session.KIT, options.kjnodes, **settings)
@@ -28,6 +29,7 @@ def measure(options) -> list[dict]:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
         latent, first = session.sample(running[variant], options.model, options.steps)
+        latents[variant] = latent
         after = session.counts()
         label = options.label if options.label and variant == options.variant[-1] else variant
         rows[variant] = {
@@ -44,7 +46,7 @@ def measure(options) -> list[dict]:
         if label == "eager":
             torch.save(latent, reference)
         if reference.exists():
-            rows[variant]["error"] = round(session.relative_error(latent, torch.load(reference)), 5)
+            rows[variant]["error"] = session.relative_error(latent, torch.load(reference))
         times[variant] = []
     warm = session.counts()
     for _ in range(options.rounds):
@@ -61,6 +63,10 @@ def measure(options) -> list[dict]:
             _, steps = session.sample(model, options.model, 4, size=(width, height, frames))
             more = {"size": size, "first": round(steps[0], 3), "step": round(session.median(steps[1:]), 5)}
             rows[variant].setdefault("more", []).append(more)
+    if options.noise and "eager" in rows:  # last: what it loads would make the other variants' first steps shorter
+        rows["eager"]["attention_noise"] = noise.attention_noise(
+            patcher, options.model, options.steps, device.type, latents["eager"]
+        )
     return list(rows.values())
 
 
@@ -76,6 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--more", nargs="*", default=[], help="further sizes, WIDTHxHEIGHT[xFRAMES]")
     parser.add_argument("--head-start", type=float, default=0, help="seconds between node and sampler: text encoding")
+    parser.add_argument("--noise", action="store_true", help="also eager with other attention kernels, into eager's row")
     parser.add_argument("--references", default="/tmp")
     options = parser.parse_args()
     session.enter(options.host)

@@ -1,7 +1,9 @@
-"""Regenerate the README's tables from benchmarks/results/*.json: python -m benchmarks.tables"""
+"""Regenerate the README's tables and chart from benchmarks/results/*.json: python -m benchmarks.tables"""
 
 import json
 from pathlib import Path
+
+from . import chart
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -16,6 +18,8 @@ NAMES = {
     "sdxl": "SDXL, 1024x1024, cfg 5",
     "sd15": "SD 1.5, 512x512, cfg 5, `only_blocks` = `*`",
 }
+SMALL = {"flux_small": "a small Flux, 256x256", "sdxl_small": "a small SDXL, 256x256, cfg 5"}
+PEERS = ("core", "kjnodes")
 
 
 # Ways of holding the weights (kind of VRAM management, GiB free).
@@ -66,13 +70,35 @@ def _error(row: dict | None) -> str:
     return f"{row['error']:.4f}" if row and "error" in row else "-"
 
 
+def _noise(row: dict | None) -> float | None:
+    """The largest error of eager with another attention kernel; older files have none."""
+    return max(row["attention_noise"].values()) if row and row.get("attention_noise") else None
+
+
 def _newest(found: list[dict], **wanted) -> dict | None:
-    """The last row that has these values."""
-    return next((row for row in reversed(found) if all(row.get(k) == v for k, v in wanted.items())), None)
+    """The last row that has these values; a tuple stands for any of its own."""
+    for row in reversed(found):
+        if all(row.get(k) in v if isinstance(v, tuple) else row.get(k) == v for k, v in wanted.items()):
+            return row
+    return None
 
 
 # Measured as a setting of its own, the default since: in CUDA graphs blocks of convolutions stay uncompiled.
-TODAY = {"sdxl": "ours, transformers"}
+TODAY = {"sdxl": ("ours", "ours, transformers")}
+
+
+def _newest_pair(found: list[dict], model: str) -> tuple[dict | None, dict | None]:
+    """(eager, ours) of the process that ran last."""
+    ours = _newest(found, model=model, variant=TODAY.get(model, "ours"))
+    if ours is None or "died" in ours:
+        return None, None
+    return _newest(found, model=model, variant="eager", file=ours["file"], process=ours.get("process")), ours
+
+
+def _beside_peers(found: list[dict], model: str) -> list[dict | None]:
+    """Eager, core, KJNodes and ours of the file that has the peers' rows; nothing if there is none."""
+    peers = [row for variant in PEERS if (row := _newest(found, model=model, variant=variant))]
+    return [_newest(found, model=model, variant=v, file=peers[0]["file"]) for v in ("eager", *PEERS, "ours")] if peers else []
 
 
 def step_time_table() -> str:
@@ -80,28 +106,83 @@ def step_time_table() -> str:
     found, sources = rows("step_time")
     lines = [
         "| model | eager | ours | cold start, s | graphs | peak VRAM, GiB: eager, ours | beside peers: core, KJNodes, ours "
-        "| error: core, KJNodes, ours |",
-        "|---" * 8 + "|",
+        "| error: core, KJNodes, ours | noise |",
+        "|---" * 9 + "|",
     ]
     for model, name in NAMES.items():
-        ours = _newest(found, model=model, variant=TODAY.get(model, "ours"))
-        if ours is None or "died" in ours:
+        eager, ours = _newest_pair(found, model)
+        if ours is None:
             continue
-        eager = _newest(found, model=model, variant="eager", file=ours["file"], process=ours.get("process"))
-        peers = [_newest(found, model=model, variant=variant) for variant in ("core", "kjnodes")]
-        beside = "-"
-        if any(peers):
-            file = next(peer["file"] for peer in peers if peer)
-            known = [_newest(found, model=model, variant=v, file=file) for v in ("eager", "core", "kjnodes", "ours")]
-            beside = ", ".join(_ratio(row, known[0]) for row in known[1:])
+        known = _beside_peers(found, model)
+        beside = ", ".join(_ratio(row, known[0]) for row in known[1:]) or "-"
         cold = f"{ours['cold_start']:.1f}" if ours.get("head_start") else "-"
         peaks = ", ".join(f"{row.get('peak_gib', 0):.1f}" for row in (eager, ours) if row)
-        errors = ", ".join(_error(row) for row in (*peers, ours))
+        errors = ", ".join(_error(row) for row in (*(known[1:3] or (None, None)), ours))
+        noise = "-" if _noise(eager) is None else f"{_noise(eager):.4f}"
         lines.append(
             f"| {name} | {_cell(eager, eager)} | **{_cell(ours, eager)}** | {cold} | {ours['graphs']} | {peaks} | {beside} "
-            f"| {errors} |"
+            f"| {errors} | {noise} |"
         )
     return "\n".join([*lines, "", *sources])
+
+
+def step_time_chart() -> str:
+    """The ratios to eager of the same rows, as an SVG; those beside peers where there are any."""
+    found, _ = rows("step_time")
+    groups = []
+    for model, name in NAMES.items():
+        eager, ours = _newest_pair(found, model)
+        known = _beside_peers(found, model) or [eager, None, None, ours]
+        ratios = [row["step"] / known[0]["step"] if row and "step" in row else None for row in known[1:]]
+        if ours:
+            title, detail = name.partition(", `")[0].split(", ", 1)
+            groups.append((title, detail, dict(zip(chart.SERIES, ratios, strict=True))))
+    return chart.draw(groups)
+
+
+def cpu_table() -> str:
+    """Step times, restarts and cancel of the newest run of benchmarks.cpu."""
+    found, sources = rows("cpu_step_time")
+    lines = [
+        "| model, seconds per step | eager | core | KJNodes | ours | graphs, breaks: core, KJNodes, ours "
+        "| error: core, KJNodes, ours | noise |",
+        "|---" * 8 + "|",
+    ]
+    for model, name in SMALL.items():
+        pairs = []
+        for variant in (*PEERS, "ours"):
+            row = _newest(found, model=model, variant=variant)
+            eager = row and _newest(found, model=model, variant="eager", file=row["file"], process=row["process"])
+            pairs.append((row, eager))
+        cells = " | ".join(_cell(row, eager) for row, eager in pairs)
+        counts = ", ".join(f"{row['graphs']}/{row['breaks']}" if row else "-" for row, _ in pairs)
+        errors = ", ".join(f"{row['error']:.0e}" if row else "-" for row, _ in pairs)
+        eager = pairs[-1][1]
+        lines.append(f"| {name} | {_cell(eager, eager)} | {cells} | {counts} | {errors} | {_noise(eager):.0e} |")
+    starts = {"first": "first start", "second": "restart", "carried": "empty machine, cache file"}
+    lines += ["", f"| model, seconds of compiling | {' | '.join(starts.values())} |", "|---" * 4 + "|"]
+    restarts, _ = rows("cpu_restart")
+    for model, name in SMALL.items():
+        here = [_newest(restarts, model=model, run=run) for run in starts]
+        lines.append(f"| {name} | {' | '.join(_compile_seconds(row, here[0]) for row in here)} |")
+    return "\n".join([*lines, "", _cancel_sentence(), "", *sources])
+
+
+def _cancel_sentence() -> str:
+    found, _ = rows("cpu_cancel")
+    found = [row for row in found if row["file"] == found[-1]["file"]]
+    cancels, after = [row for row in found if "after_the_graph" in row], found[-1]
+    longest = max(row["after_the_graph"] for row in cancels)
+    return (
+        f"Cancel: {len(cancels)} warmups of three sizes (tiny Flux, real server) were cancelled inside a graph; they were over "
+        f"at most {longest:.2f} s after the end of that graph. The run after them compiled what was left, {after['graphs']} of "
+        f"the graphs, and its latent is {after['error']:.0e} from eager's."
+    )
+
+
+def _compile_seconds(row: dict, first: dict) -> str:
+    ratio = f" ({row['compile_seconds'] / first['compile_seconds']:.2f})" if row is not first else ""
+    return f"{row['compile_seconds']:.1f}{ratio}"
 
 
 def lora_table() -> str:
@@ -117,11 +198,13 @@ def lora_table() -> str:
 
 def restart_table() -> str:
     found, sources = rows("restart")
-    lines = ["| start | first step above a warm one, s | graphs | of these read from disk |", "|---|---|---|---|"]
+    head = ["start", "first step above a warm one, s", "of this compiling", "graphs", "of these read from disk"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for run, name in STARTS.items():
         row = _newest(found, run=run)
         if row:
-            lines.append(f"| {name} | {row['above']:.1f} | {row['graphs']} | {row['graphs_from_disk']} |")
+            seconds = _compile_seconds(row, _newest(found, run="first"))
+            lines.append(f"| {name} | {row['above']:.1f} | {seconds} | {row['graphs']} | {row['graphs_from_disk']} |")
     return "\n".join([*lines, "", *sources])
 
 
@@ -174,17 +257,27 @@ def replace(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    text = replace(text, "step time", step_time_table())
-    text = replace(text, "low vram", low_vram_table())
-    text = replace(text, "lora", lora_table())
-    text = replace(text, "restart", restart_table())
-    readme.write_text(text)
-    if (RESULTS / "compatibility.json").exists():
-        (ROOT / "docs" / "compatibility.md").write_text(COMPATIBILITY + compatibility_table() + "\n")
+TABLES = {
+    "step time": step_time_table,
+    "low vram": low_vram_table,
+    "lora": lora_table,
+    "restart": restart_table,
+    "cpu": cpu_table,
+}
+
+
+def made() -> dict[Path, str]:
+    """Every file with figures, and what it must hold."""
+    text = (ROOT / "README.md").read_text()
+    for name, table in TABLES.items():
+        text = replace(text, name, table())
+    return {
+        ROOT / "README.md": text,
+        ROOT / "docs" / "step-time.svg": step_time_chart(),
+        ROOT / "docs" / "compatibility.md": COMPATIBILITY + compatibility_table() + "\n",
+    }
 
 
 if __name__ == "__main__":
-    main()
+    for file, content in made().items():
+        file.write_text(content)

@@ -27,8 +27,8 @@ _WORTHWHILE = 0.95
 _WARMUP, _REPEATS = 2, 5
 
 
-def _override_for(kernel: str) -> Callable:
-    priority = [KERNELS[kernel], *(b for b in KERNELS.values() if b is not KERNELS[kernel]), SDPBackend.MATH]
+def override_with(priority: list[SDPBackend]) -> Callable:
+    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run."""
 
     def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
         if func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
@@ -38,7 +38,7 @@ def _override_for(kernel: str) -> Callable:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
         return out if skip_output_reshape else out.transpose(1, 2).reshape(out.shape[0], -1, heads * out.shape[-1])
 
-    override.__name__ = f"attention_{kernel}"
+    override.__name__ = f"attention_{priority[0].name.removesuffix('_ATTENTION').lower()}"
     return override
 
 
@@ -52,8 +52,11 @@ def _as_sdpa(q, k, v, heads, mask, skip_reshape):
     return q, k, v, mask
 
 
-# One function per kernel: guards compare functions by identity.
-_overrides = {kernel: _override_for(kernel) for kernel in KERNELS}
+# One function per kernel: guards compare functions by identity. What the first cannot run, the others do.
+_overrides = {
+    kernel: override_with([first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH])
+    for kernel, first in KERNELS.items()
+}
 
 
 def override_for(kernel: str) -> Callable | None:

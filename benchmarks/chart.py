@@ -1,0 +1,91 @@
+"""Bars of step time relative to eager, as an SVG that suits a light and a dark page."""
+
+from xml.sax.saxutils import escape
+
+WIDTH = 860
+LEFT, RIGHT, TOP, BOTTOM = 190, 60, 92, 34
+BAR, GAP = 15, 15
+# What the bars of a group are, in their order, with the name of their colour below.
+SERIES = {"core's node": "core", "KJNodes": "kjnodes", "Torch Compile Kit": "ours"}
+STYLE = """
+  svg { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px }
+  .page { fill: #ffffff; stroke: #d8dee6 } .ink { fill: #16202e } .muted { fill: #5c6878 } .grid { stroke: #e3e7ed }
+  .eager { stroke: #16202e; stroke-width: 1.5; stroke-dasharray: 5 4 }
+  .core { fill: #a3adba } .kjnodes { fill: #d9962b } .ours { fill: #2563eb }
+  .value { paint-order: stroke; stroke: #ffffff; stroke-width: 4px }
+  .title { font-size: 18px; font-weight: 600 } .strong { font-weight: 600 } .end { text-anchor: end }
+  .middle { text-anchor: middle }
+  @media (prefers-color-scheme: dark) {
+    .page { fill: #0d1117; stroke: #30363d } .ink { fill: #e6edf3 } .muted { fill: #9aa5b4 } .grid { stroke: #262d36 }
+    .eager { stroke: #e6edf3 } .value { stroke: #0d1117 } .core { fill: #7d8794 } .ours { fill: #4f8df9 }
+  }
+"""
+
+
+def draw(groups: list[tuple[str, str, dict[str, float | None]]]) -> str:
+    """The chart.
+
+    Args:
+        groups: of each model its name, what it runs at, and its ratio by series; None where there is none.
+    """
+    highest = max([1.0, *(ratio for *_, ratios in groups for ratio in ratios.values() if ratio)]) * 1.06
+
+    def x(ratio: float) -> float:
+        return LEFT + (WIDTH - LEFT - RIGHT) * ratio / highest
+
+    body, y = [], TOP
+    for name, detail, ratios in groups:
+        known = {series: ratio for series, ratio in ratios.items() if ratio is not None}
+        height = max(len(known), 2) * BAR  # a name and its detail need as much
+        body += [
+            _text(LEFT - 14, y + height / 2 - 3, name, "ink strong end"),
+            _text(LEFT - 14, y + height / 2 + 13, detail, "muted end"),
+        ]
+        top = y + (height - len(known) * BAR) / 2
+        for index, (series, ratio) in enumerate(known.items()):
+            kind, bar = SERIES[series], top + index * BAR
+            body.append(_rect(LEFT, bar + 1, x(ratio) - LEFT, BAR - 2, kind))
+            body.append(
+                _text(x(ratio) + 6, bar + BAR - 3, f"{ratio:.2f}", "value ink strong" if kind == "ours" else "value muted")
+            )
+        y += height + GAP
+    bottom = y - GAP + 8
+    ticks = [0.2 * index for index in range(int(highest / 0.2 + 1e-9) + 1)]
+    grid = [_line(x(tick), TOP - 8, x(tick), bottom, "grid") for tick in ticks]
+    labels = [_text(x(tick), bottom + 18, f"{tick:.1f}", "muted middle") for tick in ticks]
+    eager = [_line(x(1), TOP - 8, x(1), bottom, "eager"), _text(x(1), TOP - 14, "eager", "ink middle")]
+    height = bottom + BOTTOM
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:g}" viewBox="0 0 {WIDTH} {height:g}">',
+            f"<title>Step time relative to eager</title>\n<style>{STYLE}</style>",
+            f'<rect class="page" x="0.5" y="0.5" width="{WIDTH - 1}" height="{height - 1:g}" rx="8"/>',
+            _text(24, 34, "Time of a step relative to eager: shorter is faster", "ink title"),
+            *_legend(),
+            *grid,
+            *eager,
+            *body,
+            *labels,
+            "</svg>\n",
+        ]
+    )
+
+
+def _legend() -> list[str]:
+    parts, left = [], 24
+    for series, kind in SERIES.items():
+        parts += [_rect(left, 49, 12, 12, kind), _text(left + 18, 60, series, "ink")]
+        left += 44 + 7.5 * len(series)
+    return parts
+
+
+def _rect(x: float, y: float, width: float, height: float, kind: str) -> str:
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" rx="2"/>'
+
+
+def _line(x1: float, y1: float, x2: float, y2: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}"/>'
+
+
+def _text(x: float, y: float, text: str, kind: str) -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}">{escape(text)}</text>'
