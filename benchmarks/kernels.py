@@ -18,10 +18,10 @@ from . import models, session, variants
 
 # First match wins: a kernel's name holds one of the words.
 KINDS = {
+    "compiled elementwise": ("triton_",),  # first: their names tell of what is around them
     "attention": ("fmha", "flash", "attention", "sdpa", "softmax"),
     "matrix products": ("gemm", "nvjet", "cutlass", "cublas", "xmma", "splitk", "wgmma"),
     "convolutions": ("conv", "implicit", "winograd"),
-    "compiled elementwise": ("triton_",),
     "copies": ("memcpy", "memset", "copy"),
 }
 LONGEST = 12
