@@ -15,19 +15,26 @@ from torch import fx
 
 aten = torch.ops.aten
 # Part of the key of the cache on disk: PyTorch's own keys know the operators, not what we put in their place.
-VERSION = "1"
+VERSION = "2"
 # Operator -> the same in PyTorch's own operators, out of place; NotImplemented leaves the operator as it is.
 REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
+# Called with the graph as Dynamo has traced it, to change it in place; True if it did.
+REWRITES: list[Callable[[fx.Graph], bool]] = []
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
-    """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS on CUDA devices."""
+    """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
     from torch._inductor.compile_fx import compile_fx  # seconds, see prepare.py
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
     own = {aten.gelu.default: functools.partial(_gelu, table[aten.gelu.default]), **REPLACEMENTS}
     decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in own.items()}}
+    if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
+        rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
+        if any(rewritten):
+            graph.graph.lint()
+            graph.recompile()
     return compile_fx(graph, example_inputs, config_patches=options, decompositions=decompositions)
 
 

@@ -84,6 +84,72 @@ def test_frequencies_of_more_tokens_are_cut_off(everywhere):
     torch.testing.assert_close(tuple(actual), tuple(expected))
 
 
+@pytest.mark.parametrize("dim", [1, 2])
+def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, engine):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(tokens):
+        return torch.randn(1, *((tokens, HEADS) if dim == 1 else (HEADS, tokens)), DIM, generator=generator)
+
+    def join(text, image):
+        return torch.cat((text, image), dim)
+
+    def both(q_text, q_image, k_text, k_image, freqs):
+        q, k = torch.ops.comfy_kitchen.apply_rope(join(q_text, q_image), join(k_text, k_image), freqs)
+        return q, k, torch.ops.comfy_kitchen.apply_rope1(join(k_text, q_image), freqs)
+
+    graphs = []
+
+    def recording(graph, example_inputs, **options):
+        result = everywhere.inductor(graph, example_inputs, **options)
+        graphs.append(str(graph.graph))
+        return result
+
+    given = random(5), random(9), random(5), random(9), frequencies(14, heads_first=dim == 2)
+    with torch.inference_mode():
+        expected = both(*given)
+        actual, _ = _compiled(both, recording, given)
+    assert len(graphs) == 1 and "apply_rope](" not in graphs[0] and graphs[0].count("apply_rope1](") == 6, graphs
+    torch.testing.assert_close(tuple(actual), tuple(expected))
+
+
+def test_what_is_joined_for_others_too_stays_joined(everywhere, engine):
+    rewrite = engine("host.opened_kernels").rotate_before_joining
+    untouched = []
+
+    def also_used(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs), joined.sum()
+
+    def by_heads(text, image, freqs):  # the frequencies have no such dimension
+        return torch.ops.comfy_kitchen.apply_rope1(torch.cat((text, image), 2), freqs)
+
+    def backend(graph, example_inputs):
+        untouched.append(not rewrite(graph.graph))
+        return graph
+
+    tensors = torch.randn(1, 5, HEADS, DIM), torch.randn(1, 5, HEADS, DIM)
+    torch.compile(also_used, backend=backend)(*tensors, frequencies(10, heads_first=False))
+    torch.compile(by_heads, backend=backend)(*tensors, frequencies(5, heads_first=False))
+    assert untouched == [True, True]
+
+
+def test_one_graph_serves_all_sizes(everywhere):
+    from torch._inductor.utils import fresh_cache
+
+    compiled = torch.compile(
+        lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), backend=everywhere.inductor, dynamic=True, fullgraph=True
+    )
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.inference_mode(), fresh_cache():
+        for tokens in (6, 9, 30):
+            q, k = (torch.randn(2, HEADS, tokens, DIM) for _ in range(2))
+            given = q, k, frequencies(tokens)
+            torch.testing.assert_close(compiled(*given), tuple(torch.ops.comfy_kitchen.apply_rope(*given)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
 def test_on_a_cpu_the_hosts_kernels_stay(engine):
     engine("host.opened_kernels").register()
     given = inputs("apply_rope", torch.float32)
