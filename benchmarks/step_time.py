@@ -40,6 +40,8 @@ def measure(options) -> list[dict]:
             "graphs": after["graphs"] - before["graphs"],
             "breaks": after["breaks"] - before["breaks"],
         }
+        if variant == "ours" and options.head_start:
+            rows[variant]["head_start"] = options.head_start
         if device.type == "cuda":
             rows[variant]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 1024**3, 2)
         reference = Path(options.references) / f"{options.model}-{options.steps}.pt"
