@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from .disk_cache import ABOUT, DiskCache, environment
 from .errors import TorchCompileKitError
 
-FORMAT = "torch-compile-kit cache 1"
+FORMAT = "torch-compile-kit cache 2"
 # Triton's kernels are inside inductor's entries and are written out from there (torch/_inductor/triton_bundler.py), with the
 # absolute paths of the machine in them; locks are empty.
 LEFT_OUT = ("triton", "locks")
@@ -47,6 +47,7 @@ class CacheFile:
         models: classes of the host's models.
         sizes: what they were compiled for.
         members: file below the cache folder -> sha256.
+        modules: what tracing the blocks takes apart, see `prepare.traced_modules`.
     """
 
     environment: dict[str, str]
@@ -54,17 +55,24 @@ class CacheFile:
     models: list[str]
     sizes: list[str]
     members: dict[str, str] = field(default_factory=dict)
+    modules: list[str] = field(default_factory=list)
 
 
 def write_cache_file(
-    path: Path, cache: DiskCache, folders: Iterable[str], pack: str, models: list[str], sizes: list[str]
+    path: Path,
+    cache: DiskCache,
+    folders: Iterable[str],
+    pack: str,
+    models: list[str],
+    sizes: list[str],
+    modules: Iterable[str] = (),
 ) -> int:
     """Pack the folders of some kinds.
 
     Args:
         path: replaced when it exists, in one step.
         folders: names, see `CompiledKind.folder`.
-        pack, models, sizes: for the header.
+        pack, models, sizes, modules: for the header.
 
     Returns:
         How many files are in it.
@@ -82,6 +90,7 @@ def write_cache_file(
         **environment(),
         "models": json.dumps(models),
         "sizes": json.dumps(sizes),
+        "modules": json.dumps(list(modules)),
         "members": json.dumps({name: hashlib.sha256(data).hexdigest() for name, data in members.items()}),
     }
     tensors = {
@@ -129,6 +138,7 @@ def read_header(path: Path) -> CacheFile:
             json.loads(header["models"]),
             json.loads(header["sizes"]),
             members,
+            [name for name in json.loads(header["modules"]) if isinstance(name, str)],
         )
         if set(members) != names:
             raise ValueError("its list of members is another")

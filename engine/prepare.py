@@ -75,6 +75,18 @@ def note_needs(from_disk: bool) -> None:
         _record(IMPORTS, late)
 
 
+def traced_modules() -> list[str]:
+    """The loaded modules whose sources have been taken apart here, by name: files are elsewhere on another machine."""
+    files = set(funcname_cache.cache) | _recorded(SOURCES)
+    return sorted(name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) in files)
+
+
+def expect_modules(names: list[str]) -> None:
+    """Compiled code has come from another machine, where these were taken apart for it: do it while preparing."""
+    files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
+    _record(SOURCES, {file for file in files if file})
+
+
 def _record(name: str, found: set[str]) -> None:
     cache, known = current(), _recorded(name)
     if cache is not None and found - known:

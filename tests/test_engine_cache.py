@@ -197,7 +197,11 @@ def test_the_header_tells_where_it_fits(saved, disk_cache):
     with safe_open(saved, framework="pt") as file:
         header = file.metadata()
     assert header["models"] == '["Flux"]' and header["sizes"] == '["64x64 batch 1"]'
-    assert {"torch", "triton", "cuda", "python", "platform", "device"} == set(disk_cache.environment()) <= set(header)
+    assert (
+        {"torch", "triton", "cuda", "python", "platform", "device", "code of the pack"}
+        == set(disk_cache.environment())
+        <= set(header)
+    )
 
 
 def test_one_flipped_byte_anywhere_is_refused(files, saved, empty):
@@ -270,15 +274,15 @@ def test_a_member_that_leads_elsewhere_is_refused(files, saved, empty, tmp_path,
     assert after == before and not Path("/tmp/outside").exists()
 
 
-@pytest.mark.parametrize("header", [None, {"format": "pt"}, {"format": "torch-compile-kit cache 2"}])
+@pytest.mark.parametrize("header", [None, {"format": "pt"}, {"format": "torch-compile-kit cache 1"}])
 def test_another_kind_of_file_is_refused(files, empty, tmp_path, header):
     path = tmp_path / "model.safetensors"
     save_file({"weight": torch.ones(2)}, path, header)
-    with pytest.raises(files.CacheFileError, match=r"format is .*torch-compile-kit cache 1"):
+    with pytest.raises(files.CacheFileError, match=r"format is .*torch-compile-kit cache 2"):
         files.load_cache_file(path, empty)
 
 
-@pytest.mark.parametrize("key", ["members", "pack", "torch"])
+@pytest.mark.parametrize("key", ["members", "pack", "torch", "modules"])
 def test_an_incomplete_header_is_refused(files, saved, empty, key):
     with safe_open(saved, framework="pt") as file:
         header = {k: v for k, v in file.metadata().items() if k != key} | {"sha256": "0" * 64}
@@ -305,3 +309,14 @@ def test_nothing_compiled_is_no_file(files, cache, tmp_path):
 )  # fmt: skip
 def test_only_pytorchs_own_modules_are_imported_by_record(engine, name, imported):
     assert bool(engine("prepare")._LATE.fullmatch(name)) is imported
+
+
+def test_sources_travel_by_the_names_of_their_modules(engine, cache, monkeypatch):
+    prepare = engine("prepare")
+    cache.root.mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(prepare, "current", lambda: cache)
+    prepare._record(prepare.SOURCES, {json.__file__, "/elsewhere/gone.py"})
+    assert "json" in prepare.traced_modules()
+    (cache.root / prepare.SOURCES).unlink()
+    prepare.expect_modules(["json", "a_module.that_is_not_here", "builtins"])
+    assert prepare._recorded(prepare.SOURCES) == {json.__file__}

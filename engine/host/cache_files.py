@@ -10,6 +10,7 @@ from ..cache_file import CacheFileError, load_cache_file, write_cache_file
 from ..compiled_kind import structure_of
 from ..disk_cache import folder_name
 from ..errors import InvalidSetting
+from ..prepare import expect_modules, traced_modules
 from ..report import kinds_for
 from ..watch import watch_of
 from .attachment import attached_settings, diffusion_model, model_name
@@ -63,7 +64,7 @@ def save_cache(patcher, filename: str) -> tuple[Path, str]:
     path = kit_folder() / (name + SUFFIX)
     folders = {kind.folder for kind in kinds if kind.stats.graphs}
     folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
-    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
+    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes, traced_modules())
     return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"
 
 
@@ -86,6 +87,7 @@ def load_cache(filename: str) -> str:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text
+    expect_modules(found.modules)
     text = f"{filename}: {len(found.members)} files for {', '.join(found.models)}; {', '.join(found.sizes)}"
     logger.info("%s", text)
     return text
