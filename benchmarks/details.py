@@ -1,0 +1,118 @@
+"""The tables of docs/figures.md."""
+
+from .rows import NAMES, PEERS, SMALL, cell, newest, noise_of, rows
+
+# Ways of holding the weights (kind of VRAM management, GiB free).
+HOLDING = {
+    ("legacy", 0.0): "dynamic VRAM off",
+    ("dynamic", 0.0): "dynamic VRAM",
+    ("dynamic", 14.0): "dynamic VRAM, 14 GiB free",
+    ("legacy", 14.0): "partial loading, 14 GiB free",
+}
+STARTS = {
+    "first": "first start, nothing on disk",
+    "second": "restart",
+    "early": "restart, 5 s of text encoding between node and sampler",
+    "carried": "empty cache, a file in Load Compile Cache",
+    "carried early": "the same, 5 s of text encoding between node and sampler",
+}
+
+
+def kernels_table() -> str:
+    """Where the time of a step goes: the newest profile of each model."""
+    found, sources = rows("kernels")
+    kinds = ["matrix products", "attention", "compiled elementwise", "other elementwise", "copies"]
+    lines = [f"| ms per step | | {' | '.join(kinds)} | kernels |", "|---" * (len(kinds) + 3) + "|"]
+    for model, name in NAMES.items():
+        for variant in ("eager", "ours"):
+            row = newest(found, model=model, variant=variant)
+            if row:
+                cells = [f"{row['seconds'].get(kind, 0) * 1000:.1f}" for kind in kinds]
+                lines.append(f"| {name} | {variant} | {' | '.join(cells)} | {row['kernels']} |")
+    return "\n".join([*lines, "", *sources])
+
+
+def graphs_table() -> str:
+    """Many runs with CUDA graphs."""
+    found, sources = rows("graphs")
+    lines = [
+        "| | runs | wrong | largest error | captured, replayed | last step: eager, ours | GiB in use: first round, end |",
+        "|---" * 7 + "|",
+    ]
+    for row in found:
+        ratio = row["last_step"] / row["eager_last_step"]
+        lines.append(
+            f"| {NAMES[row['model']].split(',')[0]}, dynamic VRAM {'on' if row['vram'] == 'dynamic' else 'off'} "
+            f"| {row['runs']} | {row['wrong']} | {row['largest_error']:.4f} | {row['captured']}, {row['replayed']} "
+            f"| {row['eager_last_step']:.4g}, {row['last_step']:.4g} ({ratio:.2f}) "
+            f"| {row['gib_after_first_round']}, {row['gib_at_the_end']} |"
+        )
+    return "\n".join([*lines, "", *sources])
+
+
+def lora_table() -> str:
+    found, sources = rows("lora")
+    states = list(dict.fromkeys(row["state"] for row in found if "ours_step" in row))
+    lines = ["| LoRA | " + " | ".join(HOLDING.values()) + " | graphs compiled |", "|---" * (len(HOLDING) + 2) + "|"]
+    for state in states:
+        here = [newest(found, state=state, vram=vram, free_gib=free) for vram, free in HOLDING]
+        cells = [f"{r['ours_step']:.4g} ({r['ours_step'] / r['eager_step']:.2f})" if r else "-" for r in here]
+        lines.append(f"| {state} | {' | '.join(cells)} | {sum(r['graphs'] for r in here if r)} |")
+    return "\n".join([*lines, "", *sources])
+
+
+def restart_table() -> str:
+    found, sources = rows("restart")
+    head = ["start", "first step above a warm one, s", "of this compiling", "graphs", "of these read from disk"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for run, name in STARTS.items():
+        row = newest(found, run=run)
+        if row:
+            seconds = _compile_seconds(row, newest(found, run="first"))
+            lines.append(f"| {name} | {row['above']:.1f} | {seconds} | {row['graphs']} | {row['graphs_from_disk']} |")
+    return "\n".join([*lines, "", *sources])
+
+
+def cpu_table() -> str:
+    """Step times, restarts and cancel of the newest run of benchmarks.cpu."""
+    found, sources = rows("cpu_step_time")
+    lines = [
+        "| model, seconds per step | eager | core | KJNodes | ours | graphs, breaks: core, KJNodes, ours "
+        "| error: core, KJNodes, ours | noise |",
+        "|---" * 8 + "|",
+    ]
+    for model, name in SMALL.items():
+        pairs = []
+        for variant in (*PEERS, "ours"):
+            row = newest(found, model=model, variant=variant)
+            eager = row and newest(found, model=model, variant="eager", file=row["file"], process=row["process"])
+            pairs.append((row, eager))
+        cells = " | ".join(cell(row, eager) for row, eager in pairs)
+        counts = ", ".join(f"{row['graphs']}/{row['breaks']}" if row else "-" for row, _ in pairs)
+        errors = ", ".join(f"{row['error']:.0e}" if row else "-" for row, _ in pairs)
+        eager = pairs[-1][1]
+        lines.append(f"| {name} | {cell(eager, eager)} | {cells} | {counts} | {errors} | {noise_of(eager):.0e} |")
+    starts = {"first": "first start", "second": "restart", "carried": "empty machine, cache file"}
+    lines += ["", f"| model, seconds of compiling | {' | '.join(starts.values())} |", "|---" * 4 + "|"]
+    restarts, _ = rows("cpu_restart")
+    for model, name in SMALL.items():
+        here = [newest(restarts, model=model, run=run) for run in starts]
+        lines.append(f"| {name} | {' | '.join(_compile_seconds(row, here[0]) for row in here)} |")
+    return "\n".join([*lines, "", _cancel_sentence(), "", *sources])
+
+
+def _cancel_sentence() -> str:
+    found, _ = rows("cpu_cancel")
+    found = [row for row in found if row["file"] == found[-1]["file"]]
+    cancels, after = [row for row in found if "after_the_graph" in row], found[-1]
+    longest = max(row["after_the_graph"] for row in cancels)
+    return (
+        f"Cancel: {len(cancels)} warmups of three sizes (tiny Flux, real server) were cancelled inside a graph; they were over "
+        f"at most {longest:.2f} s after the end of that graph. The run after them compiled what was left, {after['graphs']} of "
+        f"the graphs, and its latent is {after['error']:.0e} from eager's."
+    )
+
+
+def _compile_seconds(row: dict, first: dict) -> str:
+    ratio = f" ({row['compile_seconds'] / first['compile_seconds']:.2f})" if row is not first else ""
+    return f"{row['compile_seconds']:.1f}{ratio}"
