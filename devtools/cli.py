@@ -53,7 +53,7 @@ def main(argv):
     environment = {**os.environ, "COMFYUI_PATH": str(host)}
     if options.command == "test":
         # Above tests/ pytest would import our __init__.py once more, as a package of tests.
-        command = ["-m", "pytest", f"--confcutdir={ROOT / 'tests'}", *rest]
+        command = ["-m", "pytest", f"--confcutdir={ROOT / 'tests'}", *(rest or in_parallel())]
     else:
         command = [str(ROOT / "dev.py"), *argv]
         environment[INSIDE] = "1"
@@ -65,6 +65,12 @@ def main(argv):
         except KeyboardInterrupt:
             # The child has it too, and ends its own server.
             continue
+
+
+def in_parallel():
+    """For the whole suite: file by file on the cores that there are; a process takes about 4 GB."""
+    workers = min(4, os.cpu_count() or 1)
+    return ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
 
 
 def inside(options):

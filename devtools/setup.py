@@ -209,7 +209,7 @@ def install(python, host, venv):
 
 def check_interpreter(python):
     """An interpreter that is not ours is never changed; it must have what the tests need."""
-    needed = ["torch", "aiohttp", "safetensors", "pytest", "websocket"]
+    needed = ["torch", "aiohttp", "safetensors", "pytest", "xdist", "websocket"]
     probe = f"import importlib.util as u, json; print(json.dumps([m for m in {needed} if not u.find_spec(m)]))"
     try:
         missing = json.loads(subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True).stdout)
