@@ -238,3 +238,21 @@ def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux):
         assert torch.equal(flux.run(compiled), expected)
         assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory
     assert flux.graphs == 2
+
+
+@pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 1.0), (0.0, 2.0)])
+def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers, flux, engine, monkeypatch):
+    """As much as is needed: two of the largest block's size when all weights travel, less when only some do."""
+    import comfy.model_management as management
+
+    placement = engine("host.placement")
+    patcher, model = flux.patcher, flux.patcher.model
+    room = share * patcher.model_size() + management.minimum_inference_memory() - patcher.loaded_size()
+    monkeypatch.setattr(management, "get_free_memory", lambda device: room)
+    blocks = [*model.diffusion_model.double_blocks, *model.diffusion_model.single_blocks]
+    largest = max(management.module_size(block) for block in blocks)
+    shape = (1, 16, 64, 64)
+    before = model.memory_required(shape)
+    with placement._buffers_announced(patcher):
+        assert model.memory_required(shape) - before == pytest.approx(buffers * largest, rel=1e-6)
+    assert model.memory_required(shape) == before and "memory_required" not in model.__dict__

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
-import weakref
 from contextlib import ExitStack
 
 import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..attention import AttentionSurvey, override_for
 from ..binding import compiled_blocks, plan_for
-from ..compiled_kind import structure_of
 from ..discovery import BlockPlan
-from ..disk_cache import current, folder_name
 from ..graphs import graphs_of
 from ..layouts import shapes_of
 from ..monitor import monitor, watching
@@ -24,15 +20,14 @@ from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
-from .asked import OPTIONS_AT, asked_of
+from .asked import asked_of
+from .attention_choice import chosen_kernel, with_attention
 from .graphing import forget_graphs, graphed, graphs_summary, has_graphs, new_run
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
 from .users_folder import get_ready
 
-OVERRIDE = "optimized_attention_override"
-ATTENTION = "attention"
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
 
@@ -59,7 +54,7 @@ class BlockCompiler:
                 scopes.enter_context(sampling_scope.holding(**switches))
             weights_of = functools.partial(weights.weights_of, base_model, settings.block_swap, device)
             inputs = shapes_of(tuple(args), kwargs)
-            args = self._with_attention(executor, tuple(args), kwargs)
+            args = with_attention(settings.attention, executor, tuple(args), kwargs)
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
             graphs = settings.wants_graphs and has_graphs(device)
@@ -80,38 +75,6 @@ class BlockCompiler:
                 asked = asked_of(base_model, settings, args, kwargs)
                 report_compilation(network, type(base_model).__name__, asked, added, settings.dynamic)
             return result
-
-    def _with_attention(self, executor, args: tuple, kwargs: dict) -> tuple:
-        """The arguments of apply_model, with our attention kernel unless the user or another node has chosen one."""
-        options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
-        if self.settings.attention == "host" or options is None or OVERRIDE in options or args[0].device.type != "cuda":
-            return args
-        choices = attention_choices(executor.class_obj.diffusion_model)
-        key = self.settings.attention
-        if key not in choices:  # once a model: a kernel that changed with the prompt's length would recompile
-            choices[key] = self._choose_attention(executor, args, kwargs)
-            logger.info("%s: attention %s", type(executor.class_obj).__name__, choices[key])
-        override = override_for(choices[key])
-        return args if override is None else _with_override(args, override)
-
-    def _choose_attention(self, executor, args: tuple, kwargs: dict) -> str:
-        """Measured, or as measured before a restart: another choice would have to be compiled again."""
-        wanted, cache = self.settings.attention, current()
-        network = executor.class_obj.diffusion_model
-        folder = folder_name(type(network).__name__, structure_of(network))
-        known = cache.recall(folder, ATTENTION) if cache is not None and wanted == "auto" else None
-        if known == "host" or override_for(known) is not None:
-            return known
-        survey = AttentionSurvey(wanted)
-        executor(*_with_override(args, survey), **kwargs)
-        if cache is not None and wanted == "auto":
-            cache.remember(folder, type(network).__name__, ATTENTION, survey.best())
-        return survey.best()
-
-
-def _with_override(args: tuple, override) -> tuple:
-    options = {**args[OPTIONS_AT], OVERRIDE: override}
-    return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
 
 
 def attach(patcher, settings: CompileSettings):
@@ -163,7 +126,7 @@ def notes_about(patcher) -> list[str]:
     """What the report says beside the counts: weights, attention, CUDA graphs."""
     network = diffusion_model(patcher)
     notes = list(weights.notes_on(patcher.model))
-    chosen = attention_choices(network).get(attached_settings(patcher).attention)
+    chosen = chosen_kernel(network, attached_settings(patcher).attention)
     if chosen is not None:
         notes.append(f"Attention: {chosen if chosen != 'host' else 'the kernel ComfyUI uses'}.")
     notes += graphs_summary(graphs_of(network))
@@ -196,14 +159,6 @@ def diffusion_model(patcher):
 
 def model_name(patcher) -> str:
     return type(patcher.model).__name__
-
-
-_attention: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-
-
-def attention_choices(network) -> dict[str, str]:
-    """The kernel found fastest for a model, by what the `attention` input asked for."""
-    return _attention.setdefault(network, {})
 
 
 def raise_if_interrupted() -> None:

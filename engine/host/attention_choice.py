@@ -1,0 +1,63 @@
+"""Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
+
+from __future__ import annotations
+
+import logging
+
+from torch import nn
+
+from ..attention import AttentionSurvey, override_for
+from ..compiled_kind import structure_of
+from ..disk_cache import current, folder_name
+from ..per_model import PerModel
+from .asked import OPTIONS_AT
+
+OVERRIDE = "optimized_attention_override"
+MEMORY = "attention"
+logger = logging.getLogger("torch-compile-kit")
+
+# Per model, what the input asked for -> the kernel found. One that changed with the length of the prompt would recompile.
+_chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
+
+
+def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
+    """The kernel in use, `host` for what ComfyUI takes; None before the first run."""
+    return _chosen(network).get(wanted)
+
+
+def with_attention(wanted: str, executor, args: tuple, kwargs: dict) -> tuple:
+    """The arguments of the host's `apply_model` with our kernel in the options, where it may be.
+
+    Args:
+        wanted: the `attention` input.
+        executor: of an APPLY_MODEL wrapper; may be called once to measure.
+    """
+    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
+    if wanted == "host" or options is None or OVERRIDE in options or args[0].device.type != "cuda":
+        return args
+    base_model = executor.class_obj
+    chosen = _chosen(base_model.diffusion_model)
+    if wanted not in chosen:
+        chosen[wanted] = _choose(wanted, executor, args, kwargs)
+        logger.info("%s: attention %s", type(base_model).__name__, chosen[wanted])
+    override = override_for(chosen[wanted])
+    return args if override is None else _with_override(args, override)
+
+
+def _choose(wanted: str, executor, args: tuple, kwargs: dict) -> str:
+    """Measured, or as measured before a restart: another choice would have to be compiled again."""
+    network, cache = executor.class_obj.diffusion_model, current()
+    folder = folder_name(type(network).__name__, structure_of(network))
+    known = cache.recall(folder, MEMORY) if cache is not None and wanted == "auto" else None
+    if known == "host" or override_for(known) is not None:
+        return known
+    survey = AttentionSurvey(wanted)
+    executor(*_with_override(args, survey), **kwargs)
+    if cache is not None and wanted == "auto":
+        cache.remember(folder, type(network).__name__, MEMORY, survey.best())
+    return survey.best()
+
+
+def _with_override(args: tuple, override) -> tuple:
+    options = {**args[OPTIONS_AT], OVERRIDE: override}
+    return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
