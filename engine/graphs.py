@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +23,7 @@ from .per_model import PerModel
 logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
-# Tensors up to this size are copied to where the graphs know them when the host has put them elsewhere.
+# The host makes tensors up to 16 KiB anew for each run, and those of layers that it does not page.
 SMALL = 2**20
 
 
@@ -46,6 +47,10 @@ class Captured:
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
 
 
+# What `call` keeps the weights in place with, if they can stay anywhere at all.
+Keep = Callable[[], AbstractContextManager[bool]]
+
+
 @dataclass
 class ModelGraphs:
     """The graphs of one model.
@@ -55,9 +60,7 @@ class ModelGraphs:
         failures: why a call cannot be captured.
         obstacle: what about the layers forbids replays now, or None.
         state: where the weights were, and what the layers ran, when the graphs were captured.
-        homes: where the small tensors were.
-        absences: calls of this run, one after the other, for which not all paged weights were in memory.
-        crowded: they do not all fit.
+        homes: small tensors of our own that stand in for those that the host makes anew for each run.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -67,8 +70,6 @@ class ModelGraphs:
     homes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     checked: bool = False
     obstacle: str | None = None
-    absences: int = 0
-    crowded: bool = False
     captures: int = 0
     replays: int = 0
     _pool: object = None
@@ -86,30 +87,34 @@ class ModelGraphs:
         """A sampling run begins: weights may have moved since the last."""
         self.checked = False
         self.obstacle = None
-        self.absences = 0
 
-    def check_model(self, model: nn.Module, places: Callable[[nn.Module], object] = lambda _layer: None) -> None:
+    def check_model(self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None) -> None:
         """Once a sampling run: graphs hold the addresses of the weights, and what replaced forwards and hooks did.
 
         Args:
-            places: where the host keeps the weights of a layer that are not its parameters now.
+            device: where the model computes.
+            places: where the host keeps the weights of a layer that come and go, None for other layers. The host that pages
+                weights makes all small ones anew for each run; these are copied to where the graphs know them.
         """
         if self.checked:
             return
         self.checked = True
         state: list[object] = []
-        homes = {}
+        homes: dict[tuple[str, str], torch.Tensor] = {}
         for path, module in model.named_modules():
+            place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is not None and tensor.device.type not in ("cpu", "meta"):
-                        tensor = self._settle(table, name, tensor, self.homes.get((path, name)))
-                        state.append(tensor.data_ptr())
-                        if tensor.nbytes <= SMALL:
-                            homes[path, name] = tensor.data
+                    if tensor is None or place is not None:
+                        continue
+                    if tensor.device.type != device.type:
+                        self.obstacle = self.obstacle or "a layer's weights are elsewhere"
+                    if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
+                        tensor = homes[path, name] = self._settled(table, name, tensor, self.homes.get((path, name)))
+                    state += _addresses(tensor)
             forward = module.__dict__.get("forward")
             state.append(None if isinstance(forward, functools.partial) else forward)  # partials are our own, see binding
-            state += [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), places(module)]
+            state += [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), id(module), place]
             if module._forward_hooks or module._forward_pre_hooks:
                 self.obstacle = "a layer has a forward hook"
         if self.state != state:
@@ -119,41 +124,48 @@ class ModelGraphs:
             self.state, self.homes = state, homes
 
     @staticmethod
-    def _settle(table: dict, name: str, tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-        """The tensor at the address that the graphs know; the host makes small ones anew for each run (dynamic VRAM)."""
-        if home is None or home.data_ptr() == tensor.data_ptr():
-            return tensor
-        if (home.shape, home.dtype, home.device, home.stride()) != (tensor.shape, tensor.dtype, tensor.device, tensor.stride()):
-            return tensor
+    def _settled(table: dict, name: str, tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of our own with the same values, put in the other's place; the other may be what the host restores."""
         with torch.inference_mode():
-            home.copy_(tensor)
+            if home is None or (home.shape, home.dtype, home.device) != (tensor.shape, tensor.dtype, tensor.device):
+                home = tensor.detach().clone()
+            elif home.data_ptr() != tensor.data_ptr():
+                home.copy_(tensor)
         table[name] = nn.Parameter(home, requires_grad=False) if isinstance(tensor, nn.Parameter) else home
-        return table[name]
+        return home
 
-    def call(self, key: Hashable, forward: Callable, args: tuple, kwargs: dict, fixed: dict, present: bool = True) -> object:
+    def call(
+        self, key: Hashable, forward: Callable, args: tuple, kwargs: dict, fixed: dict, keep: Keep = lambda: nullcontext(True)
+    ) -> object:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
         Args:
             key: everything but tensors that the call depends on.
             args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
-            present: all weights are where the graphs know them.
+            keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
         key = (key, others, repr(spec), *((t.shape, t.dtype, t.device, t.stride()) for t in tensors))
-        captured = self.graphs.get(key)
-        if captured is not None and present:
-            self.replays += 1
-            return captured.replay(tensors)
-        if key not in self.seen or key in self.failures or not present:
-            result = forward(*args, **kwargs, **fixed)
-            self.seen.add(key)
-            return result
-        return self._capture(key, forward, leaves, spec, tensors, fixed)
+        if key in self.seen and key not in self.failures:
+            with keep() as present:
+                captured = self.graphs.get(key) if present else None
+                if captured is not None:
+                    self.replays += 1
+                elif present:
+                    captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                if captured is not None:
+                    return captured.replay(tensors)
+        result = forward(*args, **kwargs, **fixed)
+        self.seen.add(key)
+        return result
 
-    def _capture(self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict) -> object:
+    def _capture(
+        self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
+    ) -> Captured | None:
+        """The call as a graph, which has not run yet; None if it cannot be one."""
         static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
         replacements = iter(static)
         own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
@@ -168,18 +180,26 @@ class ModelGraphs:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
                 output = forward(*args, **kwargs, **fixed)
         except Exception as error:
-            if never_swallowed(error):
+            if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):
                 raise
             torch.cuda.synchronize()
+            if isinstance(error, torch.OutOfMemoryError):  # a plain call needs no memory of its own beside
+                self.drop()
             self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
             logger.warning("CUDA graph not captured, running without: %s", self.failures[key])
-            args, kwargs = pytree.tree_unflatten(leaves, spec)
-            return forward(*args, **kwargs, **fixed)
+            return None
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)
-        self.graphs[key] = captured = Captured(graph, static, output)
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
-        return captured.replay(tensors)
+        self.graphs[key] = Captured(graph, static, output)
+        return self.graphs[key]
+
+
+def _addresses(tensor: torch.Tensor) -> list[int]:
+    """Where its data are; quantised tensors are made of several."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr()]
+    return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]
 
 
 # The graphs that belong to a model.

@@ -28,7 +28,9 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
-    own = {aten.gelu.default: functools.partial(_gelu, table[aten.gelu.default]), **REPLACEMENTS}
+    own = dict(REPLACEMENTS)
+    if aten.gelu.default in table:
+        own[aten.gelu.default] = functools.partial(_gelu, table[aten.gelu.default])
     decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in own.items()}}
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
         rewritten = [rewrite(graph.graph) for rewrite in REWRITES]

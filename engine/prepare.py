@@ -30,6 +30,7 @@ IMPORTS = "imports.json"
 SOURCES = "sources.json"
 # Until there is a record.
 FIRST_IMPORTS = {"torch.distributed.tensor.experimental", "torch.export._trace", "torch._inductor.compiler_bisector"}
+_PLAIN = re.compile(r"\w+(\.\w+)*")  # ComfyUI names packs by the folder they are in, which is nobody else's business
 # What compiling imports late: PyTorch's own modules, save for those that it makes of generated code.
 _LATE = re.compile(r"(torch|triton)(\.(?!compile_tasks)\w+)+")
 
@@ -78,7 +79,8 @@ def note_needs(from_disk: bool) -> None:
 def traced_modules() -> list[str]:
     """The loaded modules whose sources have been taken apart here, by name: files are elsewhere on another machine."""
     files = set(funcname_cache.cache) | _recorded(SOURCES)
-    return sorted(name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) in files)
+    modules = [name for name, module in list(sys.modules.items()) if getattr(module, "__file__", None) in files]
+    return sorted(name for name in modules if _PLAIN.fullmatch(name))
 
 
 def expect_modules(names: list[str]) -> None:

@@ -44,6 +44,13 @@ class Pages:
         self._model = model
         model.lowvram_patch_counter += 1  # the host's loading leaves its marks, this too
 
+    base_addr = 0
+
+    def get_watermark(self) -> int:
+        """Up to which page of 32 MiB there is room."""
+        end = max(at + size for at, size in self.places.values())
+        return -(-end // 2**25) if self.resident == set(self.layers) else 0
+
     def within(self, allocation) -> list[str]:
         """The layers whose pages are in an allocation, which may be that of one layer or of many."""
         _, start, size = allocation

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -313,7 +314,8 @@ def test_sources_travel_by_the_names_of_their_modules(engine, cache, monkeypatch
     cache.root.mkdir(parents=True, exist_ok=True)
     monkeypatch.setattr(prepare, "current", lambda: cache)
     prepare._record(prepare.SOURCES, {json.__file__, "/elsewhere/gone.py"})
-    assert "json" in prepare.traced_modules()
+    monkeypatch.setitem(sys.modules, "/home/somebody/custom_nodes/pack", json)
+    assert "json" in prepare.traced_modules() and not any("/" in name for name in prepare.traced_modules())
     (cache.root / prepare.SOURCES).unlink()
     prepare.expect_modules(["json", "a_module.that_is_not_here", "builtins"])
     assert prepare._recorded(prepare.SOURCES) == {json.__file__}

@@ -124,6 +124,19 @@ def test_what_is_joined_for_others_too_stays_joined(everywhere, engine):
     def by_heads(text, image, freqs):  # the frequencies have no such dimension
         return torch.ops.comfy_kitchen.apply_rope1(torch.cat((text, image), 2), freqs)
 
+    def changed_since(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        text.mul_(2)
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs)
+
+    def added_to_since(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        text += 1
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs)
+
+    def by_keyword(text, image, freqs):
+        return torch.ops.comfy_kitchen.apply_rope1(x=torch.cat((text, image), 1), freqs_cis=freqs)
+
     def backend(graph, example_inputs):
         untouched.append(not rewrite(graph.graph))
         return graph
@@ -131,7 +144,9 @@ def test_what_is_joined_for_others_too_stays_joined(everywhere, engine):
     tensors = torch.randn(1, 5, HEADS, DIM), torch.randn(1, 5, HEADS, DIM)
     torch.compile(also_used, backend=backend)(*tensors, frequencies(10, heads_first=False))
     torch.compile(by_heads, backend=backend)(*tensors, frequencies(5, heads_first=False))
-    assert untouched == [True, True]
+    for function in (changed_since, added_to_since, by_keyword):
+        torch.compile(function, backend=backend)(*tensors, frequencies(10, heads_first=False))
+    assert untouched == [True] * 5
 
 
 def test_one_graph_serves_all_sizes(everywhere):

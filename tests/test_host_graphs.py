@@ -34,7 +34,7 @@ def flux(tiny, engine, monkeypatch):
 
         self.captures += 1
         self.graphs[key] = Again(run)
-        return self.graphs[key].replay(tensors)
+        return self.graphs[key]
 
     monkeypatch.setattr(graphs.ModelGraphs, "_capture", capture)
     # On a CPU the wrapper leaves graphs alone; here everything but the capture is as on a GPU.
@@ -53,6 +53,10 @@ def compiled(flux):
     return flux.attach(flux.patcher)
 
 
+def crowded(runs):
+    return runs.engine("host.graphing").crowding_of(runs.patcher.model.diffusion_model).crowded
+
+
 def check(flux, compiled, expected):
     """Run; how many calls were captured and how many replayed."""
     found = graphs_of(flux)
@@ -67,7 +71,7 @@ def test_weights_that_stay_in_their_pages(flux, compiled, monkeypatch):
         pages.resident = set(pages.layers)
         assert check(flux, compiled, expected) == (1, 1)  # plain (which fetched the weights), captured, replayed
         assert check(flux, compiled, expected) == (0, 3)
-        assert pages.pinned == 0 and not graphs_of(flux).crowded
+        assert pages.pinned == 0 and not crowded(flux)
 
 
 def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, monkeypatch):
@@ -102,7 +106,7 @@ def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compi
         check(flux, compiled, expected)
         pages.resident = set(list(pages.layers)[::2])
         assert check(flux, compiled, expected) == (0, 0)
-        assert graphs_of(flux).crowded and not graphs_of(flux).graphs and pages.pinned == 0
+        assert crowded(flux) and not graphs_of(flux).graphs and pages.pinned == 0
         assert any("do not all fit" in note for note in engine("host.attachment").notes_about(compiled))
         pages.resident = set(pages.layers)
         assert check(flux, compiled, expected) == (1, 1)
@@ -120,12 +124,110 @@ def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
     assert check(flux, compiled, flux.run(flux.patcher)) == (1, 1)
 
 
-def test_a_small_tensor_that_the_host_made_anew_moves_back_to_where_the_graph_knows_it(engine):
-    settle = engine("graphs").ModelGraphs._settle
-    home, table = torch.zeros(3), {}
-    made = nn.Parameter(torch.ones(3), requires_grad=False)
-    assert settle(table, "bias", made, home) is table["bias"]
-    assert isinstance(table["bias"], nn.Parameter) and table["bias"].data_ptr() == home.data_ptr()
-    assert torch.equal(home, torch.ones(3))
-    other = nn.Parameter(torch.ones(4), requires_grad=False)
-    assert settle({}, "bias", other, home) is other
+def test_weights_that_never_all_fit_are_never_captured(flux, compiled, monkeypatch):
+    """Layers without a page look like layers that are not used."""
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        names = list(pages.layers)
+        pages.resident = set(names[: len(names) // 2])
+        assert check(flux, compiled, expected) == (0, 0)
+        assert check(flux, compiled, expected) == (0, 0)
+        assert crowded(flux) and pages.pinned == 0
+
+
+def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        # Another input has made use of this one once; a LoRA has made the host want all weights anew since.
+        unused = pages.layers["img_in"]
+        unused._v_signature = "fetched"
+        check(flux, compiled, expected)
+        for layer in pages.layers.values():
+            layer._v_signature = None
+        longer = Runs.run.__get__(flux)
+        flux.steps = 8
+        assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not crowded(flux)
+
+
+def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, engine, monkeypatch):
+    """A larger image may need their room."""
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        found, pinned = graphs_of(flux), []
+        found.graphs.clear()
+        found.seen.clear()
+        layer = flux.patcher.model.diffusion_model.img_in  # outside the blocks, whose own pages are pinned while they run
+        original = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda x: (pinned.append(pages.pinned), original(x))[1])
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+        assert pinned[0] == 0 and pinned[1] > 0  # plain, then captured
+
+
+def test_a_call_that_fails_leaves_no_page_pinned(flux, compiled, monkeypatch):
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, flux.run(flux.patcher))
+        block = flux.patcher.model.diffusion_model.single_blocks[2]
+
+        def fails(*args, **kwargs):
+            raise ValueError("stop")
+
+        block.register_forward_pre_hook(fails)
+        with pytest.raises(ValueError, match="stop"):
+            flux.run(compiled)
+        assert pages.pinned == 0
+
+
+class TestWhatGraphsKnow:
+    """`ModelGraphs.check_model` on a plain module: once a run, what a graph was captured with against what is there now."""
+
+    @pytest.fixture
+    def checked(self, engine):
+        graphs = engine("graphs").ModelGraphs()
+        layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
+
+        def check(device="cpu", places=lambda module: None):
+            graphs.new_run()
+            graphs.check_model(layer, torch.device(device), places)
+            return "graph" in graphs.graphs
+
+        check()
+        graphs.graphs["graph"] = None
+        return graphs, layer, check
+
+    def test_nothing_has_changed(self, checked):
+        assert checked[2]()
+
+    def test_a_small_tensor_made_anew_is_copied_to_where_the_graph_knows_it(self, checked):
+        _, layer, check = checked
+        known = layer[0].bias.data_ptr()
+        original = torch.full((4,), 5.0)
+        layer[0].bias = nn.Parameter(original, requires_grad=False)
+        assert check() and layer[0].bias.data_ptr() == known and torch.equal(layer[0].bias, original)
+        layer[0].bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+        assert check() and torch.equal(original, torch.full((4,), 5.0)), "the host may restore that one"
+
+    def test_where_the_host_does_not_page_nothing_is_copied(self, checked):
+        _, layer, check = checked
+        made = nn.Parameter(torch.zeros(4), requires_grad=False)
+        layer[0].bias = made
+        assert not check(places=None) and layer[0].bias is made
+
+    def test_a_layer_that_was_exchanged(self, checked):
+        _, layer, check = checked
+        layer[1] = nn.SiLU()
+        assert not check()
+
+    def test_a_hook(self, checked):
+        graphs, layer, check = checked
+        layer[0].register_forward_hook(lambda *_: None)
+        assert not check() and "hook" in graphs.obstacle
+
+    def test_weights_that_are_not_where_the_model_computes(self, checked):
+        graphs, _, check = checked
+        check(device="cuda")
+        assert "elsewhere" in graphs.obstacle

@@ -11,7 +11,6 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..binding import compiled_blocks, plan_for
 from ..discovery import BlockPlan
-from ..graphs import graphs_of
 from ..layouts import shapes_of
 from ..monitor import monitor, watching
 from ..registry import code_of
@@ -22,7 +21,7 @@ from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
-from .graphing import forget_graphs, graphed, graphs_summary, has_graphs, new_run
+from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, has_graphs, new_run
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
@@ -58,12 +57,11 @@ class BlockCompiler:
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
             graphs = settings.wants_graphs and has_graphs(device)
-            captured = (
-                graphs and settings.mode == "reduce-overhead" and not settings.patterns and not graphs_of(network).crowded
-            )
+            captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
+            captured = captured and not crowding_of(network).crowded
             stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of, captured))
             if graphs:
-                scopes.enter_context(graphed(network, stays, self.notes))
+                scopes.enter_context(graphed(network, stays, device, self.notes))
             compilations = monitor.compilations
             try:
                 result = executor(*args, **kwargs)
@@ -129,7 +127,7 @@ def notes_about(patcher) -> list[str]:
     chosen = chosen_kernel(network, attached_settings(patcher).attention)
     if chosen is not None:
         notes.append(f"Attention: {chosen if chosen != 'host' else 'the kernel ComfyUI uses'}.")
-    notes += graphs_summary(graphs_of(network))
+    notes += graphs_summary(network)
     left_out = code_of(network).left_out
     if left_out:
         names = ", ".join(f"{count} {name}" for name, count in left_out.items())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..block_options import BOOKKEEPING, keys_read
 from ..graphs import ModelGraphs, graphs_of
@@ -25,21 +28,22 @@ def has_graphs(device: torch.device) -> bool:
 
 
 @contextmanager
-def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Iterator[None]:
+def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, notes: list[str]) -> Iterator[None]:
     """While it lasts, calls of `network` are captured and replayed.
 
     Args:
         blocks_are_plain: all blocks run their own forward, with weights that stay where they are, or in pages.
+        device: where it computes.
         notes: gets the reason when a call cannot be captured.
     """
     if not blocks_are_plain or "forward" in network.__dict__:
         _note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
         yield
         return
-    graphs = graphs_of(network)
-    graphs.check_model(network, address_of)
-    pages = pages_of(network)
+    graphs, pages = graphs_of(network), pages_of(network)
+    graphs.check_model(network, device, address_of if pages else None)
     forward = network.forward
+    keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else functools.partial(nullcontext, True)
 
     def run(*args, transformer_options=None, **kwargs):
         options = transformer_options or {}
@@ -47,10 +51,8 @@ def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Ite
         if reason:
             _note(notes, f"CUDA graphs are off: {reason}.")
             return forward(*args, transformer_options=options, **kwargs)
-        with _kept(pages, graphs) as present:
-            if graphs.crowded:
-                _note(notes, "CUDA graphs are off: the weights do not all fit into the memory that is free.")
-            return graphs.call(_key(network, options), forward, args, kwargs, {"transformer_options": options}, present)
+        call = functools.partial(_fetching, pages, forward) if pages else forward
+        return graphs.call(_key(network, options), call, args, kwargs, {"transformer_options": options}, keep)
 
     network.__dict__["forward"] = run
     try:
@@ -59,25 +61,51 @@ def graphed(network: nn.Module, blocks_are_plain: bool, notes: list[str]) -> Ite
         network.__dict__.pop("forward", None)
 
 
+@dataclass
+class Crowding:
+    """Whether there is room for all weights.
+
+    Args:
+        absences: calls of this run, one after the other, for which not all paged weights were in memory.
+        crowded: they do not all fit.
+    """
+
+    absences: int = 0
+    crowded: bool = False
+
+
 @contextmanager
-def _kept(pages: AllPages, graphs: ModelGraphs) -> Iterator[bool]:
-    """Keep the weights in memory during a call; yields whether they are there."""
-    present = not pages or pages.pin()
-    graphs.absences = 0 if present else graphs.absences + 1
-    graphs.crowded = graphs.absences > 1 or (graphs.crowded and not present)
-    if graphs.crowded and graphs.graphs:
-        graphs.drop()  # their memory is better used for weights
-    replays = graphs.replays
+def _kept(pages: AllPages, graphs: ModelGraphs, crowding: Crowding) -> Iterator[bool]:
+    """Keep the weights in memory during a capture or a replay; yields whether they are there."""
+    pinned = pages.pin()
     try:
-        yield present
+        crowding.absences = 0 if pinned else crowding.absences + 1
+        room = pages.have_room()
+        crowding.crowded = not pinned and (crowding.crowded or (crowding.absences > 1 and not room))
+        if crowding.crowded and graphs.graphs:
+            graphs.drop()  # their memory is better used for weights
+        elif crowding.absences > 1 and room:  # something that was used once is not used any more
+            graphs.drop()
+            pages.learn(anew=True)
+        yield pinned is not None
     finally:
-        if pages and graphs.replays == replays:
-            pages.learn()
-        if pages and present:
-            pages.unpin()
+        if pinned:
+            pages.unpin(pinned)
+
+
+def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
+    """A call of the model that may fetch weights."""
+    try:
+        result = forward(*args, **kwargs)
+    except BaseException:
+        pages.clean_up()
+        raise
+    pages.learn()
+    return result
 
 
 pages_of = PerModel(AllPages)
+crowding_of = PerModel(lambda _network: Crowding())
 
 
 def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
@@ -93,12 +121,16 @@ def new_run(network: nn.Module, *_: object) -> None:
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.obstacle = "another node changes weights on their way to a layer"
     pages_of(network).new_run(network)
+    crowding_of(network).absences = 0
     _read(network)  # now, while the blocks have their own forwards
 
 
-def graphs_summary(graphs: ModelGraphs) -> list[str]:
+def graphs_summary(network: nn.Module) -> list[str]:
     """For the report."""
+    graphs = graphs_of(network)
     lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
+    if crowding_of(network).crowded:
+        lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
 
@@ -111,7 +143,8 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
     read = _read(network) & {"sigmas", "sample_sigmas", "uuids"}
     if read:
         return f"the model reads {', '.join(sorted(read))}"
-    if any(isinstance(v, torch.Tensor) for k, v in options.items() if k not in BOOKKEEPING):
+    others = {name: value for name, value in options.items() if name not in BOOKKEEPING and name not in _MACHINERY}
+    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(others)):
         return "an option holds a tensor"
     return graphs_of(network).obstacle
 
@@ -119,10 +152,23 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
 def _key(network: nn.Module, options: dict) -> tuple:
     """What of the options a call depends on."""
     return tuple(
-        (name, id(value) if callable(value) else repr(value))
+        (name, _Same(value) if callable(value) else repr(value))
         for name, value in options.items()
         if name not in _MACHINERY and (name not in BOOKKEEPING or name in _read(network))
     )
+
+
+class _Same:
+    """Equal for one and the same object, which stays alive with it: the address of another may be the same later."""
+
+    def __init__(self, value: object):
+        self._value = value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
 
 
 _keys: dict[type, frozenset[str]] = {}

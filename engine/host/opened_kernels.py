@@ -6,6 +6,7 @@ Their meaning is that of comfy_kitchen/backends/eager/{rope,adaln}.py; code that
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 
 import torch
 from torch import fx
@@ -13,6 +14,24 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 from ..inductor import REPLACEMENTS, REWRITES
+
+_OPERATORS = [
+    "add",
+    "sub",
+    "mul",
+    "matmul",
+    "truediv",
+    "floordiv",
+    "mod",
+    "pow",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "concat",
+]
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 
 
 def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
@@ -90,12 +109,16 @@ def rotate_before_joining(graph: fx.Graph) -> bool:
     """
     changed = False
     one, both = (getattr(torch.ops.comfy_kitchen, name, None) for name in ("apply_rope1", "apply_rope"))
-    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (one, both) and n.target is not None]:
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (one, both)]:
+        if one is None or node.kwargs or len(node.args) < 2:
+            continue
         *joined, freqs = node.args
         parts = [_parts_along_tokens(tensor, freqs, node) for tensor in joined]
         results = {0: node} if node.target is one else {user.args[1]: user for user in node.users if _is_item(user)}
-        if node.kwargs or not all(parts) or (node.target is both and len(results) < len(node.users)):
+        if not all(parts) or (node.target is both and len(results) < len(node.users)):
             continue
+        if any(_may_write(between) for tensor in joined for between in _between(tensor, node)):
+            continue  # the graph is as the model is written: what was joined may have changed since
         with graph.inserting_before(node):
             rotated = [_rotated(graph, tensors, dim, freqs, one) for tensors, dim in parts]
         for at, result in results.items():
@@ -104,6 +127,19 @@ def rotate_before_joining(graph: fx.Graph) -> bool:
             graph.erase_node(dead)
         changed = True
     return changed
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether the operation works in place, by what it is, its name or its `out`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
 
 
 def _is_item(node: fx.Node) -> bool:

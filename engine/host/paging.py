@@ -22,6 +22,7 @@ except ImportError:  # hosts without dynamic VRAM, or with another kind of it: l
     cast_modules_with_vbar = None
 
 SUPPORTED = cast_modules_with_vbar is not None
+PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
 
 
 class PagedLayers:
@@ -61,57 +62,80 @@ class PagedLayers:
         """Unpin the pages; the copies' buffer is free again when the work queued so far is done."""
         if self._fetched:
             self._fetched = False
-            if self._stream is not None:
-                self._stream.wait_stream(comfy.model_management.current_stream(self._device))
-            cleanup_prefetched_modules(self._layers)
+            try:
+                if self._stream is not None:
+                    self._stream.wait_stream(comfy.model_management.current_stream(self._device))
+            finally:
+                cleanup_prefetched_modules(self._layers)
 
 
 class AllPages:
     """The pages of a model's layers: whether every weight is in them, and keeping it there for the time of a call.
 
     A page keeps its address for as long as the model lives, whatever is in it (comfy-aimdo, src/model-vbar.c), so that CUDA
-    graphs stay valid while weights come and go. Layers that the model does not use have nothing in their pages; which ones it
-    uses is seen after a call has fetched them.
+    graphs stay valid while weights come and go. Layers that the model does not use have nothing in their pages, and neither has
+    a layer for which there was no room; the two are told apart by the line (`watermark`) above which there are no pages.
     """
 
     def __init__(self, network: nn.Module):
-        self._layers = [m for m in network.modules() if "_v" in m.__dict__]
-        self._used: list[nn.Module] = []
-        self._range: tuple | None = None
+        self._used: set[nn.Module] = set()
+        self._whole: tuple | None = None
         self._signature: object = None
+        self.new_run(network)
 
     def __bool__(self) -> bool:
-        return bool(self._layers)
+        return SUPPORTED and bool(self._layers)
 
     def new_run(self, network: nn.Module) -> None:
         """The host may want other weights in the pages (a LoRA): look at each layer again."""
         self._layers = [m for m in network.modules() if "_v" in m.__dict__]
-        self._used = [m for m in self._used if "_v" in m.__dict__]
-        self._range = None
+        self._end = max((m._v[1] + m._v[2] for m in self._layers), default=0)
+        self._used &= set(self._layers)
+        self._whole = None
 
-    def learn(self) -> None:
-        """Call it when the model has run without a graph."""
-        known = set(self._used)
-        self._used += [m for m in self._layers if m._v_signature is not None and m not in known]
-
-    def pin(self) -> bool:
-        """Keep all pages until `unpin`; False, and nothing is kept, if a layer's weights would have to be fetched."""
-        if self._range is not None:
-            found = model_vbar.vbar_fault(self._range)
-            if found is not None and model_vbar.vbar_signature_compare(found, self._signature):
-                return True
-            if found is not None:
-                model_vbar.vbar_unpin(self._range)
-            self._range = None
-        whole = _range_of(self._used) if all(map(_is_resident, self._used)) else None
-        self._signature = model_vbar.vbar_fault(whole) if whole is not None else None
-        if self._signature is None:
+    def have_room(self) -> bool:
+        """Whether all layers may have pages; once the line has fallen it stays down until the host loads the model again."""
+        vbar = self._layers[0]._v[0]
+        if not hasattr(vbar, "get_watermark") or any(layer._v[0] is not vbar for layer in self._layers):
             return False
-        self._range = whole
-        return True
+        return self._end - vbar.base_addr <= vbar.get_watermark() * PAGE
 
-    def unpin(self) -> None:
-        model_vbar.vbar_unpin(self._range)
+    def learn(self, anew: bool = False) -> None:
+        """After a call that fetched what it needed: which layers it uses; all of them only if there was room.
+
+        Args:
+            anew: forget layers that nothing has fetched since the run began.
+        """
+        if self.have_room():
+            fetched = {m for m in self._layers if m._v_signature is not None}
+            self._used = fetched if anew else self._used | fetched
+
+    def pin(self) -> tuple | None:
+        """What to give to `unpin`, all used pages being kept until then; None if a layer's weights would have to be fetched."""
+        if not self.have_room():
+            return None
+        if self._whole is None:
+            if not self._used or not all(map(_is_resident, self._used)):
+                return None
+            whole = _range_of(self._used)
+            self._signature = model_vbar.vbar_fault(whole)
+            if self._signature is not None:
+                self._whole = whole
+            return self._whole
+        found = model_vbar.vbar_fault(self._whole)
+        if found is not None and model_vbar.vbar_signature_compare(found, self._signature):
+            return self._whole
+        if found is not None:
+            model_vbar.vbar_unpin(self._whole)
+        self._whole = None
+        return None
+
+    def unpin(self, pinned: tuple) -> None:
+        model_vbar.vbar_unpin(pinned)
+
+    def clean_up(self) -> None:
+        """After a call that has failed halfway: the host leaves a layer that it was fetching as it is, pin and all."""
+        cleanup_prefetched_modules(self._layers)
 
 
 def _is_resident(layer: nn.Module) -> bool:
@@ -122,13 +146,11 @@ def _is_resident(layer: nn.Module) -> bool:
     return model_vbar.vbar_signature_compare(signature, layer._v_signature)
 
 
-def _range_of(layers: list[nn.Module]) -> tuple | None:
-    """One allocation that covers those of all layers; None if there is none."""
-    vbars = {id(layer._v[0]) for layer in layers}
-    if len(vbars) != 1:
-        return None
+def _range_of(layers: set[nn.Module]) -> tuple:
+    """One allocation that covers those of all layers."""
+    vbar = next(iter(layers))._v[0]
     start = min(layer._v[1] for layer in layers)
-    return layers[0]._v[0], start, max(layer._v[1] + layer._v[2] for layer in layers) - start
+    return vbar, start, max(layer._v[1] + layer._v[2] for layer in layers) - start
 
 
 def address_of(layer: nn.Module) -> object:
