@@ -126,12 +126,13 @@ class ModelGraphs:
     @staticmethod
     def _settled(table: dict, name: str, tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
         """A tensor of our own with the same values, put in the other's place; the other may be what the host restores."""
-        with torch.inference_mode():
-            if home is None or (home.shape, home.dtype, home.device) != (tensor.shape, tensor.dtype, tensor.device):
+        same = home is not None and _kind(home) == _kind(tensor)
+        with torch.inference_mode(tensor.is_inference()):  # compiled code tells the two kinds of tensors apart
+            if not same:
                 home = tensor.detach().clone()
             elif home.data_ptr() != tensor.data_ptr():
                 home.copy_(tensor)
-        table[name] = nn.Parameter(home, requires_grad=False) if isinstance(tensor, nn.Parameter) else home
+            table[name] = nn.Parameter(home, requires_grad=False) if isinstance(tensor, nn.Parameter) else home
         return home
 
     def call(
@@ -193,6 +194,10 @@ class ModelGraphs:
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
         self.graphs[key] = Captured(graph, static, output)
         return self.graphs[key]
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
 
 
 def _addresses(tensor: torch.Tensor) -> list[int]:

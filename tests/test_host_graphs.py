@@ -72,6 +72,7 @@ def test_weights_that_stay_in_their_pages(flux, compiled, monkeypatch):
         assert check(flux, compiled, expected) == (1, 1)  # plain (which fetched the weights), captured, replayed
         assert check(flux, compiled, expected) == (0, 3)
         assert pages.pinned == 0 and not crowded(flux)
+        assert flux.graphs == 2, "tensors that were put elsewhere are not compiled for anew"
 
 
 def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, monkeypatch):
