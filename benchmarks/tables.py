@@ -101,8 +101,9 @@ COMPATIBILITY = """# Compatibility
 
 Set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing backend, fp32,
 `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt length, batches
-of 1 and 3; all of them once more added no graph (but for hunyuan3d_v21, whose experts are counted by value). Where the numbers
-exceed the kinds, `tests/test_sweep.py` says why. `python tests/sweep.py` runs the rest of the zoo too.
+of 1 and 3; all of them once more added no graph. The promise is one graph a kind at the first shape, two more for all others, and
+no breaks; two set-ups hold code that PyTorch cannot trace whole and do not keep it: hunyuan3d_v21 (experts counted by value) and
+seedvr2 (sizes taken from tensors; runs eager). `python tests/sweep.py` runs the rest of the zoo too.
 
 """
 
