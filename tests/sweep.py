@@ -145,9 +145,11 @@ def main() -> None:
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     outcomes = []
+    shared = import_module("torch_compile_kit.engine.registry")._kinds
     with torch.inference_mode():
         for name in options.names or zoo.SETUPS:
             torch._dynamo.reset()
+            shared.clear()  # models of one structure share compiled code, and its counts
             try:
                 outcome = run_setup(
                     lambda module: import_module(f"torch_compile_kit.engine.{module}"),
