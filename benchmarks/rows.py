@@ -64,8 +64,5 @@ def noise_of(row: dict | None) -> float | None:
 
 
 def newest(found: list[dict], **wanted) -> dict | None:
-    """The last row that has these values; a tuple stands for any of its own."""
-    for row in reversed(found):
-        if all(row.get(k) in v if isinstance(v, tuple) else row.get(k) == v for k, v in wanted.items()):
-            return row
-    return None
+    """The last row that has these values."""
+    return next((row for row in reversed(found) if all(row.get(k) == v for k, v in wanted.items())), None)

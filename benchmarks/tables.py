@@ -6,13 +6,10 @@ from pathlib import Path
 from . import chart, details
 from .rows import NAMES, PEERS, RESULTS, ROOT, cell, error_of, newest, noise_of, number, ratio, rows
 
-# Measured as a setting of its own, the default since: in CUDA graphs blocks of convolutions stay uncompiled.
-TODAY = {"sdxl": ("ours", "ours, transformers")}
-
 
 def _newest_pair(found: list[dict], model: str) -> tuple[dict | None, dict | None]:
     """(eager, ours) of the process that ran last."""
-    ours = newest(found, model=model, variant=TODAY.get(model, "ours"))
+    ours = newest(found, model=model, variant="ours")
     if ours is None or "died" in ours:
         return None, None
     return newest(found, model=model, variant="eager", file=ours["file"], process=ours.get("process")), ours
@@ -101,9 +98,9 @@ COMPATIBILITY = """# Compatibility
 
 Set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing backend, fp32,
 `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt length, batches
-of 1 and 3; all of them once more added no graph. The promise is one graph a kind at the first shape, two more for all others, and
-no breaks; two set-ups hold code that PyTorch cannot trace whole and do not keep it: hunyuan3d_v21 (experts counted by value) and
-seedvr2 (sizes taken from tensors; runs eager). `python tests/sweep.py` runs the rest of the zoo too.
+of 1 and 3; all of them once more added no graph. The promise is one graph a kind at the first shape, two more for all others,
+and no breaks. Two set-ups hold code that PyTorch cannot trace whole and do not keep it: hunyuan3d_v21 (experts counted by value,
+a few graphs more each time) and seedvr2 (sizes taken from tensors; runs eager). `python tests/sweep.py` runs the rest of the zoo.
 
 """
 

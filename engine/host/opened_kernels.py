@@ -62,9 +62,8 @@ def _both_normed(rope):
     one = _normed(rope)
 
     def rms_rope(q, k, freqs, q_scale, k_scale=None, epsilon=1e-6, rot_dim=0):
-        return one(q, freqs, q_scale, epsilon, rot_dim), one(
-            k, freqs, q_scale if k_scale is None else k_scale, epsilon, rot_dim
-        )
+        k_scale = q_scale if k_scale is None else k_scale
+        return one(q, freqs, q_scale, epsilon, rot_dim), one(k, freqs, k_scale, epsilon, rot_dim)
 
     return rms_rope
 
