@@ -99,8 +99,8 @@ COMPATIBILITY = """# Compatibility
 Set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing backend, fp32,
 `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt length, batches
 of 1 and 3; all of them once more added no graph. The promise is one graph a kind at the first shape, two more for all others,
-and no breaks. Two set-ups hold code that PyTorch cannot trace whole and do not keep it: hunyuan3d_v21 (experts counted by value,
-a few graphs more each time) and seedvr2 (sizes taken from tensors; runs eager). `python tests/sweep.py` runs the rest of the zoo.
+and no breaks. Two set-ups hold code that PyTorch cannot trace whole and do not keep it: hunyuan3d_v21 (experts counted by
+value, a few graphs more each time) and seedvr2 (sizes taken from tensors; runs eager). `python tests/sweep.py` runs the rest.
 
 """
 
