@@ -6,6 +6,7 @@ is the fastest depends on card, shape and dtype, so `auto` measures them once on
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -24,7 +25,11 @@ KERNELS = {
 HOST_FUNCTION = "attention_pytorch"
 # Fewer than this share of time saved is noise.
 _WORTHWHILE = 0.95
-_WARMUP, _REPEATS = 2, 5
+_REPEATS = 5
+# Bytes, and how often: together a millisecond or more.
+_FILLER, _FILLS = 2**26, 40
+# Of the arithmetic of all calls, what is measured.
+_SHARE = 0.9
 
 
 def override_with(priority: list[SDPBackend]) -> Callable:
@@ -64,72 +69,119 @@ def override_for(kernel: str) -> Callable | None:
     return _overrides.get(kernel)
 
 
+@dataclass(frozen=True)
+class _Layout:
+    """A tensor's shape and place in memory, without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def zeros(self) -> torch.Tensor:
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return torch.zeros(extent, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
+
+
+# Queries, keys, values, mask, and the scale.
+_Call = tuple[_Layout, _Layout, _Layout, _Layout | None, float | None]
+
+
 @dataclass
 class AttentionSurvey:
-    """Runs as an override through one eager call of a model, and times the kernels on what it asks for.
+    """Runs as an override through one eager call of a model and notes what it asks for; `best` times the kernels on that.
 
     Args:
         wanted: an explicit choice that must be possible, or `auto`.
     """
 
     wanted: str
-    calls: Counter = field(default_factory=Counter)
-    # What this process has measured: (device, dtype, shapes) -> kernel -> seconds.
-    measured: dict = field(default_factory=dict)
+    calls: Counter[_Call] = field(default_factory=Counter)
 
     def __call__(
         self, func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
     ):
         if func.__name__ == HOST_FUNCTION and not kwargs.get("enable_gqa", False):
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
-            key = (q.device, q.dtype, *(None if t is None else tuple(t.shape) for t in tensors))
-            self.calls[key] += 1
-            if key not in self.measured:
-                self.measured[key] = self._time_all(tensors, kwargs.get("scale"))
+            call = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
+            if self.wanted != "auto" and call not in self.calls:
+                self._try(tensors, kwargs.get("scale"))
+            self.calls[call] += 1
         return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
 
-    def _time_all(self, tensors: tuple, scale: float | None) -> dict[str, float]:
-        times = {}
-        for name, backend in KERNELS.items():
-            if self.wanted not in ("auto", name):
-                continue
-            try:
-                times[name] = _seconds(backend, tensors, scale)
-            except RuntimeError as error:
-                if isinstance(error, torch.OutOfMemoryError):
-                    raise
-                if self.wanted == name:
-                    shape = "x".join(map(str, tensors[0].shape))
-                    raise InvalidSetting(
-                        "attention", name, f"this card cannot run it for {shape} {tensors[0].dtype}; set attention to auto."
-                    ) from error
-        return times
+    def _try(self, tensors: tuple, scale: float | None) -> None:
+        q, k, v, mask = tensors
+        try:
+            with sdpa_kernel([KERNELS[self.wanted]]):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shape = "x".join(map(str, q.shape))
+            raise InvalidSetting(
+                "attention", self.wanted, f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
+            ) from error
 
     def best(self) -> str:
-        """The kernel with the least time over all calls; `host` when nothing beats what the host asks for first."""
+        """The kernel with the least time over the calls that matter; `host` when nothing beats what the host asks for first.
+
+        What the fastest cannot run (a short prompt) is left to the next one, as the host does.
+        """
         if self.wanted != "auto":
             return self.wanted
-        totals = {
-            name: sum(count * self.measured[key].get(name, float("inf")) for key, count in self.calls.items())
-            for name in KERNELS
-        }
-        # A kernel that cannot run some shape leaves that to the next one, as the host does.
-        possible = {name: seconds for name, seconds in totals.items() if 0 < seconds < float("inf")}
-        if not possible:
+        chosen = _costliest(self.calls)
+        totals = {name: sum(count * _seconds(name, call) for call, count in chosen.items()) for name in KERNELS}
+        fastest = min(totals, key=totals.get)
+        if not chosen or totals[fastest] == float("inf"):
             return "host"
-        fastest = min(possible, key=possible.get)
-        as_host = possible.get("flash", float("inf"))
-        return fastest if possible[fastest] < _WORTHWHILE * as_host else "host"
+        return fastest if totals[fastest] < _WORTHWHILE * totals["flash"] else "host"
 
 
-def _seconds(backend: SDPBackend, tensors: tuple, scale: float | None) -> float:
-    q, k, v, mask = tensors
+def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
+    """The calls that make up most of the work: for each shape cuDNN takes a third of a second to plan."""
+
+    def work(call: _Call) -> int:
+        (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
+        return calls[call] * batch * heads * tokens * width * keys
+
+    total, covered, chosen = sum(map(work, calls)), 0, {}
+    for call in sorted(calls, key=work, reverse=True):
+        if covered >= _SHARE * total:
+            break
+        chosen[call] = calls[call]
+        covered += work(call)
+    return chosen
+
+
+def _seconds(kernel: str, call: _Call) -> float:
+    """Seconds of one call on the GPU alone, without launching it: small models launch faster than they compute or slower.
+
+    Returns:
+        Infinity where the kernel cannot run it, or there is no memory to try.
+    """
+    *layouts, scale = call
+    try:
+        with torch.cuda.device(layouts[0].device), sdpa_kernel([KERNELS[kernel]]):
+            q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
+            attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
+            return _seconds_on_gpu(attend)
+    except RuntimeError:
+        return float("inf")
+
+
+def _seconds_on_gpu(function: Callable[[], object]) -> float:
+    function()  # what it sets up once is not measured
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    with sdpa_kernel([backend]):
-        for index in range(_WARMUP + _REPEATS):
-            if index == _WARMUP:
-                begin.record()
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        end.record()
+    filler = torch.empty(_FILLER, dtype=torch.uint8, device="cuda")
+    for _ in range(_FILLS):  # while the GPU does this, all calls are launched
+        filler.zero_()
+    begin.record()
+    for _ in range(_REPEATS):
+        function()
+    end.record()
     end.synchronize()
     return begin.elapsed_time(end) / 1000 / _REPEATS

@@ -17,15 +17,25 @@ from .scopes import SharedScope
 
 logger = logging.getLogger("torch-compile-kit")
 MODULE = "torch._inductor.async_compile"
+# What a worker imports for its first kernel.
+IMPORTS = (
+    "torch._inductor.runtime.triton_heuristics",
+    "torch._inductor.runtime.static_triton_launcher",
+    "triton.compiler.code_generator",
+    "triton.backends.nvidia.compiler",
+)
 PATIENCE = 20.0
 
 
 def start_workers() -> None:
     """Returns at once; nothing happens where PyTorch would use no processes (one core, no Triton)."""
-    from torch._inductor.async_compile import AsyncCompile, maybe_warm_pool
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads, maybe_warm_pool
 
     maybe_warm_pool()
-    AsyncCompile.use_process_pool()  # the first job makes the processes start
+    if get_compile_threads() > 1:
+        AsyncCompile.use_process_pool()  # the first job makes the processes start
+        for _ in range(get_compile_threads()):  # one for each, while all of them are idle
+            AsyncCompile.process_pool().submit(functools.partial(exec, f"import {', '.join(IMPORTS)}"))
 
 
 def _read_compile() -> Callable | None:

@@ -15,6 +15,7 @@ from torch._dynamo.callback import callback_handler
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
+from .kernel_tuning import brief_benchmark, tuning_scope
 from .kernel_workers import kernel_scope, waiting_compile
 from .prepare import note_needs
 from .scopes import compile_scope
@@ -109,6 +110,7 @@ class CompileEvent:
         "_graphs",
         "_hits",
         "_known",
+        "_tunes",
         "block",
         "folder",
         "on_first",
@@ -123,6 +125,7 @@ class CompileEvent:
         self.switches = switches
         self.folder = folder
         self._cache = None
+        self._tunes = False
         self.started = False
         self.seconds = 0.0
 
@@ -137,6 +140,7 @@ class CompileEvent:
             self._hits = counters["inductor"]["fxgraph_cache_hit"]
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
+        self._stop_tuning()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
         tracing_scope.enter(**TRACING)
         kernel_scope.enter(compile=waiting_compile())
@@ -147,9 +151,17 @@ class CompileEvent:
         kernel_scope.exit()
         tracing_scope.exit()
         compile_scope.exit()
+        tuning_scope.enter(benchmark=brief_benchmark())
+        self._tunes = True
+
+    def _stop_tuning(self) -> None:
+        if self._tunes:
+            self._tunes = False
+            tuning_scope.exit()
 
     def close(self) -> None:
         """The call has ended. Kernels are tuned when they first run, so the folder is inductor's until now."""
+        self._stop_tuning()
         if self._cache is not None:
             self._cache.exit(self.folder[0])
             self._cache = None

@@ -12,10 +12,12 @@ import importlib
 import json
 import logging
 import os
+import pkgutil
 import re
 import sys
 import threading
 import time
+from collections.abc import Callable
 
 from torch._dynamo import funcname_cache
 
@@ -28,8 +30,39 @@ PATIENCE = 300.0
 INSTRUCTION_SETS = "cpu.json"
 IMPORTS = "imports.json"
 SOURCES = "sources.json"
-# Until there is a record.
-FIRST_IMPORTS = {"torch.distributed.tensor.experimental", "torch.export._trace", "torch._inductor.compiler_bisector"}
+# What graphs read from disk import late, until there is a record; compiling imports it as well.
+FIRST_IMPORTS = {
+    "torch.distributed.tensor.experimental",
+    "torch.export._trace",
+    "torch.fx.experimental.validator",
+    "torch._inductor.compiler_bisector",
+    "torch._inductor.codegen.cuda_combined_scheduling",
+    "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.codegen.halide",
+    "torch._inductor.codegen.mps",
+    "torch._inductor.codegen.pallas",
+    "torch._inductor.codegen.python_wrapper_mtia",
+    "torch._inductor.codegen.wrapper_fxir",
+    "torch._inductor.fx_passes.apply_gumbel_max_trick",
+    "torch._inductor.fx_passes.efficient_conv_bn_eval",
+    "torch._inductor.fx_passes.quantization",
+    "torch._inductor.hooks",
+    "triton.tools.tensor_descriptor",
+}
+# What compiling imports beside that, and of the patterns each.
+LATE_IMPORTS = (
+    "triton.compiler.code_generator",
+    "torch._inductor.bounds",
+    "torch._inductor.choices",
+    "torch._inductor.kernel_template_choice",
+    "torch._inductor.runtime.caching",
+    "torch._inductor.codegen.xpu.device_op_overrides",
+    "torch._inductor.codegen.cuda.device_op_overrides",
+    "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.fx_passes.mkldnn_fusion",
+    "torch._inductor.fx_passes.pad_mm",
+    "torch._inductor.fx_passes.serialized_patterns",
+)
 _PLAIN = re.compile(r"\w+(\.\w+)*")  # ComfyUI names packs by the folder they are in, which is nobody else's business
 # What compiling imports late: PyTorch's own modules, save for those that it makes of generated code.
 _LATE = re.compile(r"(torch|triton)(\.(?!compile_tasks)\w+)+")
@@ -37,6 +70,7 @@ _LATE = re.compile(r"(torch|triton)(\.(?!compile_tasks)\w+)+")
 
 class _Preparation:
     thread: threading.Thread | None = None
+    wanted: bool = False  # somebody waits
     imported: set[str] | None = None
 
 
@@ -58,6 +92,7 @@ def wait_until_prepared() -> float:
         Seconds waited.
     """
     began = time.perf_counter()
+    _Preparation.wanted = True
     if _Preparation.thread is not None:
         _Preparation.thread.join(PATIENCE)
     return time.perf_counter() - began
@@ -108,16 +143,25 @@ def _recorded(name: str) -> set[str]:
 
 
 def _run(on_gpu: bool) -> None:
-    steps = [_import_inductor, _compute_keys, _read_sources, _trim]
+    steps = [_import_inductor, _compute_keys, _read_sources]
     steps.insert(*((0, start_workers) if on_gpu else (2, _probe_cpu)))  # the workers start while this process imports
     for step in steps:
-        began = time.perf_counter()
-        try:
-            step()
-        except Exception as error:  # the compilation does it again, and tells what is wrong
-            logger.debug("%s: %s", step.__name__, error)
-        logger.debug("%s: %.2f s", step.__name__.strip("_"), time.perf_counter() - began)
+        _timed(step)
+    if on_gpu and not _recorded(SOURCES):  # after a restart most graphs are read, which needs none of these
+        for step in [_start_triton, *map(_importing, LATE_IMPORTS)]:
+            if not _Preparation.wanted:  # who waits can do them as well
+                _timed(step)
     _Preparation.imported = set(sys.modules)
+    _timed(_trim)
+
+
+def _timed(step: Callable[[], object]) -> None:
+    began = time.perf_counter()
+    try:
+        step()
+    except Exception as error:  # the compilation does it again, and tells what is wrong
+        logger.debug("%s: %s", step.__name__, error)
+    logger.debug("%s: %.2f s", step.__name__.strip("_"), time.perf_counter() - began)
 
 
 def _import_inductor() -> None:
@@ -132,6 +176,23 @@ def _import_inductor() -> None:
                 importlib.import_module(name)
         except Exception as error:  # of another version of PyTorch, say
             logger.debug("%s: %s", name, error)
+
+
+def _importing(name: str) -> Callable[[], object]:
+    def step() -> None:
+        module = importlib.import_module(name)
+        for part in pkgutil.iter_modules(module.__path__, f"{name}.") if name.endswith("patterns") else ():
+            importlib.import_module(part.name)
+
+    step.__name__ = name
+    return step
+
+
+def _start_triton() -> None:
+    """Triton builds a library of its own when it is first used on a machine (triton/backends/nvidia/driver.py)."""
+    from torch.utils._triton import triton_backend
+
+    triton_backend()
 
 
 def _compute_keys() -> None:
