@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from . import channels_last
 from .compiled_kind import CompiledKind
 from .discovery import BlockPlan, find_blocks
 from .per_model import PerModel
@@ -59,8 +60,8 @@ def compiled_blocks(
         poll: called before each block; may raise to stop (the host's interrupt).
         inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
         weights_of: says how the weights of the given blocks get in place, where they are not.
-        captured: if it yields True, the model is replayed from CUDA graphs. Blocks of convolutions then stay eager: what is
-            left to gain in them is small (SDXL: 3 % of a step), and they are most of what a UNet has to compile.
+        captured: if it yields True, the model is replayed from CUDA graphs. Blocks of convolutions then stay eager, as they are
+            most of what a UNet has to compile; see `channels_last` for what is done for them instead.
 
     Yields:
         Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay where they are.
@@ -108,6 +109,9 @@ def _run_block(
 ) -> object:
     if torch.compiler.is_compiling():  # somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
+    if channels_last.is_active():
+        with channels_last.paused():
+            return _run_block(poll, kind, group, first_shape, block, *channels_last.turned(args), **kwargs)
     poll()
     if group is None:
         return kind(block, first_shape, args, kwargs)

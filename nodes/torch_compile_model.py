@@ -32,7 +32,7 @@ class TorchCompileModel(io.ComfyNode):
                     default="default",
                     tooltip="default compiles fast and is close to the best. The max-autotune modes try many kernels: minutes "
                     "of compiling for a few percent. reduce-overhead records the whole model in CUDA graphs: best for small "
-                    "models such as SD and SDXL. For backend inductor only.",
+                    "models such as SD and SDXL; start ComfyUI with --disable-cuda-malloc for it. For backend inductor only.",
                 ),
                 io.Combo.Input(
                     "dynamic",

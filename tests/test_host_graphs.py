@@ -38,7 +38,7 @@ def flux(tiny, engine, monkeypatch):
 
     monkeypatch.setattr(graphs.ModelGraphs, "_capture", capture)
     # On a CPU the wrapper leaves graphs alone; here everything but the capture is as on a GPU.
-    monkeypatch.setattr(engine("host.attachment"), "has_graphs", lambda device: True)
+    monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda device: None)
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
     return runs
 
@@ -232,3 +232,26 @@ class TestWhatGraphsKnow:
         graphs, _, check = checked
         check(device="cuda")
         assert "elsewhere" in graphs.obstacle
+
+
+def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
+    no_graphs = engine("host.graphing").no_graphs
+    assert no_graphs(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert no_graphs(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
+
+
+def test_with_an_allocator_that_forbids_it_all_blocks_are_compiled(tiny, engine, monkeypatch):
+    monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+    runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
+    settings = engine("settings").CompileSettings(backend="eager")
+    object.__setattr__(settings, "mode", "reduce-overhead")
+    compiled = engine("host.attachment").attach(runs.patcher, settings)
+    assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
+    code = engine("registry").code_of(runs.patcher.model.diffusion_model)
+    assert not code.left_out and any(kind.class_name == "ResBlock" and kind.stats.graphs for kind in code.kinds.values())
+    notes = engine("host.attachment").notes_about(compiled)
+    assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen

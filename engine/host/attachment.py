@@ -21,7 +21,7 @@ from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
-from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, has_graphs, new_run
+from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
@@ -56,7 +56,10 @@ class BlockCompiler:
             args = with_attention(settings.attention, executor, tuple(args), kwargs)
             network = base_model.diffusion_model
             scopes.enter_context(traceable_casts(network))
-            graphs = settings.wants_graphs and has_graphs(device)
+            obstacle = no_graphs(device) if settings.wants_graphs else ""
+            if obstacle:
+                note(self.notes, obstacle)
+            graphs = settings.wants_graphs and obstacle is None
             captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
             captured = captured and not crowding_of(network).crowded
             stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of, captured))
@@ -132,8 +135,8 @@ def notes_about(patcher) -> list[str]:
     if left_out:
         names = ", ".join(f"{count} {name}" for name, count in left_out.items())
         notes.append(
-            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled: they gain little there and take most of the "
-            "compile time. Set only_blocks to * to compile them too."
+            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled, as they take most of the compile time; they run "
+            "channels_last instead."
         )
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,8 +14,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..block_options import BOOKKEEPING, keys_read
+from ..channels_last import run_channels_last
+from ..errors import BlockCompileError
+from ..failures import never_swallowed
 from ..graphs import ModelGraphs, graphs_of
 from ..per_model import PerModel
+from ..registry import code_of
 from .paging import AllPages, address_of
 
 logger = logging.getLogger("torch-compile-kit")
@@ -22,9 +27,17 @@ logger = logging.getLogger("torch-compile-kit")
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
 
-def has_graphs(device: torch.device) -> bool:
-    """Whether work on `device` can be captured."""
-    return device.type == "cuda"
+def no_graphs(device: torch.device) -> str | None:
+    """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
+    if device.type != "cuda":
+        return ""
+    if torch.cuda.get_allocator_backend() != "native":
+        # A tensor that a capture leaves behind is freed by ending the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
+        return (
+            "CUDA graphs are off: ComfyUI uses cudaMallocAsync, with which PyTorch cannot record them. Start ComfyUI with "
+            "--disable-cuda-malloc to have them."
+        )
+    return None
 
 
 @contextmanager
@@ -37,7 +50,7 @@ def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, no
         notes: gets the reason when a call cannot be captured.
     """
     if not blocks_are_plain or "forward" in network.__dict__:
-        _note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
+        note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
         yield
         return
     graphs, pages = graphs_of(network), pages_of(network)
@@ -49,9 +62,11 @@ def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, no
         options = transformer_options or {}
         reason = _obstacle(network, options)
         if reason:
-            _note(notes, f"CUDA graphs are off: {reason}.")
+            note(notes, f"CUDA graphs are off: {reason}.")
             return forward(*args, transformer_options=options, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
+        if code_of(network).left_out:
+            call = functools.partial(_with_fast_convolutions, network, notes, call)
         return graphs.call(_key(network, options), call, args, kwargs, {"transformer_options": options}, keep)
 
     network.__dict__["forward"] = run
@@ -104,6 +119,31 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
     return result
 
 
+def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
+    """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
+    kernels = _kernels()
+    if kernels is None or cannot_turn(network):
+        return forward(*args, **kwargs)
+    try:
+        return run_channels_last(kernels, forward, args, kwargs)
+    except RuntimeError as error:
+        if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
+            raise
+        cannot_turn(network).append(str(error))
+        note(notes, f"Convolutions keep ComfyUI's layout: {str(error).strip().partition(chr(10))[0]}")
+        return forward(*args, **kwargs)
+
+
+@functools.cache
+def _kernels() -> object | None:
+    try:
+        return importlib.import_module("..group_norm_kernels", __package__)
+    except ImportError:  # no Triton
+        return None
+
+
+# Why a model cannot run channels_last.
+cannot_turn: PerModel[list[str]] = PerModel(lambda _network: [])
 pages_of = PerModel(AllPages)
 crowding_of = PerModel(lambda _network: Crowding())
 
@@ -181,7 +221,8 @@ def _read(network: nn.Module) -> frozenset[str]:
     return _keys[cls]
 
 
-def _note(notes: list[str], text: str) -> None:
+def note(notes: list[str], text: str) -> None:
+    """Say it once, in the log and in the report."""
     if text not in notes:
         notes.append(text)
         logger.info("%s", text)

@@ -1,0 +1,173 @@
+"""UNets that are replayed from CUDA graphs run their convolutions channels_last; here plain PyTorch stands in for Triton.
+
+The kernels themselves need a GPU: benchmarks/group_norm.py compares them with PyTorch's.
+"""
+
+import types
+
+import pytest
+import torch
+import zoo
+from support import relative_error
+from torch import nn
+from torch.nn import functional
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+UNETS = ("sd15", "sd20", "sdxl", "sdxl_refiner", "svd_img2vid", "koala")
+
+
+class Reference(types.SimpleNamespace):
+    """What `group_norm_kernels` does, and how often."""
+
+    def __init__(self):
+        super().__init__(norms=0, with_silu=0, weights=0)
+
+    def factors_of(self, x, groups, weight, bias, eps):
+        assert x.is_contiguous(memory_format=torch.channels_last)
+        self.norms += 1
+        grouped = x.unflatten(1, (groups, -1)).flatten(2)
+        variance, mean = torch.var_mean(grouped, 2, correction=0)
+        each = x.shape[1] // groups
+        factors = weight / torch.sqrt(variance + eps).repeat_interleave(each, 1)
+        return torch.stack([factors, bias - mean.repeat_interleave(each, 1) * factors], 1)
+
+    def apply_factors(self, x, factors, out, silu):
+        assert out.is_contiguous(memory_format=torch.channels_last)
+        self.with_silu += silu
+        result = x * factors[:, 0, :, None, None] + factors[:, 1, :, None, None]
+        out.copy_(functional.silu(result) if silu else result)
+
+    def channels_last_weight(self, weight):
+        self.weights += 1
+        return weight.contiguous(memory_format=torch.channels_last)
+
+
+@pytest.fixture
+def reference(engine, monkeypatch):
+    """Graphs are on, calls run again instead of being captured, and fp32 counts as a dtype for tensor cores."""
+    reference = Reference()
+    graphing, graphs = engine("host.graphing"), engine("graphs")
+    monkeypatch.setattr(graphing, "_kernels", lambda: reference)
+    monkeypatch.setattr(engine("channels_last"), "DTYPES", {torch.float32})
+    monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda _device: None)
+    monkeypatch.setattr(graphs.ModelGraphs, "_capture", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return reference
+
+
+def attached(engine, patcher):
+    settings = engine("settings").CompileSettings(backend="eager")
+    object.__setattr__(settings, "mode", "reduce-overhead")  # refused without inductor, which takes long
+    return engine("host.attachment").attach(patcher, settings)
+
+
+def run(patcher, setup, steps=2):
+    import comfy.sample
+
+    latent = setup.latent()
+    noise = comfy.sample.prepare_noise(latent, 1)
+    positive, negative = setup.conds()
+    return comfy.sample.sample(
+        patcher, noise, steps, 4.0, "euler", "simple", positive, negative, latent, seed=1, disable_pbar=True
+    )
+
+
+@pytest.fixture
+def both(engine, reference, monkeypatch):
+    """A function: the set-up's latents of eager and of ours, and ours."""
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+
+    def sampled(setup):
+        patcher = zoo.patcher(setup)
+        with torch.backends.mkldnn.flags(enabled=False):  # which chooses by layout, with a guard for each choice
+            expected = run(patcher, setup)
+            compiled = attached(engine, patcher)
+            return expected, run(compiled, setup), compiled
+
+    return sampled
+
+
+@pytest.mark.parametrize("name", UNETS)
+def test_a_unet_gives_the_same(name, engine, reference, both):
+    expected, result, compiled = both(zoo.SETUPS[name])
+    code = engine("registry").code_of(compiled.model.diffusion_model)
+    assert code.left_out and reference.norms > 8 and reference.weights > 8
+    assert 0 < reference.with_silu <= reference.norms
+    assert relative_error(result, expected) < 1e-5
+    assert not any("layout" in note for note in engine("host.attachment").notes_about(compiled))
+    guards = [r.guard for kind in code.kinds.values() for r in kind.stats.recompiles]
+    assert not any("stride" in guard for guard in guards), guards
+
+
+def test_a_model_that_cannot_work_so_runs_as_ever_and_it_is_said(engine, reference, both, monkeypatch):
+    from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
+
+    found = ResBlock._forward
+
+    def views(self, x, emb):
+        return found(self, x.view(x.shape[0], -1).view(x.shape), emb)  # what only one layout allows
+
+    monkeypatch.setattr(ResBlock, "_forward", views)
+    expected, result, compiled = both(zoo.SETUPS["sdxl"])
+    assert relative_error(result, expected) < 1e-5 and reference.norms < 20
+    assert any("layout" in note and "view" in note for note in engine("host.attachment").notes_about(compiled))
+
+
+def layers(*more):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), *more).requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("net", "with_silu"),
+    [
+        (layers(nn.SiLU(), nn.Conv2d(16, 8, 3, stride=2)), 1),
+        (layers(nn.Sigmoid(), nn.Conv2d(16, 8, 1)), 0),
+        (layers(nn.Flatten(2)), 0),
+        (layers(), 0),
+        (layers(nn.SiLU(), nn.GroupNorm(4, 16), nn.GroupNorm(2, 16), nn.SiLU(), nn.Upsample(scale_factor=2)), 2),
+    ],
+)
+def test_layers_in_any_order(engine, reference, net, with_silu):
+    mode = engine("channels_last")
+    x = torch.randn(2, 8, 12, 10)
+    before = {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
+    result = mode.run_channels_last(reference, net, (x,), {})
+    expected = net(x)
+    assert relative_error(result, expected) < 1e-5 and result.stride() == expected.stride()
+    assert reference.with_silu == with_silu and not mode.is_active()
+    assert before == {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
+
+
+def test_it_ends_with_an_error(engine, reference):
+    mode = engine("channels_last")
+
+    def fails(x):
+        functional.group_norm(x, 2, torch.ones(8), torch.zeros(8))
+        raise ValueError("of the model")
+
+    with pytest.raises(ValueError, match="of the model"):
+        mode.run_channels_last(reference, fails, (torch.randn(1, 8, 4, 4),), {})
+    functional.group_norm(torch.randn(1, 8, 4, 4), 2)
+    assert not mode.is_active() and reference.norms == 1
+
+
+def test_compiled_code_does_not_see_it(engine, reference):
+    mode, seen = engine("channels_last"), []
+
+    def block(x):
+        with mode.paused():
+            seen.append((mode.is_active(), torch._C._len_torch_function_stack()))
+        return functional.group_norm(x, 2, torch.ones(8), torch.zeros(8))
+
+    mode.run_channels_last(reference, block, (torch.randn(1, 8, 4, 4),), {})
+    assert seen == [(False, 0)] and reference.norms == 1
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.randn(2, 8, 6), torch.randn(2, 8, 6, 6, dtype=torch.float64), torch.randn(2, 8, 1, 6), torch.randn(2, 8, 2, 2, 2)],
+)
+def test_what_is_no_image_for_tensor_cores_stays(engine, reference, x):
+    engine("channels_last").run_channels_last(reference, nn.GroupNorm(2, 8, dtype=x.dtype), (x,), {})
+    assert not reference.norms
