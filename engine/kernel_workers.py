@@ -25,6 +25,8 @@ IMPORTS = (
     "triton.backends.nvidia.compiler",
 )
 PATIENCE = 20.0
+# Of the workers, those that import beforehand: a block has some ten kernels.
+MOST = 12
 
 
 def start_workers() -> None:
@@ -34,7 +36,7 @@ def start_workers() -> None:
     maybe_warm_pool()
     if get_compile_threads() > 1:
         AsyncCompile.use_process_pool()  # the first job makes the processes start
-        for _ in range(get_compile_threads()):  # one for each, while all of them are idle
+        for _ in range(min(get_compile_threads(), MOST)):  # while all of them are idle
             AsyncCompile.process_pool().submit(functools.partial(exec, f"import {', '.join(IMPORTS)}"))
 
 

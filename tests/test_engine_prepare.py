@@ -1,4 +1,4 @@
-"""What is done while the model loads: the rest is left out as soon as somebody waits, and where graphs will be read from disk."""
+"""What is done while the model loads: the rest is left out when somebody waits, and where graphs will be read from disk."""
 
 import pytest
 
