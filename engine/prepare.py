@@ -144,11 +144,14 @@ def _recorded(name: str) -> set[str]:
 
 def _run(on_gpu: bool) -> None:
     steps = [_import_inductor, _compute_keys, _read_sources]
-    steps.insert(*((0, start_workers) if on_gpu else (2, _probe_cpu)))  # the workers start while this process imports
+    if on_gpu:
+        steps = [start_workers, *steps, _start_triton]  # the workers start while this process imports
+    else:
+        steps.insert(2, _probe_cpu)
     for step in steps:
         _timed(step)
     if on_gpu and not _recorded(SOURCES):  # after a restart most graphs are read, which needs none of these
-        for step in [_start_triton, *map(_importing, LATE_IMPORTS)]:
+        for step in map(_importing, LATE_IMPORTS):
             if not _Preparation.wanted:  # who waits can do them as well
                 _timed(step)
     _Preparation.imported = set(sys.modules)
