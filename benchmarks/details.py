@@ -9,6 +9,13 @@ HOLDING = {
     ("dynamic", 14.0): "dynamic VRAM, 14 GiB free",
     ("legacy", 14.0): "partial loading, 14 GiB free",
 }
+# PyTorch's phases of compiling by what their names hold; what holds none of them is AOTAutograd's.
+PHASES = {
+    "Dynamo": ("bytecode_tracing", "guards", "compile_attempt"),
+    "AOTAutograd, passes": (),
+    "inductor": ("GraphLowering", "Scheduler", "Codegen", "fx_codegen"),
+    "waiting for kernels": ("async_compile.wait", "PyCodeCache"),
+}
 STARTS = {
     "first": "first start, nothing on disk",
     "second": "restart",
@@ -30,6 +37,30 @@ def kernels_table() -> str:
                 cells = [f"{row['seconds'].get(kind, 0) * 1000:.1f}" for kind in kinds]
                 lines.append(f"| {name} | {variant} | {' | '.join(cells)} | {row['kernels']} |")
     return "\n".join([*lines, "", *sources])
+
+
+def cold_table() -> str:
+    """Where a first step goes with nothing on disk: every row, oldest code first."""
+    found, sources = rows("cold start")
+    lines = [
+        f"| seconds | mode | code | cold start | {' | '.join(PHASES)} | tuning | outside | floor |",
+        "|---" * (len(PHASES) + 7) + "|",
+    ]
+    for model, name in NAMES.items():
+        for row in (row for row in found if row["model"] == model):
+            sums = [sum(s for phase, s in row["phases"].items() if _group_of(phase) == group) for group in PHASES]
+            cells = [f"{seconds:.1f}" for seconds in (row["cold_start"], *sums)]
+            tuning = f"{row['tuning']:.1f}" if "tuning" in row else "-"
+            floor = row["cold_start"] - sums[-1] - row.get("tuning", 0) - row["outside"]
+            lines.append(
+                f"| {name.split(',')[0]}, {row['graphs']} graphs | {row['settings'].get('mode', 'default')} | {row['code']} "
+                f"| {' | '.join(cells)} | {tuning} | {row['outside']:.1f} | {floor:.1f} |"
+            )
+    return "\n".join([*lines, "", *sources])
+
+
+def _group_of(phase: str) -> str:
+    return next((group for group, words in PHASES.items() if any(word in phase for word in words)), "AOTAutograd, passes")
 
 
 def graphs_table() -> str:

@@ -39,7 +39,8 @@ def step_time_table() -> str:
         other = peers.get("kjnodes", ({},))[0].get("cold_start")
         peaks = ", ".join(f"{row.get('peak_gib', 0):.1f}" for row in (eager, ours) if row)
         errors = ", ".join(error_of(row) for row in (ours, *(peers.get(peer, (None,))[0] for peer in reversed(PEERS))))
-        noise = "-" if noise_of(eager) is None else f"{noise_of(eager):.4f}"
+        noises = [noise_of(row) for row in found if row["model"] == model and noise_of(row) is not None]
+        noise = f"{noises[-1]:.4f}" if noises else "-"
         lines.append(
             f"| {name} | {cell(eager, eager)} | **{cell(ours, eager)}** | {' | '.join(ratios)} "
             f"| {cold}, {'-' if other is None else f'{other:.1f}'} | {ours['graphs']} | {peaks} | {errors} | {noise} |"
@@ -115,6 +116,7 @@ def replace(text: str, name: str, table: str) -> str:
 README = {"step time": step_time_table, "low vram": low_vram_table}
 FIGURES = {
     "kernels": details.kernels_table,
+    "cold": details.cold_table,
     "graphs": details.graphs_table,
     "lora": details.lora_table,
     "restart": details.restart_table,
