@@ -18,11 +18,11 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 
 from ..binding import plan_for
+from ..per_model import PerModel
 
 KEY = "torch-compile-kit.placement"
 # Models whose pages were allocated in our order, by device.
-_paged: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
-_ranks: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
 def spread_weights(executor, patcher, *args, **kwargs):
@@ -31,10 +31,10 @@ def spread_weights(executor, patcher, *args, **kwargs):
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
     if getattr(patcher, "is_dynamic", bool)():
-        if device not in _paged.setdefault(base_model, set()):
+        if device not in _paged(base_model):
             # Pages are allocated once; afterwards the host only moves the line between kept and paged.
             _forget_pages(base_model, device)
-            _paged[base_model].add(device)
+            _paged(base_model).add(device)
         return executor(patcher, *args, **kwargs)
     _load_anew_after_others(base_model)
     with nullcontext() if device.type == "cpu" else _buffers_announced(patcher):
@@ -67,12 +67,10 @@ def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **
     arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
     items = type(patcher)._load_list(patcher, *args, **arguments)
     base_model = patcher.model
-    if base_model not in _ranks:
-        _ranks[base_model] = even_ranks(base_model)
     if for_dynamic:
-        return _even_by_rank(_ranks[base_model], items)
+        return _even_by_rank(_ranks(base_model), items)
     _mark(base_model)  # a part may be about to be unloaded; loading writes its own note at the end
-    return _even_by_size(_ranks[base_model], items)
+    return _even_by_size(_ranks(base_model), items)
 
 
 def _mark(base_model) -> None:
@@ -112,6 +110,9 @@ def even_ranks(base_model) -> dict[str, tuple[int, int]]:
             ranks[f"{prefix}.{name}" if name else prefix] = (-left, turn)
             left -= size
     return ranks
+
+
+_ranks = PerModel(even_ranks)
 
 
 _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before all others
