@@ -97,10 +97,12 @@ class AttentionSurvey:
 
     Args:
         wanted: an explicit choice that must be possible, or `auto`.
+        complete: there was the memory to measure all of it.
     """
 
     wanted: str
     calls: Counter[_Call] = field(default_factory=Counter)
+    complete: bool = True
 
     def __call__(
         self, func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
@@ -134,7 +136,11 @@ class AttentionSurvey:
         if self.wanted != "auto":
             return self.wanted
         chosen = _costliest(self.calls)
-        totals = {name: sum(count * _seconds(name, call) for call, count in chosen.items()) for name in KERNELS}
+        try:
+            totals = {name: sum(count * _seconds(name, call) for call, count in chosen.items()) for name in KERNELS}
+        except torch.OutOfMemoryError:
+            self.complete = False
+            return "host"
         fastest = min(totals, key=totals.get)
         if not chosen or totals[fastest] == float("inf"):
             return "host"
@@ -161,7 +167,7 @@ def _seconds(kernel: str, call: _Call) -> float:
     """Seconds of one call on the GPU alone, without launching it: small models launch faster than they compute or slower.
 
     Returns:
-        Infinity where the kernel cannot run it, or there is no memory to try.
+        Infinity where the kernel cannot run it.
     """
     *layouts, scale = call
     try:
@@ -169,6 +175,8 @@ def _seconds(kernel: str, call: _Call) -> float:
             q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
             return _seconds_on_gpu(attend)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:
         return float("inf")
 

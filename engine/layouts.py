@@ -35,6 +35,11 @@ def copies_of(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tenso
     return [(t, t.clone()) for t in tensors_in(args, kwargs)]
 
 
+def copied_containers(value: object) -> object:
+    """The same tensors in new lists and dicts: the host takes a ControlNet's out of their lists while a model runs."""
+    return pytree.tree_map(lambda leaf: leaf, value)
+
+
 def is_transposed(tensor: torch.Tensor) -> bool:
     """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
     return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()

@@ -9,6 +9,7 @@ from torch import nn
 from ..attention import AttentionSurvey, override_for
 from ..compiled_kind import structure_of
 from ..disk_cache import current, folder_name
+from ..layouts import copied_containers
 from ..per_model import PerModel
 from .asked import OPTIONS_AT
 
@@ -52,10 +53,12 @@ def _choose(wanted: str, executor, args: tuple, kwargs: dict) -> str:
     if known == "host" or override_for(known) is not None:
         return known
     survey = AttentionSurvey(wanted)
-    executor(*_with_override(args, survey), **kwargs)
-    if cache is not None and wanted == "auto":
-        cache.remember(folder, type(network).__name__, MEMORY, survey.best())
-    return survey.best()
+    once, options = copied_containers((args, kwargs))
+    executor(*_with_override(once, survey), **options)
+    best = survey.best()
+    if cache is not None and wanted == "auto" and survey.complete:
+        cache.remember(folder, type(network).__name__, MEMORY, best)
+    return best
 
 
 def _with_override(args: tuple, override) -> tuple:
