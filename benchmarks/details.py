@@ -99,7 +99,7 @@ def restart_table() -> str:
     for run, name in STARTS.items():
         row = newest(found, run=run)
         if row:
-            seconds = _compile_seconds(row, newest(found, run="first"))
+            seconds = _compile_seconds(row, newest(found, run="first", code=row.get("code")))
             lines.append(f"| {name} | {row['above']:.1f} | {seconds} | {row['graphs']} | {row['graphs_from_disk']} |")
     return "\n".join([*lines, "", *sources])
 

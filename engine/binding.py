@@ -111,7 +111,11 @@ def _run_block(
         return type(block).forward(block, *args, **kwargs)
     if channels_last.is_active():
         with channels_last.paused():
-            return _run_block(poll, kind, group, first_shape, block, *channels_last.turned(args), **kwargs)
+            args, copies = channels_last.turned(args)
+            result = _run_block(poll, kind, group, first_shape, block, *args, **kwargs)
+            for image, copy in copies:
+                image.copy_(copy)
+            return result
     poll()
     if group is None:
         return kind(block, first_shape, args, kwargs)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +25,11 @@ DTYPES = {torch.float16, torch.bfloat16}
 
 @dataclass
 class _Waiting:
-    """A group norm whose result is not written yet: a SiLU may follow, which is then done in one go."""
+    """A group norm whose result is not written yet: if a SiLU is all that is made of it, it never is."""
 
     x: torch.Tensor
     factors: torch.Tensor
-    out: torch.Tensor
+    out: weakref.ref[torch.Tensor]
 
 
 class ChannelsLast(TorchFunctionMode):
@@ -46,40 +47,51 @@ class ChannelsLast(TorchFunctionMode):
     def __torch_function__(self, func, _types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self._waiting is not None:
-            out = self._write(silu=func is functional.silu and bool(args) and args[0] is self._waiting.out)
-            if out is not None:
-                return out
+            if func is functional.silu and args and args[0] is self._waiting.out() and not _is_in_place(args, kwargs):
+                return self._silu(self._waiting)
+            self._write()
         own = _OWN.get(func)
         return func(*args, **kwargs) if own is None else own(self, func, *args, **kwargs)
 
-    def _write(self, silu: bool = False) -> torch.Tensor | None:
-        waiting, self._waiting = self._waiting, None
-        self._kernels.apply_factors(waiting.x, waiting.factors, waiting.out, silu)
-        return waiting.out if silu else None
+    def _silu(self, norm: _Waiting) -> torch.Tensor:
+        result = torch.empty_like(norm.x)
+        self._kernels.apply_factors(norm.x, norm.factors, result, True)
+        return result
+
+    def _write(self) -> None:
+        """The norm's result is needed, unless nobody has it any more."""
+        norm, self._waiting = self._waiting, None
+        out = norm.out()
+        if out is not None:
+            self._kernels.apply_factors(norm.x, norm.factors, out, False)
 
     def __enter__(self):
         _active.modes.append(self)
         return super().__enter__()
 
-    def __exit__(self, *exc):
-        if self._waiting is not None:
-            self._write()
-        _active.modes.pop()
-        return super().__exit__(*exc)
+    def __exit__(self, error_type, *error):
+        try:
+            if self._waiting is not None and error_type is None:
+                self._write()
+        finally:
+            self._waiting = None
+            _active.modes.pop()
+            super().__exit__(error_type, *error)
 
-    def _conv2d(self, func: Callable, x, weight, *rest, **kwargs):
-        if not _is_image(x) or not isinstance(weight, torch.Tensor) or weight.dim() != 4 or weight.dtype != x.dtype:
-            return func(x, weight, *rest, **kwargs)
+    def _conv2d(self, func: Callable, input, weight, *rest, **kwargs):
+        if not _is_image(input) or not isinstance(weight, torch.Tensor) or weight.dim() != 4 or weight.dtype != input.dtype:
+            return func(input, weight, *rest, **kwargs)
         if not weight.is_contiguous(memory_format=SIDE_BY_SIDE):
             weight = self._kernels.channels_last_weight(weight.contiguous())
-        return func(x.contiguous(memory_format=SIDE_BY_SIDE), weight, *rest, **kwargs)
+        return func(input.contiguous(memory_format=SIDE_BY_SIDE), weight, *rest, **kwargs)
 
-    def _group_norm(self, func: Callable, x, num_groups, weight=None, bias=None, eps=1e-5):
-        if not _is_image(x) or weight is None or bias is None:
-            return func(x, num_groups, weight, bias, eps)
-        x = x.contiguous(memory_format=SIDE_BY_SIDE)
-        self._waiting = _Waiting(x, self._kernels.factors_of(x, num_groups, weight, bias, eps), torch.empty_like(x))
-        return self._waiting.out
+    def _group_norm(self, func: Callable, input, num_groups, weight=None, bias=None, eps=1e-5):
+        if not _is_image(input) or weight is None or bias is None:
+            return func(input, num_groups, weight, bias, eps)
+        x = input.contiguous(memory_format=SIDE_BY_SIDE)
+        out = torch.empty_like(x)
+        self._waiting = _Waiting(x, self._kernels.factors_of(x, num_groups, weight, bias, eps), weakref.ref(out))
+        return out
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
         """What the host's transformers make of their tokens when they are done is contiguous enough."""
@@ -119,9 +131,15 @@ def paused() -> Iterator[None]:
         mode.__enter__()
 
 
-def turned(args: tuple) -> tuple:
-    """The arguments with images channels_last: they come in either layout, and each would be a graph of its own."""
-    return tuple(a.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(a) else a for a in args)
+def turned(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The arguments with images channels_last: they come in either layout, and each would be a graph of its own.
+
+    Returns:
+        The arguments, and (image, its copy) where one was made: a block may work in place.
+    """
+    copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
+    by_id = {id(image): copy for image, copy in copies}
+    return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
 def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict) -> object:
@@ -129,6 +147,10 @@ def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple,
     with ChannelsLast(kernels):
         result = forward(*args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+
+
+def _is_in_place(args: tuple, kwargs: dict) -> bool:
+    return bool(kwargs.get("inplace") or args[1:2] == (True,))
 
 
 def _is_image(x: object) -> bool:

@@ -90,12 +90,6 @@ def _turn_weight(weight, out, channels, taps, CHANNELS: tl.constexpr, TAPS: tl.c
     tl.store(out + base + t[:, None] * channels + c[None, :], tile, mask=(t < taps)[:, None] & (c < channels)[None, :])
 
 
-def _launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args: object, **options: object) -> None:
-    """As kernel[grid](*args), but by address: Triton's look at a tensor fails on what cudaMallocAsync gives in a capture."""
-    compiled = kernel.warmup(*args, grid=grid, **options)
-    compiled[(*grid, 1, 1)[:3]](*(a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args))
-
-
 def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """The group norm of `x` as two numbers per image and channel: norm(x) = x * factors[:, 0] + factors[:, 1].
 
@@ -113,11 +107,11 @@ def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.T
     shares = triton.cdiv(pixels, share)
     sums = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
     factors = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
-    _launch(_sum_channels, (shares, columns, images), x, sums, pixels, channels, share, _ROWS, _CHANNELS)
+    _sum_channels[(shares, columns, images)](x, sums, pixels, channels, share, _ROWS, _CHANNELS)
     each = channels // groups
     padded = max(128, triton.next_power_of_2(each))  # the widest of the usual ones: one kernel for all
     given = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
-    _launch(_find_factors, (groups, images), *given, num_warps=1)
+    _find_factors[(groups, images)](*given, num_warps=1)
     return factors
 
 
@@ -125,7 +119,7 @@ def apply_factors(x: torch.Tensor, factors: torch.Tensor, out: torch.Tensor, sil
     """`out` = x * factors[:, 0] + factors[:, 1], and its SiLU if wanted; all channels_last."""
     images, channels, height, width = x.shape
     size = channels * height * width
-    _launch(_apply_factors, (triton.cdiv(size, 1024), images), x, factors, out, size, channels, silu, 1024)
+    _apply_factors[(triton.cdiv(size, 1024), images)](x, factors, out, size, channels, silu, 1024)
 
 
 def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -135,5 +129,5 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(weight, memory_format=torch.channels_last)
     block = min(128, triton.next_power_of_2(channels))
     grid = (outputs, triton.cdiv(channels, block))
-    _launch(_turn_weight, grid, weight, out, channels, taps, block, triton.next_power_of_2(taps))
+    _turn_weight[grid](weight, out, channels, taps, block, triton.next_power_of_2(taps))
     return out

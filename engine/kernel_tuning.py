@@ -28,7 +28,7 @@ def _write(function: Callable | None) -> None:
         sys.modules[MODULE].InductorBenchmarker.benchmark_gpu = function
 
 
-# How kernels are measured: None while inductor is not in use.
+# How kernels are measured; entered only where inductor is in use.
 tuning_scope = SharedScope({"benchmark": (_read, _write)}, of_process=True)
 
 

@@ -151,8 +151,10 @@ class CompileEvent:
         kernel_scope.exit()
         tracing_scope.exit()
         compile_scope.exit()
-        tuning_scope.enter(benchmark=brief_benchmark())
-        self._tunes = True
+        brief = brief_benchmark()
+        if brief is not None:
+            tuning_scope.enter(benchmark=brief)
+            self._tunes = True
 
     def _stop_tuning(self) -> None:
         if self._tunes:

@@ -1,9 +1,13 @@
 """UNets that are replayed from CUDA graphs run their convolutions channels_last; here plain PyTorch stands in for Triton.
 
-The kernels themselves need a GPU: benchmarks/group_norm.py compares them with PyTorch's.
+The kernels themselves are run by Triton's interpreter; benchmarks/group_norm.py runs them on a GPU.
 """
 
+import json
+import subprocess
+import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +24,7 @@ class Reference(types.SimpleNamespace):
     """What `group_norm_kernels` does, and how often."""
 
     def __init__(self):
-        super().__init__(norms=0, with_silu=0, weights=0)
+        super().__init__(norms=0, writes=0, with_silu=0, weights=0)
 
     def factors_of(self, x, groups, weight, bias, eps):
         assert x.is_contiguous(memory_format=torch.channels_last)
@@ -33,6 +37,7 @@ class Reference(types.SimpleNamespace):
 
     def apply_factors(self, x, factors, out, silu):
         assert out.is_contiguous(memory_format=torch.channels_last)
+        self.writes += 1
         self.with_silu += silu
         result = x * factors[:, 0, :, None, None] + factors[:, 1, :, None, None]
         out.copy_(functional.silu(result) if silu else result)
@@ -113,6 +118,11 @@ def test_a_model_that_cannot_work_so_runs_as_ever_and_it_is_said(engine, referen
     assert any("layout" in note and "view" in note for note in engine("host.attachment").notes_about(compiled))
 
 
+class UsedTwice(nn.Module):
+    def forward(self, x):
+        return functional.silu(x) + x
+
+
 def layers(*more):
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.GroupNorm(4, 16), *more).requires_grad_(False)
@@ -125,6 +135,8 @@ def layers(*more):
         (layers(nn.Sigmoid(), nn.Conv2d(16, 8, 1)), 0),
         (layers(nn.Flatten(2)), 0),
         (layers(), 0),
+        (layers(UsedTwice()), 1),
+        (layers(nn.SiLU(inplace=True), nn.Conv2d(16, 8, 1)), 0),
         (layers(nn.SiLU(), nn.GroupNorm(4, 16), nn.GroupNorm(2, 16), nn.SiLU(), nn.Upsample(scale_factor=2)), 2),
     ],
 )
@@ -139,6 +151,29 @@ def test_layers_in_any_order(engine, reference, net, with_silu):
     assert before == {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
 
 
+def test_a_norm_that_only_a_silu_reads_is_not_written(engine, reference):
+    net = layers(nn.SiLU(), nn.Conv2d(16, 8, 1))
+    engine("channels_last").run_channels_last(reference, net, (torch.randn(2, 8, 12, 10),), {})
+    assert (reference.norms, reference.writes, reference.with_silu) == (1, 1, 1)
+
+
+def test_what_a_failed_call_has_taken_is_there_for_the_next(engine, reference, monkeypatch):
+    """As the host takes a ControlNet's tensors out of their lists (openaimodel.py, `apply_control`)."""
+    graphing, network, notes = engine("host.graphing"), nn.Conv2d(8, 8, 3), []
+    monkeypatch.setattr(reference, "channels_last_weight", lambda _weight: [][0])  # no RuntimeError, as Triton's are not
+
+    def forward(x, control, transformer_options):
+        transformer_options["calls"] = transformer_options.get("calls", 0) + 1
+        return network(x + control["output"].pop())
+
+    x, hint, options = torch.randn(1, 8, 6, 6), torch.randn(1, 8, 6, 6), {}
+    result = graphing._with_fast_convolutions(
+        network, notes, forward, x, control={"output": [hint]}, transformer_options=options
+    )
+    assert torch.equal(result, network(x + hint)) and options == {"calls": 2}
+    assert len(notes) == 1 and "IndexError" in notes[0] and not graphing.turns_convolutions(network)
+
+
 def test_it_ends_with_an_error(engine, reference):
     mode = engine("channels_last")
 
@@ -150,6 +185,33 @@ def test_it_ends_with_an_error(engine, reference):
         mode.run_channels_last(reference, fails, (torch.randn(1, 8, 4, 4),), {})
     functional.group_norm(torch.randn(1, 8, 4, 4), 2)
     assert not mode.is_active() and reference.norms == 1
+
+
+def test_it_ends_when_its_own_kernel_fails(engine, reference, monkeypatch):
+    mode = engine("channels_last")
+    monkeypatch.setattr(reference, "apply_factors", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mode.run_channels_last(reference, nn.GroupNorm(2, 8), (torch.randn(1, 8, 4, 4),), {})
+    assert not mode.is_active() and torch._C._len_torch_function_stack() == 0
+
+
+def test_arguments_by_name(engine, reference):
+    weight = torch.randn(4, 8, 3, 3)
+
+    def named(x):
+        return functional.conv2d(input=functional.group_norm(input=x, num_groups=2), weight=weight)
+
+    x = torch.randn(1, 8, 6, 6)
+    assert relative_error(engine("channels_last").run_channels_last(reference, named, (x,), {}), named(x)) < 1e-5
+
+
+def test_a_block_that_works_in_place_does_so_on_the_callers_image(engine, reference):
+    x = torch.randn(1, 8, 4, 4)
+    (turned, number), copies = engine("channels_last").turned((x, 3))
+    turned.zero_()
+    for image, copy in copies:
+        image.copy_(copy)
+    assert number == 3 and turned.is_contiguous(memory_format=torch.channels_last) and copies and not x.any()
 
 
 def test_compiled_code_does_not_see_it(engine, reference):
@@ -171,3 +233,15 @@ def test_compiled_code_does_not_see_it(engine, reference):
 def test_what_is_no_image_for_tensor_cores_stays(engine, reference, x):
     engine("channels_last").run_channels_last(reference, nn.GroupNorm(2, 8, dtype=x.dtype), (x,), {})
     assert not reference.norms
+
+
+def test_the_kernels_themselves():
+    """In Triton's interpreter: odd sizes, odd groups, a mean far from zero."""
+    script = Path(__file__).with_name("interpreted_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    norms, weights = [row for row in rows if "shape" in row], [row for row in rows if "weight" in row]
+    assert len(norms) == 12 and len(weights) == 4
+    assert all(row["norm"] < 5e-4 and row["silu"] < 1e-3 for row in norms), norms  # fp16 has eleven bits
+    assert all(row["same"] for row in weights), weights

@@ -21,7 +21,7 @@ from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
-from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note
+from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
@@ -134,9 +134,9 @@ def notes_about(patcher) -> list[str]:
     left_out = code_of(network).left_out
     if left_out:
         names = ", ".join(f"{count} {name}" for name, count in left_out.items())
+        instead = "; they run channels_last instead" if turns_convolutions(network) else ""
         notes.append(
-            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled, as they take most of the compile time; they run "
-            "channels_last instead."
+            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled, as they take most of the compile time{instead}."
         )
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 

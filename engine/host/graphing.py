@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
+import comfy.model_management
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
@@ -18,6 +19,7 @@ from ..channels_last import run_channels_last
 from ..errors import BlockCompileError
 from ..failures import never_swallowed
 from ..graphs import ModelGraphs, graphs_of
+from ..layouts import copied_containers
 from ..per_model import PerModel
 from ..registry import code_of
 from .paging import AllPages, address_of
@@ -32,10 +34,11 @@ def no_graphs(device: torch.device) -> str | None:
     if device.type != "cuda":
         return ""
     if torch.cuda.get_allocator_backend() != "native":
-        # A tensor that a capture leaves behind is freed by ending the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
+        # Launchers do not find the memory that it gives in a recording, and what a recording that failed leaves behind ends the
+        # process when it is freed (CUDAMallocAsyncAllocator.cpp, `free_impl`).
         return (
-            "CUDA graphs are off: ComfyUI uses cudaMallocAsync, with which PyTorch cannot record them. Start ComfyUI with "
-            "--disable-cuda-malloc to have them."
+            "CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, compiled kernels cannot be recorded. Start ComfyUI "
+            "with --disable-cuda-malloc to have them."
         )
     return None
 
@@ -121,17 +124,26 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
 
 def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
     """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
-    kernels = _kernels()
-    if kernels is None or cannot_turn(network):
+    if not turns_convolutions(network):
         return forward(*args, **kwargs)
+    options = {"transformer_options": kwargs["transformer_options"]}  # which the model may write to
+    once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
     try:
-        return run_channels_last(kernels, forward, args, kwargs)
-    except RuntimeError as error:
-        if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
+        return run_channels_last(_kernels(), forward, once, given | options)
+    except Exception as error:
+        passed_on = (BlockCompileError, comfy.model_management.InterruptProcessingException)
+        if never_swallowed(error) or isinstance(error, passed_on) or torch.cuda.is_current_stream_capturing():
             raise
-        cannot_turn(network).append(str(error))
-        note(notes, f"Convolutions keep ComfyUI's layout: {str(error).strip().partition(chr(10))[0]}")
-        return forward(*args, **kwargs)
+        result = forward(*args, **kwargs)  # an error of the model itself comes again here
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cannot_turn(network).append(reason)
+        note(notes, f"Convolutions keep ComfyUI's layout: {reason}")
+        return result
+
+
+def turns_convolutions(network: nn.Module) -> bool:
+    """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with it."""
+    return _kernels() is not None and not cannot_turn(network)
 
 
 @functools.cache
