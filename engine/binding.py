@@ -115,7 +115,7 @@ def _run_block(
             result = _run_block(poll, kind, group, first_shape, block, *args, **kwargs)
             for image, copy in copies:
                 image.copy_(copy)
-            return result
+            return channels_last.turned_result(result)
     poll()
     if group is None:
         return kind(block, first_shape, args, kwargs)

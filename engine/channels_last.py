@@ -142,6 +142,11 @@ def turned(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]
     return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
+def turned_result(result: object) -> object:
+    """A block's result as the next layers want it: one copy here saves that of each that reads it."""
+    return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
+
+
 def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict) -> object:
     """`forward` with the mode on; its results in the layout that they have without it."""
     with ChannelsLast(kernels):

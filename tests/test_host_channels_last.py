@@ -104,6 +104,20 @@ def test_a_unet_gives_the_same(name, engine, reference, both):
     assert not any("stride" in guard for guard in guards), guards
 
 
+def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
+    """SD 1.5's transformers take images: none is turned on its way to one, but the first."""
+    turned, given = engine("channels_last").turned, []
+
+    def watched(args):
+        found = turned(args)
+        given.append(len(found[1]))
+        return found
+
+    monkeypatch.setattr(engine("channels_last"), "turned", watched)
+    both(zoo.SETUPS["sd15"])
+    assert len(given) > 8 and sum(given) <= 2, given
+
+
 def test_a_model_that_cannot_work_so_runs_as_ever_and_it_is_said(engine, reference, both, monkeypatch):
     from comfy.ldm.modules.diffusionmodules.openaimodel import ResBlock
 
