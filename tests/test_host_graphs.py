@@ -241,6 +241,8 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    assert "another node" in no_graphs(torch.device("cuda"))
 
 
 def test_with_an_allocator_that_forbids_it_all_blocks_are_compiled(tiny, engine, monkeypatch):

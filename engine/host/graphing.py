@@ -33,13 +33,16 @@ def no_graphs(device: torch.device) -> str | None:
     """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
     if device.type != "cuda":
         return ""
-    if torch.cuda.get_allocator_backend() != "native":
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator == "cudaMallocAsync":
         # Launchers do not find the memory that it gives in a recording, and what a recording that failed leaves behind ends the
         # process when it is freed (CUDAMallocAsyncAllocator.cpp, `free_impl`).
         return (
             "CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, compiled kernels cannot be recorded. Start ComfyUI "
             "with --disable-cuda-malloc to have them."
         )
+    if allocator != "native":
+        return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
     return None
 
 
