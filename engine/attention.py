@@ -148,7 +148,7 @@ class AttentionSurvey:
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
-    """The calls that make up most of the work: for each shape cuDNN takes a third of a second to plan."""
+    """The calls that make up most of the work: for each shape cuDNN makes a plan, which takes far longer than a call."""
 
     def work(call: _Call) -> int:
         (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
@@ -164,7 +164,7 @@ def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
 
 
 def _seconds(kernel: str, call: _Call) -> float:
-    """Seconds of one call on the GPU alone, without launching it: small models launch faster than they compute or slower.
+    """Seconds of one call on the GPU alone: in small models launching takes longer, and would be all that is measured.
 
     Returns:
         Infinity where the kernel cannot run it.

@@ -1,33 +1,21 @@
 """How long inductor measures a new kernel's variants (block sizes) when it first runs.
 
-PyTorch gives each variant some 40 ms, most of them to fill and flush the card's cache a hundred times
-(torch/_inductor/runtime/benchmarking.py), which for a block of thirty variants is over a second of waiting. The least of
-twenty runs tells the same variants apart.
+PyTorch runs each variant for up to 25 ms, and flushes the card's cache a hundred times before and once for each run
+(torch/_inductor/runtime/benchmarking.py). The least of twenty runs tells the same variants apart.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 
-from .scopes import SharedScope
+from .scopes import SharedScope, late_method
 
-MODULE = "torch._inductor.runtime.benchmarking"
 # Runs, and milliseconds that they may take; kernels that take longer are measured by PyTorch's five first ones.
 BRIEF = {"memory_warmup_iters": 5, "benchmark_iters": 20, "max_benchmark_duration": 4}
 
 
-def _read() -> Callable | None:
-    module = sys.modules.get(MODULE)
-    return module.InductorBenchmarker.__dict__.get("benchmark_gpu") if hasattr(module, "InductorBenchmarker") else None
-
-
-def _write(function: Callable | None) -> None:
-    if function is not None:
-        sys.modules[MODULE].InductorBenchmarker.benchmark_gpu = function
-
-
+_read, _write = late_method("torch._inductor.runtime.benchmarking", "InductorBenchmarker", "benchmark_gpu")
 # How kernels are measured; entered only where inductor is in use.
 tuning_scope = SharedScope({"benchmark": (_read, _write)}, of_process=True)
 

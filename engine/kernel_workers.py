@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from .scopes import SharedScope
+from .scopes import SharedScope, late_method
 
 logger = logging.getLogger("torch-compile-kit")
 MODULE = "torch._inductor.async_compile"
@@ -40,24 +40,14 @@ def start_workers() -> None:
             AsyncCompile.process_pool().submit(functools.partial(exec, f"import {', '.join(IMPORTS)}"))
 
 
-def _read_compile() -> Callable | None:
-    module = sys.modules.get(MODULE)
-    return module.AsyncCompile.__dict__["triton"] if module is not None else None
-
-
-def _write_compile(function: Callable | None) -> None:
-    module = sys.modules.get(MODULE)
-    if module is not None and function is not None:
-        module.AsyncCompile.triton = function
-
-
+_read, _write = late_method(MODULE, "AsyncCompile", "triton")
 # How kernels are compiled: None while inductor is not in use.
-kernel_scope = SharedScope({"compile": (_read_compile, _write_compile)}, of_process=True)
+kernel_scope = SharedScope({"compile": (_read, _write)}, of_process=True)
 
 
 def waiting_compile() -> Callable | None:
     """PyTorch's way to compile a kernel, after the workers have started."""
-    found = _read_compile()
+    found = _read()
     if found is None or hasattr(found, "_waits"):
         return found
 

@@ -30,7 +30,7 @@ PATIENCE = 300.0
 INSTRUCTION_SETS = "cpu.json"
 IMPORTS = "imports.json"
 SOURCES = "sources.json"
-# What graphs read from disk import late, until there is a record; compiling imports it as well.
+# What reading a graph from disk imports late, until there is a record; compiling one imports it as well.
 FIRST_IMPORTS = {
     "torch.distributed.tensor.experimental",
     "torch.export._trace",
@@ -49,7 +49,7 @@ FIRST_IMPORTS = {
     "torch._inductor.hooks",
     "triton.tools.tensor_descriptor",
 }
-# What compiling imports beside that, and of the patterns each.
+# What compiling imports beside that, the packages with all that is in them.
 LATE_IMPORTS = (
     "triton.compiler.code_generator",
     "torch._inductor.bounds",
@@ -184,7 +184,7 @@ def _import_inductor() -> None:
 def _importing(name: str) -> Callable[[], object]:
     def step() -> None:
         module = importlib.import_module(name)
-        for part in pkgutil.iter_modules(module.__path__, f"{name}.") if name.endswith("patterns") else ():
+        for part in pkgutil.iter_modules(getattr(module, "__path__", ()), f"{name}."):
             importlib.import_module(part.name)
 
     step.__name__ = name

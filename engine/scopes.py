@@ -83,6 +83,20 @@ def _attributes(owner: object, names: tuple[str, ...]) -> dict:
     return {name: switch(name) for name in names if hasattr(owner, name)}
 
 
+def late_method(module: str, owner: str, name: str) -> tuple:
+    """(read, write) of a method of a class whose module PyTorch imports when it needs it; None until then, and not written."""
+
+    def read() -> Callable | None:
+        found = getattr(sys.modules.get(module), owner, None)
+        return None if found is None else found.__dict__.get(name)
+
+    def write(function: Callable | None) -> None:
+        if function is not None:
+            setattr(getattr(sys.modules[module], owner), name, function)
+
+    return read, write
+
+
 def _attention_order() -> dict:
     names = ("_get_sdp_priority_order", "_set_sdp_priority_order")
     return {"attention_order": tuple(getattr(torch._C, n) for n in names)} if all(hasattr(torch._C, n) for n in names) else {}
