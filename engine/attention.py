@@ -7,11 +7,13 @@ is the fastest depends on card, shape and dtype, so `auto` measures them once on
 from __future__ import annotations
 
 import functools
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import InvalidSetting
@@ -26,17 +28,25 @@ HOST_FUNCTION = "attention_pytorch"
 # Fewer than this share of time saved is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
-# Bytes, and how often: together a millisecond or more.
-_FILLER, _FILLS = 2**26, 40
+# Five milliseconds or more; launching a call of cuDNN's takes a tenth of one, on slow processors two.
+_CYCLES = 10_000_000
 # Of the arithmetic of all calls, what is measured.
 _SHARE = 0.9
+# Seconds before the first call of a shape: more, and the kernel is compiled for each.
+_SLOW_START = 0.25
 
 
-def override_with(priority: list[SDPBackend]) -> Callable:
-    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run."""
+def override_with(priority: list[SDPBackend], widths: frozenset[int] | None = None) -> Callable:
+    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run.
+
+    Args:
+        widths: only self-attention with so many channels a head is asked for; the rest is left to the host.
+    """
 
     def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
-        if func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
+        width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+        left = widths is not None and (width not in widths or not statically_known_true(q.shape[-2] == k.shape[-2]))
+        if left or func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
         q, k, v, mask = _as_sdpa(q, k, v, heads, mask, skip_reshape)
         with sdpa_kernel(priority, set_priority=True):
@@ -57,16 +67,30 @@ def _as_sdpa(q, k, v, heads, mask, skip_reshape):
     return q, k, v, mask
 
 
-# One function per kernel: guards compare functions by identity. What the first cannot run, the others do.
-_overrides = {
-    kernel: override_with([first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH])
-    for kernel, first in KERNELS.items()
-}
+@functools.cache  # guards compare functions by identity
+def override_for(choice: str) -> Callable | None:
+    """The override that asks for a kernel first; what that cannot run, the others do.
+
+    Args:
+        choice: as `AttentionSurvey.best` gives it: a kernel, and the widths that it is for if it is not for all.
+
+    Returns:
+        None for `host`, and for what is no choice.
+    """
+    kernel, *widths = choice.split(" ")
+    if kernel not in KERNELS or not all(width.isdecimal() for width in widths):
+        return None
+    first = KERNELS[kernel]
+    priority = [first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH]
+    return override_with(priority, frozenset(map(int, widths)) if widths else None)
 
 
-def override_for(kernel: str) -> Callable | None:
-    """The override that asks for `kernel` first; None for `host`."""
-    return _overrides.get(kernel)
+def in_words(choice: str) -> str:
+    """A choice for the report."""
+    kernel, *widths = choice.split(" ")
+    if kernel == "host":
+        return "the kernel ComfyUI uses"
+    return f"{kernel}, for self-attention with {' or '.join(widths)} channels a head" if widths else kernel
 
 
 @dataclass(frozen=True)
@@ -131,20 +155,30 @@ class AttentionSurvey:
     def best(self) -> str:
         """The kernel with the least time over the calls that matter; `host` when nothing beats what the host asks for first.
 
-        What the fastest cannot run (a short prompt) is left to the next one, as the host does.
+        What the fastest cannot run (a short prompt) is left to the next one, as the host does. One that is compiled for each
+        shape (cuDNN's at 40, 80 or 160 channels a head, half a second each) is only for what has been measured, `cudnn 40 80`.
         """
         if self.wanted != "auto":
             return self.wanted
         chosen = _costliest(self.calls)
+        if not chosen:
+            return "host"
         try:
-            totals = {name: sum(count * _seconds(name, call) for call, count in chosen.items()) for name in KERNELS}
+            measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS}
         except torch.OutOfMemoryError:
             self.complete = False
             return "host"
+        totals = {
+            name: sum(count * cost.seconds for count, cost in zip(chosen.values(), costs, strict=True))
+            for name, costs in measured.items()
+        }
         fastest = min(totals, key=totals.get)
-        if not chosen or totals[fastest] == float("inf"):
+        if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
             return "host"
-        return fastest if totals[fastest] < _WORTHWHILE * totals["flash"] else "host"
+        if max(cost.start for cost in measured[fastest]) <= _SLOW_START:
+            return fastest
+        widths = sorted({call[0].shape[-1] for call in chosen})
+        return " ".join([fastest, *map(str, widths)])
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
@@ -163,33 +197,58 @@ def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
     return chosen
 
 
-def _seconds(kernel: str, call: _Call) -> float:
-    """Seconds of one call on the GPU alone: in small models launching takes longer, and would be all that is measured.
+@dataclass(frozen=True)
+class _Cost:
+    """Of one call.
 
-    Returns:
-        Infinity where the kernel cannot run it.
+    Args:
+        seconds: on the GPU alone: in small models launching takes longer, and would be all that is measured. Infinity where the
+            kernel cannot run it.
+        start: seconds before the first one could begin.
     """
+
+    seconds: float
+    start: float = 0.0
+
+
+def _measure(kernel: str, call: _Call) -> _Cost:
     *layouts, scale = call
     try:
         with torch.cuda.device(layouts[0].device), sdpa_kernel([KERNELS[kernel]]):
             q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
-            return _seconds_on_gpu(attend)
+            _load_library(q)
+            began = time.perf_counter()
+            attend()
+            start = time.perf_counter() - began
+            return _Cost(_seconds_on_gpu(attend), start)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        return float("inf")
+        return _Cost(float("inf"))
+
+
+def _load_library(like: torch.Tensor) -> None:
+    """The kernel's library and its code for a common width, which a process loads once."""
+    small = like.new_zeros(1, 1, 64, 64)
+    try:
+        torch.nn.functional.scaled_dot_product_attention(small, small, small)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        pass  # says nothing about other shapes
 
 
 def _seconds_on_gpu(function: Callable[[], object]) -> float:
-    function()  # what it sets up once is not measured
+    """Of the faster of two rounds: a choice that is remembered should not be one of noise."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    filler = torch.empty(_FILLER, dtype=torch.uint8, device="cuda")
-    for _ in range(_FILLS):  # while the GPU does this, all calls are launched
-        filler.zero_()
-    begin.record()
-    for _ in range(_REPEATS):
-        function()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000 / _REPEATS
+    rounds = []
+    for _ in range(2):
+        torch.cuda._sleep(_CYCLES)  # while the GPU waits, all calls are launched
+        begin.record()
+        for _ in range(_REPEATS):
+            function()
+        end.record()
+        end.synchronize()
+        rounds.append(begin.elapsed_time(end))
+    return min(rounds) / 1000 / _REPEATS

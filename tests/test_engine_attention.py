@@ -54,9 +54,61 @@ def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, surve
     ],
 )
 def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, seconds, best):
-    monkeypatch.setattr(engine("attention"), "_seconds", lambda kernel, _call: seconds[kernel])
+    attention = engine("attention")
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: attention._Cost(seconds[kernel]))
     survey(attention_pytorch, *tensors(32), 4)
     assert survey.best() == best
+
+
+def test_a_kernel_that_is_compiled_for_each_shape_is_for_what_was_measured(engine, survey, monkeypatch):
+    attention = engine("attention")
+    costs = {"flash": attention._Cost(1.0), "cudnn": attention._Cost(0.5, start=0.6), "efficient": attention._Cost(2.0)}
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: costs[kernel])
+    for tokens, width in ((4096, 40), (4096, 40), (2048, 80), (16, 160)):
+        survey(attention_pytorch, *tensors(tokens, width=4 * width), 4)
+    choice = survey.best()
+    assert choice == "cudnn 40 80"
+    assert attention.in_words(choice) == "cudnn, for self-attention with 40 or 80 channels a head"
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "keys", "width", "host"),
+    [
+        ("cudnn 16", 8, 8, 16, 0), ("cudnn 16", 8, 5, 16, 1), ("cudnn 16", 8, 8, 32, 1), ("cudnn 16 32", 8, 8, 32, 0),
+        ("cudnn", 8, 5, 32, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reshaped", [False, True])
+def test_what_the_kernel_is_not_for_is_left_to_the_host(engine, choice, tokens, keys, width, host, reshaped):
+    left = []
+
+    def attention_pytorch(*given, **_kwargs):
+        left.append(given)
+
+    shape = (lambda n: (2, 4, n, width)) if reshaped else (lambda n: (2, n, 4 * width))
+    q, k, v = (torch.randn(shape(n)) for n in (tokens, keys, keys))
+    engine("attention").override_for(choice)(attention_pytorch, q, k, v, 4, skip_reshape=reshaped)
+    assert len(left) == host
+
+
+def test_compiled_code_asks_for_no_length(engine):
+    override = engine("attention").override_for("cudnn 16")
+
+    def block(x, context):
+        return override(attention_pytorch, x, x, x, 4) + override(attention_pytorch, x, context, context, 4)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(block, backend="eager", dynamic=True, fullgraph=True)
+    for tokens, keys in ((8, 5), (16, 5), (64, 7), (12, 3)):
+        x, context = torch.randn(2, tokens, 64), torch.randn(2, keys, 64)
+        torch.testing.assert_close(compiled(x, context), block(x, context))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("choice", ["host", "", "other", "cudnn x", "cudnn -1"])
+def test_what_is_no_choice_has_no_override(engine, choice):
+    assert engine("attention").override_for(choice) is None
 
 
 def test_a_layout_makes_a_tensor_of_the_same_place_in_memory(engine):

@@ -29,7 +29,7 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         asked.append(kernel)
         if memory != "enough":
             raise torch.OutOfMemoryError
-        return {"cudnn": 0.5}.get(kernel, 1.0)
+        return engine("attention")._Cost({"cudnn": 0.5}.get(kernel, 1.0))
 
     class Cache:
         def recall(self, *_):
@@ -38,7 +38,7 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         def remember(self, *what):
             remembered.append(what[-1])
 
-    monkeypatch.setattr(engine("attention"), "_seconds", seconds)
+    monkeypatch.setattr(engine("attention"), "_measure", seconds)
     monkeypatch.setattr(choice, "current", Cache)
     control = {"output": [1]}
     found = choice._choose("auto", Executor(), (torch.zeros(1), 0, None, None, control, {}), {})

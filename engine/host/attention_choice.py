@@ -50,7 +50,7 @@ def _choose(wanted: str, executor, args: tuple, kwargs: dict) -> str:
     network, cache = executor.class_obj.diffusion_model, current()
     folder = folder_name(type(network).__name__, structure_of(network))
     known = cache.recall(folder, MEMORY) if cache is not None and wanted == "auto" else None
-    if known == "host" or override_for(known) is not None:
+    if isinstance(known, str) and (known == "host" or override_for(known) is not None):
         return known
     survey = AttentionSurvey(wanted)
     once, options = copied_containers((args, kwargs))
