@@ -6,7 +6,8 @@ import functools
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -15,8 +16,9 @@ from torch import nn
 from . import channels_last
 from .compiled_kind import CompiledKind
 from .discovery import BlockPlan, find_blocks
+from .graph_choice import Effort, is_convolutional, parts_of
 from .per_model import PerModel
-from .registry import code_of
+from .registry import ModelCode, code_of
 from .settings import CompileSettings
 from .twins import find_twins, one_class
 
@@ -42,98 +44,148 @@ class WeightGroups(Protocol):
 plan_for = PerModel(find_blocks)
 
 
-@contextmanager
-def compiled_blocks(
-    model: nn.Module,
-    settings: CompileSettings,
-    poll: Callable[[], None],
-    inputs: tuple = (),
-    weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
-    captured: bool = False,
-) -> Iterator[bool]:
-    """While the context lasts, the chosen blocks of `model` run compiled.
-
-    Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run as
-    ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
+class Binding:
+    """The chosen blocks of a model for one call of it.
 
     Args:
         poll: called before each block; may raise to stop (the host's interrupt).
         inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
         weights_of: says how the weights of the given blocks get in place, where they are not.
-        captured: if it yields True, the model is replayed from CUDA graphs. Blocks of convolutions then stay eager, as they are
-            most of what a UNet has to compile; see `channels_last` for what is done for them instead.
-
-    Yields:
-        Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay where they are.
+        captured: if the model is `plain`, it is replayed from CUDA graphs, for which less is worth compiling: see
+            `graph_choice`, and `channels_last` for what is done for convolutions instead.
     """
-    code = code_of(model)
-    first_shape = code.first_inputs.setdefault(settings.kind_key(), inputs) == inputs
-    blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
-    free = [block for block in blocks if _is_free(block)]
-    weights = weights_of(free) if weights_of is not None else None
-    plain = len(free) == len(blocks) and not any(b._forward_hooks or b._forward_pre_hooks for b in blocks)
-    plain = plain and (weights is None or weights.may_stay)
-    compiles = settings.backend != "cudagraphs"  # that one records eager code, see graphs.py
-    left_out = {block for block in free if captured and plain and is_convolutional(block)}
-    code.left_out = Counter(type(block).__name__ for block in left_out)
-    to_compile = [block for block in free if compiles and block not in left_out]
-    kinds = {block: kind for block in to_compile if (kind := code.kind_of(block, settings)) is not None}
-    if code.twins is None:
-        code.twins = find_twins(model)
-    bound: list[tuple[nn.Module, Callable | None]] = []
-    try:
-        for block, kind in kinds.items():
-            bound.append((block, block.__dict__.get("forward")))
-            group = weights.groups.get(id(block)) if weights is not None else None
-            block.__dict__["forward"] = functools.partial(_run_block, poll, kind, group, first_shape, block)
-        with one_class(code.twins):
-            yield plain
-    finally:
-        if weights is not None:
-            weights.drop()
-        for block, found in reversed(bound):
-            if found is None:
-                block.__dict__.pop("forward", None)
-            else:
-                block.__dict__["forward"] = found
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: CompileSettings,
+        poll: Callable[[], None],
+        inputs: tuple = (),
+        weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
+        captured: bool = False,
+    ):
+        self._model, self._settings, self._poll, self._captured = model, settings, poll, captured
+        self._first_shape = code_of(model).first_inputs.setdefault(settings.kind_key(), inputs) == inputs
+        self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
+        self._free = [block for block in self._blocks if _is_free(block)]
+        self._weights = weights_of(self._free) if weights_of is not None else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay in place."""
+        whole = len(self._free) == len(self._blocks)
+        hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
+        return whole and not hooked and (self._weights is None or self._weights.may_stay)
+
+    @contextmanager
+    def bound(self, captured: bool = True) -> Iterator[None]:
+        """While it lasts, the blocks run compiled.
+
+        Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
+        as ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
+
+        Args:
+            captured: this call can be captured, if the model can.
+        """
+        code = code_of(self._model)
+        runs = self._runs(code, captured and self._captured and self.plain)
+        if code.twins is None:
+            code.twins = find_twins(self._model)
+        bound: list[tuple[nn.Module, Callable | None]] = []
+        try:
+            for block, run in runs.items():
+                bound.append((block, block.__dict__.get("forward")))
+                block.__dict__["forward"] = functools.partial(_run_block, run, block)
+            with one_class(code.twins):
+                yield
+            efforts = [run.effort for run in runs.values() if run.effort is not None]
+            code.too_small = Counter(efforts[0].left_out.values()) if efforts else Counter()
+        finally:
+            if self._weights is not None:
+                self._weights.drop()
+            for block, found in reversed(bound):
+                if found is None:
+                    block.__dict__.pop("forward", None)
+                else:
+                    block.__dict__["forward"] = found
+
+    def _runs(self, code: ModelCode, graphed: bool) -> dict[nn.Module, _Run]:
+        """How each block runs. In graphs some run eager, or are compiled in parts; their weights are put in place all the same,
+        since the block before has begun to fetch them."""
+        if self._settings.backend == "cudagraphs":  # that one records eager code, see graphs.py
+            code.left_out, code.parts = Counter(), Counter()
+            return {}
+        left_out = [block for block in self._free if graphed and is_convolutional(block)]
+        parts = {block: found for block in self._free if graphed and (found := _free_parts(block))}
+        code.left_out = Counter(type(block).__name__ for block in left_out)
+        code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
+        eager = {*left_out, *parts}
+        to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
+        kinds = {block: kind for block in to_compile if (kind := code.kind_of(block, self._settings)) is not None}
+        effort = Effort(Counter(map(id, kinds.values()))) if left_out else None
+        groups = self._weights.groups if self._weights is not None else {}
+        runs = {}
+        for block in dict.fromkeys([*self._free, *kinds]):
+            kind, group = kinds.get(block), groups.get(id(block))
+            if kind is not None or group is not None:
+                runs[block] = _Run(self._poll, self._first_shape, kind, group, effort)
+        return runs
 
 
-def _run_block(
-    poll: Callable[[], None],
-    kind: CompiledKind,
-    group: WeightGroup | None,
-    first_shape: bool,
-    block: nn.Module,
-    *args: object,
-    **kwargs: object,
-) -> object:
+@contextmanager
+def compiled_blocks(model: nn.Module, settings: CompileSettings, **options) -> Iterator[bool]:
+    """While it lasts, the chosen blocks of `model` run compiled; yields `Binding.plain`, and takes the options of `Binding`."""
+    binding = Binding(model, settings, **options)
+    with binding.bound():
+        yield binding.plain
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How a block runs in this call of the model; see `Binding`.
+
+    Args:
+        kind: its compiled code; None if it runs eager.
+    """
+
+    poll: Callable[[], None]
+    first_shape: bool
+    kind: CompiledKind | None
+    group: WeightGroup | None
+    effort: Effort | None
+
+
+def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():  # somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
-    if channels_last.is_active():
+    run.poll()
+    with nullcontext() if run.group is None else _placed(run.group):
+        if run.kind is None or (run.effort is not None and run.effort.is_too_small(run.kind, block, args)):
+            return type(block).forward(block, *args, **kwargs)
+        if not channels_last.is_active():
+            return run.kind(block, run.first_shape, args, kwargs)
         with channels_last.paused():
             args, copies = channels_last.turned(args)
-            result = _run_block(poll, kind, group, first_shape, block, *args, **kwargs)
+            result = run.kind(block, run.first_shape, args, kwargs)
             for image, copy in copies:
                 image.copy_(copy)
             return channels_last.turned_result(result)
-    poll()
-    if group is None:
-        return kind(block, first_shape, args, kwargs)
+
+
+@contextmanager
+def _placed(group: WeightGroup) -> Iterator[None]:
     try:
-        group.place()
-        return kind(block, first_shape, args, kwargs)
+        with channels_last.paused() if channels_last.is_active() else nullcontext():
+            group.place()
+        yield
     finally:
         group.release()
 
 
-def _mostly_convolutions(block: nn.Module) -> bool:
-    layers = [m for m in block.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
-    convolutions = sum(p.numel() for m in layers for p in m.parameters())
-    return 2 * convolutions > sum(p.numel() for p in block.parameters())
-
-
-# Whether most weights of a block are those of convolutions over images or video.
-is_convolutional = PerModel(_mostly_convolutions)
+def _free_parts(block: nn.Module) -> list[nn.Module]:
+    """What is compiled in place of a block in CUDA graphs; nothing if somebody has replaced one of its parts."""
+    parts = parts_of(block)
+    return parts if all(map(_is_free, parts)) else []
 
 
 def _is_free(block: nn.Module) -> bool:

@@ -100,7 +100,7 @@ def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module
     for container in model.modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        members = [m for m in container.children() if _can_be_block(m)]
+        members = [m for m in container.children() if can_be_block(m)]
         classes = Counter(type(m) for m in members)
         if classes and max(classes.values()) >= 2 and sum(map(_size, members)) >= minimum:
             listed.update(id(m) for m in members)
@@ -122,7 +122,7 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
         for container in model.modules()
         if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(container) not in inside
         for child in container.children()
-        if _can_be_block(child) and id(child) not in inside
+        if can_be_block(child) and id(child) not in inside
     ]
     holders = {type(m) for m in members if id(m) in around}
     counts = Counter(type(m).__qualname__ for m in members)
@@ -133,14 +133,14 @@ def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple
     """Walk the tree from the top and do not look inside what is wanted."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
-        if _can_be_block(child) and wanted(child_path, child):
+        if can_be_block(child) and wanted(child_path, child):
             yield child_path, child
         else:
             yield from _outermost(child, child_path, wanted)
 
 
-def _can_be_block(module: nn.Module) -> bool:
-    """Has a forward of its own, and at least two layers with weights to fuse around."""
+def can_be_block(module: nn.Module) -> bool:
+    """Whether it has a forward of its own, and at least two layers with weights to fuse around."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
     if type(module).forward is nn.Module.forward:

@@ -19,13 +19,19 @@ from .warm_record import WarmRecord
 
 
 class ModelCode:
-    """The compiled kinds of one diffusion model, per settings."""
+    """The compiled kinds of one diffusion model, per settings.
+
+    What CUDA graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with few elements; of
+    others only `parts` are compiled (see `graph_choice`).
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple, CompiledKind] = {}
         self.first_inputs: dict[tuple, tuple] = {}
         self.warm = WarmRecord()
         self.left_out: Counter[str] = Counter()
+        self.too_small: Counter[str] = Counter()
+        self.parts: Counter[str] = Counter()
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 

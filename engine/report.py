@@ -55,6 +55,7 @@ class CompileReport:
         kinds: their compiled code.
         sizes: what the warmup ran.
         notes: sentences about this model, for example on its weights.
+        parts: classes inside the blocks that are compiled in their place, as the last call of the model had it.
     """
 
     model_name: str
@@ -63,6 +64,7 @@ class CompileReport:
     kinds: list[CompiledKind]
     sizes: list[WarmedSize] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    parts: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
         lines = [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
@@ -80,6 +82,8 @@ class CompileReport:
             graphs[kind.class_name] += kind.stats.graphs
         for name, count in Counter(b.class_name for b in plan.blocks).items():
             lines.append(f"  {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
+        for name, count in self.parts.items():
+            lines.append(f"  inside these, {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
         return lines
 
     def _size_lines(self) -> list[str]:
@@ -128,7 +132,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
         "failures": [{"block": k.failure.block, "message": k.failure.message()} for k in kinds if k.failure],
         "classes": [
             {"class": name, "blocks": count, "graphs": graphs[name]}
-            for name, count in Counter(b.class_name for b in blocks).items()
+            for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]
         ],
     }
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from paging import paged
 from support import relative_error
 from torch import nn
 from torch.nn import functional
@@ -104,9 +105,61 @@ def test_a_unet_gives_the_same(name, engine, reference, both):
     assert not any("stride" in guard for guard in guards), guards
 
 
+@pytest.mark.pages
+def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+        setup = zoo.SETUPS["sd15"]
+        patcher = zoo.patcher(setup)
+        with torch.backends.mkldnn.flags(enabled=False):
+            expected = run(patcher, setup)
+            with paged(patch, patcher.model) as pages:
+                pages.resident = set(pages.layers)
+                assert relative_error(run(attached(engine, patcher), setup), expected) < 1e-5
+                assert any("transformer_blocks" in name for name in pages.memory) and pages.pinned == 0
+    code = engine("registry").code_of(patcher.model.diffusion_model)
+    assert set(code.parts) == {"BasicTransformerBlock"} and {k.class_name for k in code.kinds.values()} == set(code.parts)
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("name", ["sd15", "sdxl"])
+def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatch):
+    """Also for blocks that run eager: the host's layers take weights on their way as arrived (comfy/ops.py, `_prefetch`)."""
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+    group, running, log = engine("host.weights").LayerGroup, [], []
+    place, release, fetch = group.place, group.release, group.fetch
+
+    def placing(self):
+        running.append(self)
+        log.append(("place", id(self)))
+        place(self)
+
+    def releasing(self):
+        assert running.pop() is self
+        release(self)
+
+    def fetching(self):
+        log.append(("fetch", id(self)))
+        fetch(self)
+
+    for method, function in (("place", placing), ("release", releasing), ("fetch", fetching)):
+        monkeypatch.setattr(group, method, function)
+    patcher = zoo.patcher(zoo.SETUPS[name])
+    with torch.backends.mkldnn.flags(enabled=False), paged(monkeypatch, patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        run(attached(engine, patcher), zoo.SETUPS[name])
+    code = engine("registry").code_of(patcher.model.diffusion_model)
+    assert code.left_out["ResBlock"] and not running
+    placed = {group for event, group in log if event == "place"}
+    assert placed and {group for event, group in log if event == "fetch"} == placed
+    ahead = [index for index, (event, group) in enumerate(log) if event == "fetch" and log[index - 1] != ("place", group)]
+    assert ahead and all(("place", log[index][1]) in log[index:] for index in ahead)
+
+
 def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
-    """SD 1.5's transformers take images: none is turned on its way to one, but the first."""
+    """SD 1.5's transformers take images where they are compiled whole: none is turned on its way to one, but the first."""
     turned, given = engine("channels_last").turned, []
+    monkeypatch.setattr(engine("binding"), "parts_of", lambda _block: [])
 
     def watched(args):
         found = turned(args)

@@ -75,6 +75,21 @@ def test_weights_that_stay_in_their_pages(flux, compiled, monkeypatch):
         assert flux.graphs == 2, "tensors that were put elsewhere are not compiled for anew"
 
 
+def test_a_replay_looks_at_no_block(flux, compiled, engine, monkeypatch):
+    flux.run(compiled)
+    graphs, asked = graphs_of(flux).graphs, []
+
+    class Replay:
+        def replay(self, tensors):
+            return torch.zeros_like(tensors[0])
+
+    for key in graphs:
+        graphs[key] = Replay()
+    monkeypatch.setattr(engine("registry").ModelCode, "kind_of", lambda *given: asked.append(given))
+    assert not flux.run(compiled).isnan().any()
+    assert graphs_of(flux).replays > 0 and not asked
+
+
 def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, monkeypatch):
     expected = flux.run(flux.patcher)
     with paged(monkeypatch, flux.patcher.model) as pages:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import Counter
 from contextlib import ExitStack
 
 import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ..binding import compiled_blocks, plan_for
+from ..attention import in_words
+from ..binding import Binding, plan_for
 from ..discovery import BlockPlan
 from ..layouts import shapes_of
 from ..monitor import monitor, watching
@@ -62,9 +64,8 @@ class BlockCompiler:
             graphs = settings.wants_graphs and obstacle is None
             captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
             captured = captured and not crowding_of(network).crowded
-            stays = scopes.enter_context(compiled_blocks(network, settings, raise_if_interrupted, inputs, weights_of, captured))
-            if graphs:
-                scopes.enter_context(graphed(network, stays, device, self.notes))
+            binding = Binding(network, settings, raise_if_interrupted, inputs, weights_of, captured)
+            scopes.enter_context(graphed(network, binding, device, self.notes) if graphs else binding.bound())
             compilations = monitor.compilations
             try:
                 result = executor(*args, **kwargs)
@@ -129,16 +130,22 @@ def notes_about(patcher) -> list[str]:
     notes = list(weights.notes_on(patcher.model))
     chosen = chosen_kernel(network, attached_settings(patcher).attention)
     if chosen is not None:
-        notes.append(f"Attention: {chosen if chosen != 'host' else 'the kernel ComfyUI uses'}.")
+        notes.append(f"Attention: {in_words(chosen)}.")
     notes += graphs_summary(network)
-    left_out = code_of(network).left_out
-    if left_out:
-        names = ", ".join(f"{count} {name}" for name, count in left_out.items())
+    code = code_of(network)
+    if code.left_out:
         instead = "; they run channels_last instead" if turns_convolutions(network) else ""
         notes.append(
-            f"In CUDA graphs blocks of convolutions ({names}) stay uncompiled, as they take most of the compile time{instead}."
+            f"In CUDA graphs blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the "
+            f"compile time{instead}."
         )
+    if code.left_out and code.too_small:
+        notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}): their images are small.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
+
+
+def _counted(classes: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
 def attached_settings(patcher) -> CompileSettings | None:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..binding import Binding
 from ..block_options import BOOKKEEPING, keys_read
 from ..channels_last import run_channels_last
 from ..errors import BlockCompileError
@@ -47,17 +48,18 @@ def no_graphs(device: torch.device) -> str | None:
 
 
 @contextmanager
-def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, notes: list[str]) -> Iterator[None]:
+def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: list[str]) -> Iterator[None]:
     """While it lasts, calls of `network` are captured and replayed.
 
     Args:
-        blocks_are_plain: all blocks run their own forward, with weights that stay where they are, or in pages.
+        binding: its blocks, bound only for calls that run them: a replay does not.
         device: where it computes.
         notes: gets the reason when a call cannot be captured.
     """
-    if not blocks_are_plain or "forward" in network.__dict__:
+    if not binding.plain or "forward" in network.__dict__:
         note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
-        yield
+        with binding.bound():
+            yield
         return
     graphs, pages = graphs_of(network), pages_of(network)
     graphs.check_model(network, device, address_of if pages else None)
@@ -69,10 +71,10 @@ def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, no
         reason = _obstacle(network, options)
         if reason:
             note(notes, f"CUDA graphs are off: {reason}.")
-            return forward(*args, transformer_options=options, **kwargs)
+            with binding.bound(captured=False):
+                return forward(*args, transformer_options=options, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
-        if code_of(network).left_out:
-            call = functools.partial(_with_fast_convolutions, network, notes, call)
+        call = functools.partial(_run_bound, binding, network, notes, call)
         return graphs.call(_key(network, options), call, args, kwargs, {"transformer_options": options}, keep)
 
     network.__dict__["forward"] = run
@@ -80,6 +82,13 @@ def graphed(network: nn.Module, blocks_are_plain: bool, device: torch.device, no
         yield
     finally:
         network.__dict__.pop("forward", None)
+
+
+def _run_bound(binding: Binding, network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
+    with binding.bound():
+        if code_of(network).left_out:
+            return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+        return forward(*args, **kwargs)
 
 
 @dataclass

@@ -92,7 +92,7 @@ class _Warmup:
                 progress.begin("other prompt lengths", len(latents) - 1, total - in_each)
                 with warming(asked_for=False):
                     self._other_prompts(latents[0][1], progress.step)
-        self.report.kinds = kinds_for(self.model, self.settings)
+        self.report.kinds, self.report.parts = kinds_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
         self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]
         return self.report.text()
