@@ -109,6 +109,11 @@ class DiskCache:
         found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
         return sorted(found, key=_last_used)
 
+    def has_current(self) -> bool:
+        """Whether one was made by the same versions on the same device."""
+        now = environment().items()
+        return any(now <= _read_json(folder / ABOUT).items() for folder in self.folders())
+
     def size(self) -> int:
         """Bytes of all folders."""
         return sum(map(_size, self.folders()))

@@ -122,6 +122,10 @@ def expect_modules(names: list[str]) -> None:
     """Compiled code has come from another machine, where these were taken apart for it: do it while preparing."""
     files = {getattr(sys.modules.get(name), "__file__", None) for name in names}
     _record(SOURCES, {file for file in files if file})
+    before = _Preparation.thread
+    if before is not None:  # it may be past its sources, or done
+        _Preparation.thread = threading.Thread(target=_read_after, args=(before,), name=before.name, daemon=True)
+        _Preparation.thread.start()
 
 
 def _record(name: str, found: set[str]) -> None:
@@ -143,19 +147,27 @@ def _recorded(name: str) -> set[str]:
 
 
 def _run(on_gpu: bool) -> None:
+    restarted = _is_restart()
     steps = [_import_inductor, _compute_keys, _read_sources]
     if on_gpu:
-        steps = [start_workers, *steps, _start_triton]  # the workers start while this process imports
+        steps.append(_start_triton)
+        steps.insert(len(steps) if restarted else 0, start_workers)  # they start while this process imports
     else:
         steps.insert(2, _probe_cpu)
     for step in steps:
         _timed(step)
-    if on_gpu and not _recorded(SOURCES):  # after a restart most graphs are read, which needs none of these
+    if on_gpu and not restarted:  # reading needs none of these
         for step in map(_importing, LATE_IMPORTS):
             if not _Preparation.wanted:  # who waits can do them as well
                 _timed(step)
     _Preparation.imported = set(sys.modules)
     _timed(_trim)
+
+
+def _is_restart() -> bool:
+    """Whether this machine has compiled before, as it is now: most graphs are read then."""
+    cache = current()
+    return cache is not None and bool(_recorded(SOURCES)) and cache.has_current()
 
 
 def _timed(step: Callable[[], object]) -> None:
@@ -171,7 +183,8 @@ def _import_inductor() -> None:
     import torch._dynamo.backends.inductor
     import torch._functorch._aot_autograd.autograd_cache
     import torch._inductor.async_compile
-    import torch._inductor.compile_fx  # noqa: F401
+    import torch._inductor.compile_fx
+    import torch._inductor.runtime.triton_heuristics  # noqa: F401
 
     for name in _recorded(IMPORTS) or FIRST_IMPORTS:
         try:
@@ -217,6 +230,11 @@ def _read_sources() -> None:
     for file in _recorded(SOURCES):
         if file.endswith(".py") and os.path.isfile(file):
             funcname_cache.get_funcname(file, 1)
+
+
+def _read_after(preparation: threading.Thread) -> None:
+    preparation.join()
+    _timed(_read_sources)
 
 
 def _trim() -> None:

@@ -319,3 +319,14 @@ def test_sources_travel_by_the_names_of_their_modules(engine, cache, monkeypatch
     (cache.root / prepare.SOURCES).unlink()
     prepare.expect_modules(["json", "a_module.that_is_not_here", "builtins"])
     assert prepare._recorded(prepare.SOURCES) == {json.__file__}
+
+
+def test_it_knows_whether_this_machine_has_compiled_as_it_is_now(engine, cache, monkeypatch):
+    disk = engine("disk_cache")
+    assert not cache.has_current()
+    cache.enter(NAMES[0], "Block")
+    cache.exit(NAMES[0])
+    assert cache.has_current()
+    another = {**disk.environment(), "torch": "9.9"}
+    monkeypatch.setattr(disk, "environment", lambda: another)
+    assert not cache.has_current()

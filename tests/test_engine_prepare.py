@@ -33,15 +33,27 @@ def test_the_rest_waits_for_the_compilation_when_that_has_come(prepare, monkeypa
 
 def test_after_a_restart_graphs_are_read(prepare, monkeypatch):
     module, done = prepare
-    monkeypatch.setattr(module, "_recorded", lambda _name: {"something"})
+    monkeypatch.setattr(module, "_is_restart", lambda: True)
     module._run(True)
-    assert done[-2:] == ["_start_triton", "_trim"]
+    assert done[0] == "_import_inductor" and done[-3:] == ["_start_triton", "start_workers", "_trim"]
 
 
 def test_without_a_gpu_there_is_no_triton(prepare):
     module, done = prepare
     module._run(False)
     assert done == ["_import_inductor", "_compute_keys", "_probe_cpu", "_read_sources", "_trim"]
+
+
+def test_sources_that_arrive_later_are_read_before_compiling(prepare, monkeypatch):
+    module, done = prepare
+    monkeypatch.setattr(module, "_record", lambda *_: None)
+    monkeypatch.setattr(module._Preparation, "thread", None)
+    module.prepare(on_gpu=False)
+    module.wait_until_prepared()
+    done.clear()
+    module.expect_modules(["json"])
+    module.wait_until_prepared()
+    assert done == ["_read_sources"]
 
 
 def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
