@@ -1,4 +1,4 @@
-"""PyTorch's inductor, given code where the model calls kernels that it cannot see into.
+"""PyTorch's inductor, given code where the model calls kernels that it cannot see into, and a product with what follows it.
 
 To inductor a hand-written kernel is a wall: what comes before it must be written to memory, what comes after it read again.
 Where a kernel only saves what inductor saves too, its plain PyTorch code is worth more: the norm and the rotary embedding of
@@ -13,9 +13,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
+from .epilogues import gelu_in_linear
+from .reductions import in_one_pass
+
 aten = torch.ops.aten
 # Part of the key of the cache on disk: PyTorch's own keys know the operators, not what we put in their place.
-VERSION = "2"
+VERSION = "3"
 # Operator -> the same in PyTorch's own operators, out of place; NotImplemented leaves the operator as it is.
 REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
 # Called with the graph as Dynamo has traced it, to change it in place; True if it did.
@@ -28,16 +31,24 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     from torch._inductor.decomposition import select_decomp_table
 
     table = select_decomp_table()
-    own = dict(REPLACEMENTS)
+    replacements = dict(REPLACEMENTS)
     if aten.gelu.default in table:
-        own[aten.gelu.default] = functools.partial(_gelu, table[aten.gelu.default])
-    decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in own.items()}}
+        replacements[aten.gelu.default] = functools.partial(_gelu, table[aten.gelu.default])
+    decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in replacements.items()}}
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
-        rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
+        # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
+        own = (options or {}).get("max_autotune") or _needs_gradients(example_inputs)
+        rewrites = REWRITES if own else [*REWRITES, gelu_in_linear]
+        rewritten = [rewrite(graph.graph) for rewrite in rewrites]
         if any(rewritten):
             graph.graph.lint()
             graph.recompile()
-    return compile_fx(graph, example_inputs, config_patches=options, decompositions=decompositions)
+    with in_one_pass():
+        return compile_fx(graph, example_inputs, config_patches=options, decompositions=decompositions)
+
+
+def _needs_gradients(inputs: Sequence) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
 
 
 def _on_cuda(operator: torch._ops.OpOverload, function: Callable, table: dict) -> Callable:

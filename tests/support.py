@@ -74,3 +74,14 @@ def torch_settings() -> dict:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over the norm of what was expected."""
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
+
+
+def compiled_code(function, backend, given):
+    """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    torch._dynamo.reset()
+    with fresh_cache():
+        result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
+    assert len(code) == 1
+    return result, "".join(code)

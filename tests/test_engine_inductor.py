@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from support import compiled_code
 from torch.nn import functional
 
 pytestmark = pytest.mark.host
@@ -56,7 +57,7 @@ def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
 
     with torch.inference_mode():
         expected = all_of_them(given)
-        actual, code = _compiled(all_of_them, everywhere.inductor, (given,))
+        actual, code = compiled_code(all_of_them, everywhere.inductor, (given,))
     assert "comfy_kitchen" not in code
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
@@ -64,22 +65,11 @@ def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
         torch.testing.assert_close(one, other, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}))
 
 
-def _compiled(function, backend, given):
-    """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
-    from torch._inductor.utils import fresh_cache, run_and_get_code
-
-    torch._dynamo.reset()
-    with fresh_cache():
-        result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
-    assert len(code) == 1
-    return result, "".join(code)
-
-
 def test_frequencies_of_more_tokens_are_cut_off(everywhere):
     given = inputs("apply_rope", torch.float32, longer=5)
     with torch.inference_mode():
         expected = torch.ops.comfy_kitchen.apply_rope(*given)
-        actual, code = _compiled(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), everywhere.inductor, given)
+        actual, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), everywhere.inductor, given)
     assert "comfy_kitchen" not in code
     torch.testing.assert_close(tuple(actual), tuple(expected))
 
@@ -108,7 +98,7 @@ def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, engi
     given = random(5), random(9), random(5), random(9), frequencies(14, heads_first=dim == 2)
     with torch.inference_mode():
         expected = both(*given)
-        actual, _ = _compiled(both, recording, given)
+        actual, _ = compiled_code(both, recording, given)
     assert len(graphs) == 1 and "apply_rope](" not in graphs[0] and graphs[0].count("apply_rope1](") == 6, graphs
     torch.testing.assert_close(tuple(actual), tuple(expected))
 
@@ -169,7 +159,7 @@ def test_on_a_cpu_the_hosts_kernels_stay(engine):
     engine("host.opened_kernels").register()
     given = inputs("apply_rope", torch.float32)
     with torch.inference_mode():
-        _, code = _compiled(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), engine("inductor").inductor, given)
+        _, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), engine("inductor").inductor, given)
     assert "comfy_kitchen" in code
 
 
