@@ -22,6 +22,7 @@ STARTS = {
     "early": "restart, 5 s of text encoding between node and sampler",
     "carried": "empty cache, a file in Load Compile Cache",
     "carried early": "the same, 5 s of text encoding between node and sampler",
+    "eager": "eager, a new process",
 }
 
 
@@ -64,8 +65,9 @@ def _group_of(phase: str) -> str:
 
 
 def graphs_table() -> str:
-    """Many runs with CUDA graphs."""
+    """Many runs with CUDA graphs, of the newest file."""
     found, sources = rows("graphs")
+    found, sources = [row for row in found if row["file"] == found[-1]["file"]], sources[-1:]
     lines = [
         "| | runs | wrong | largest error | captured, replayed | last step: eager, ours | GiB in use: first round, end |",
         "|---" * 7 + "|",
@@ -93,14 +95,68 @@ def lora_table() -> str:
 
 
 def restart_table() -> str:
+    """Every start of the newest code: one number a process."""
     found, sources = rows("restart")
-    head = ["start", "first step above a warm one, s", "of this compiling", "graphs", "of these read from disk"]
+    newest_code = found[-1]["file"], found[-1].get("code")
+    found = [row for row in found if (row["file"], row.get("code")) == newest_code]
+    head = ["start", "head start, s", "first step above a warm one, s", "of this compiling, s", "graphs", "read from disk"]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for run, name in STARTS.items():
-        row = newest(found, run=run)
-        if row:
-            seconds = _compile_seconds(row, newest(found, run="first", code=row.get("code")))
-            lines.append(f"| {name} | {row['above']:.1f} | {seconds} | {row['graphs']} | {row['graphs_from_disk']} |")
+        here = [row for row in found if row["run"] == run]
+        if here:
+            above, compiling = (
+                ", ".join(f"{row[key]:.1f}" for row in here if key in row) for key in ("above", "compile_seconds")
+            )
+            heads = " to ".join(dict.fromkeys(f"{end(row['head_start'] for row in here):.1f}" for end in (min, max)))
+            counts = f"{here[-1].get('graphs', 0)} | {here[-1].get('graphs_from_disk', 0)}"
+            lines.append(f"| {name} | {heads} | {above} | {compiling or '-'} | {counts} |")
+    return "\n".join([*lines, "", *sources[-1:]])
+
+
+def fusions_table() -> str:
+    """Kernels of ours, or that we make inductor choose, beside what there would be."""
+    found, _ = rows("group norm")
+    lines = [
+        "| microseconds, two images | group norm and SiLU: PyTorch, ours | convolution: as it is, channels_last |",
+        "|---|---|---|",
+    ]
+    for row in found:
+        norm, conv = row["norm_and_silu"], row["convolution"]
+        lines.append(
+            f"| {row['channels']} channels, {row['side']}x{row['side']} | {norm['eager']}, {norm['ours']} "
+            f"| {conv['eager']}, {conv['channels_last']} and {conv['turning_the_weight']} for turning the weight |"
+        )
+    found, _ = rows("norm in one pass")
+    columns = {
+        "norm_and_modulation": "layer norm, scale, shift",
+        "gate_norm_and_modulation": "residual, gate and the same",
+        "rms_norm": "RMS norm",
+    }
+    lines += ["", f"| microseconds: looped, in one pass | {' | '.join(columns.values())} |", "|---" * 4 + "|"]
+    for row in found:
+        cells = [f"{row[key]['looped']}, {row[key]['one_pass']}" for key in columns]
+        lines.append(f"| {row['tokens']} tokens of {row['width']} | {' | '.join(cells)} |")
+    found, sources = rows("gelu in a product")
+    lines += ["", "| microseconds | product, then GELU | GELU inside | product alone |", "|---|---|---|---|"]
+    for row in found:
+        took = row["microseconds"]
+        lines.append(
+            f"| {row['tokens']} tokens, {row['width']} to {row['wide']} "
+            f"| {took['separate']} | {took['inside']} | {took['product_alone']} |"
+        )
+    return "\n".join([*lines, "", *sources])
+
+
+def controlnet_table() -> str:
+    found, sources = rows("controlnet")
+    head = ["seconds per step", "eager", "ours", "captured, replayed", "largest error", "what ControlNet changes"]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for row in found:
+        slower = max(row["step"], row["step_again"])
+        lines.append(
+            f"| {NAMES[row['model']]} | {row['eager']:.4g} | {slower:.4g} ({slower / row['eager']:.2f}) "
+            f"| {row['captured']}, {row['replayed']} | {max(*row['errors'], row['without']):.4f} | {row['changes_image']:.3g} |"
+        )
     return "\n".join([*lines, "", *sources])
 
 

@@ -120,6 +120,8 @@ FIGURES = {
     "graphs": details.graphs_table,
     "lora": details.lora_table,
     "restart": details.restart_table,
+    "fusions": details.fusions_table,
+    "controlnet": details.controlnet_table,
     "cpu": details.cpu_table,
 }
 
