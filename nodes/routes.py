@@ -4,11 +4,13 @@ import asyncio
 import sys
 
 from ..engine import watch
-from ..engine.host.users_folder import get_ready, open_users_cache
+from ..engine.host.users_folder import get_ready, get_ready_again, open_users_cache
 from ..engine.report import report_json
 
 EVENT = "torch-compile-kit.compiled"
 COMPILES = "TorchCompileKitModel"
+# Seconds, at the least: by then the other packs are loaded.
+IDLE = 5.0
 
 
 def register_routes() -> None:
@@ -16,6 +18,9 @@ def register_routes() -> None:
 
     GET /torch-compile-kit/report, GET /torch-compile-kit/cache (folder, bytes, limit, entries), POST
     /torch-compile-kit/cache/clear (answers with the bytes removed).
+
+    Has the process get ready to compile when a prompt is queued that will, and soon after the server's start where this user
+    has compiled before.
 
     Does nothing where no server runs (tests, scripts).
     """
@@ -47,6 +52,7 @@ def register_routes() -> None:
 
     watch.listeners.append(tell_page)
     server.add_on_prompt_handler(prepare_for)
+    server.loop.call_soon(server.loop.call_later, IDLE, get_ready_again)  # from when the loop runs
 
 
 def prepare_for(request: dict) -> dict:

@@ -10,6 +10,8 @@ import folder_paths
 from ..disk_cache import DiskCache, open_cache
 from ..prepare import prepare
 
+CACHE = "cache"
+
 
 def kit_folder() -> Path:
     """The pack's folder in the user's: cache files lie in it, the cache itself in `cache`."""
@@ -18,7 +20,15 @@ def kit_folder() -> Path:
 
 def open_users_cache() -> DiskCache | None:
     """The cache of this user; see `disk_cache.open_cache`."""
-    return open_cache(kit_folder() / "cache")
+    return open_cache(kit_folder() / CACHE)
+
+
+def get_ready_again() -> None:
+    """After a restart, while nobody asks for anything: who has compiled here with these versions will do so again."""
+    if (kit_folder() / CACHE).is_dir():
+        cache = open_users_cache()
+        if cache is not None and cache.has_current():
+            get_ready("inductor")
 
 
 def get_ready(backend: str) -> None:
