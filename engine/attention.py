@@ -28,7 +28,7 @@ HOST_FUNCTION = "attention_pytorch"
 # Fewer than this share of time saved is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
-# Five milliseconds or more; launching a call of cuDNN's takes a tenth of one, on slow processors two.
+# Some five milliseconds, which is meant to be longer than launching all calls takes, on slow processors too.
 _CYCLES = 10_000_000
 # Of the arithmetic of all calls, what is measured.
 _SHARE = 0.9

@@ -98,8 +98,8 @@ class Binding:
                 block.__dict__["forward"] = functools.partial(_run_block, run, block)
             with one_class(code.twins):
                 yield
-            efforts = [run.effort for run in runs.values() if run.effort is not None]
-            code.too_small = Counter(efforts[0].left_out.values()) if efforts else Counter()
+            effort = next((run.effort for run in runs.values()), None)  # one for all
+            code.too_small = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
             if self._weights is not None:
                 self._weights.drop()

@@ -21,8 +21,8 @@ from .warm_record import WarmRecord
 class ModelCode:
     """The compiled kinds of one diffusion model, per settings.
 
-    What CUDA graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with few elements; of
-    others only `parts` are compiled (see `graph_choice`).
+    What CUDA graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the
+    work; of others only `parts` are compiled (see `graph_choice`).
     """
 
     def __init__(self) -> None:

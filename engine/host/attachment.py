@@ -140,7 +140,7 @@ def notes_about(patcher) -> list[str]:
             f"compile time{instead}."
         )
     if code.left_out and code.too_small:
-        notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}): their images are small.")
+        notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 
 
