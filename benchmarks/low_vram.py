@@ -28,7 +28,7 @@ def make_weights(name: str) -> None:
 
     file = weights_file(name)
     if not file.exists():
-        device = torch.device("cuda")
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         safetensors.torch.save_file(models.state_dict(name, device), str(file))
         print(f"made {file} {file.stat().st_size / GIB:.1f} GiB", flush=True)
 

@@ -3,7 +3,9 @@
     python -m benchmarks.restart --host COMFYUI --model flux --out FILE
 
 As in a queue, preparing begins when the prompt is queued (nodes/routes.py), and the model is made after that: `head_start` in
-the rows is how long that took until sampling began. Random weights on the GPU take less than a file and a text encoder do.
+the rows is how long that took until sampling began. Random weights are made on the GPU in less time than a user's model is
+loaded; with `--file` the host's loader reads them from the file that `python -m benchmarks.low_vram --model flux --make` has
+made (in memory, where it can), and puts them on the GPU as it does before the first step.
 
 Runs: `first` compiles; `second` finds all on disk; `early` as well, with some seconds more between the node and the sampling,
 as when a text encoder runs between; `carried` starts with an empty cache and the file that `first` saved, `carried early` is
@@ -22,7 +24,7 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from . import models, session, variants
+from . import low_vram, models, session, variants
 
 RUNS = ("first", "second", "early", "carried", "carried early", "eager")
 HEAD_START = 5.0
@@ -38,11 +40,13 @@ def measure(options) -> dict:
     eager = options.run == "eager"
     if not eager:
         import_module(f"{session.KIT}.engine.host.users_folder").get_ready("inductor")
-    patcher = models.build(options.model, device)
+    patcher = _load(options.model) if options.file else models.build(options.model, device)
     files = import_module(f"{session.KIT}.engine.host.cache_files")
     if options.run.startswith("carried"):
         print(files.load_cache(FILE))
     variant = variants.apply("eager" if eager else "ours", patcher, session.KIT)
+    if options.file:
+        _put_on_gpu(variant)
     if options.run.endswith("early"):
         time.sleep(HEAD_START)
     head_start = time.perf_counter() - queued
@@ -64,6 +68,7 @@ def measure(options) -> dict:
     row = {
         "model": options.model,
         "run": options.run,
+        "from_file": options.file,
         "head_start": round(head_start, 2),
         "first_step": round(first[0], 3),
         "step": round(step, 5),
@@ -84,6 +89,20 @@ def measure(options) -> dict:
     return row
 
 
+def _load(name: str):
+    """As UNETLoader does."""
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model(str(low_vram.weights_file(name)))
+
+
+def _put_on_gpu(patcher) -> None:
+    """What the sampler does before its first step; nothing is left to load in it."""
+    import comfy.model_management
+
+    comfy.model_management.load_models_gpu([patcher], memory_required=0)
+
+
 def run_all(options) -> None:
     with tempfile.TemporaryDirectory() as made:
         user = options.folder or made
@@ -95,6 +114,7 @@ def run_all(options) -> None:
             command = [sys.executable, "-m", "benchmarks.restart", "--host", options.host, "--model", options.model]
             command += ["--steps", str(options.steps), "--run", run, "--user", str(folder)]
             command += ["--profile"] if options.profile and run != "first" else []
+            command += ["--file"] if options.file else []
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             print("\n".join(done.stdout.splitlines()[-400:]), flush=True)
             rows = [line.removeprefix("ROW ") for line in done.stdout.splitlines() if line.startswith("ROW ")]
@@ -111,6 +131,7 @@ def main() -> None:
     parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS)
     parser.add_argument("--out", help="a file to which rows of JSON are added")
     parser.add_argument("--folder", help="where the user folders of the runs are; a temporary one if not given")
+    parser.add_argument("--file", action="store_true", help="load the weights from a file, as ComfyUI does")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--run", choices=RUNS, help="this process is that run")
     parser.add_argument("--user", help="the user folder of that run")

@@ -7,9 +7,8 @@ is the fastest depends on card, shape and dtype, so `auto` measures them once on
 from __future__ import annotations
 
 import functools
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -28,12 +27,13 @@ HOST_FUNCTION = "attention_pytorch"
 # Fewer than this share of time saved is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
-# Some five milliseconds, which is meant to be longer than launching all calls takes, on slow processors too.
+# Some five milliseconds, longer than launching all calls takes; twice as long after each attempt in which it was not.
 _CYCLES = 10_000_000
+_ATTEMPTS = 7
 # Of the arithmetic of all calls, what is measured.
 _SHARE = 0.9
-# Seconds before the first call of a shape: more, and the kernel is compiled for each.
-_SLOW_START = 0.25
+# Channels a head for which cuDNN has kernels; for others it compiles one for each shape, which takes up to half a second.
+_READY_WIDTHS = {64, 128}
 
 
 def override_with(priority: list[SDPBackend], widths: frozenset[int] | None = None) -> Callable:
@@ -121,7 +121,7 @@ class AttentionSurvey:
 
     Args:
         wanted: an explicit choice that must be possible, or `auto`.
-        complete: there was the memory to measure all of it.
+        complete: there were the memory and the time to measure all of it.
     """
 
     wanted: str
@@ -165,20 +165,24 @@ class AttentionSurvey:
             return "host"
         try:
             measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS}
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, _NotMeasured):
             self.complete = False
             return "host"
         totals = {
-            name: sum(count * cost.seconds for count, cost in zip(chosen.values(), costs, strict=True))
-            for name, costs in measured.items()
+            name: sum(count * seconds for count, seconds in zip(chosen.values(), each, strict=True))
+            for name, each in measured.items()
         }
         fastest = min(totals, key=totals.get)
         if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
             return "host"
-        if max(cost.start for cost in measured[fastest]) <= _SLOW_START:
+        if fastest != "cudnn" or _widths(self.calls) <= _READY_WIDTHS:
             return fastest
-        widths = sorted({call[0].shape[-1] for call in chosen})
-        return " ".join([fastest, *map(str, widths)])
+        return " ".join([fastest, *map(str, sorted(_widths(chosen)))])
+
+
+def _widths(calls: Iterable[_Call]) -> set[int]:
+    """Channels a head."""
+    return {call[0].shape[-1] for call in calls}
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
@@ -197,58 +201,48 @@ def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
     return chosen
 
 
-@dataclass(frozen=True)
-class _Cost:
-    """Of one call.
-
-    Args:
-        seconds: on the GPU alone: in small models launching takes longer, and would be all that is measured. Infinity where the
-            kernel cannot run it.
-        start: seconds before the first one could begin.
-    """
-
-    seconds: float
-    start: float = 0.0
+class _NotMeasured(Exception):
+    """The machine was too busy."""
 
 
-def _measure(kernel: str, call: _Call) -> _Cost:
+def _measure(kernel: str, call: _Call) -> float:
+    """Seconds of one call, infinite where the kernel cannot run it; raises _NotMeasured."""
     *layouts, scale = call
     try:
         with torch.cuda.device(layouts[0].device), sdpa_kernel([KERNELS[kernel]]):
             q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
-            _load_library(q)
-            began = time.perf_counter()
             attend()
-            start = time.perf_counter() - began
-            return _Cost(_seconds_on_gpu(attend), start)
+            seconds = _seconds_on_gpu(attend)
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        return _Cost(float("inf"))
+        return float("inf")
+    if seconds is None:
+        raise _NotMeasured
+    return seconds
 
 
-def _load_library(like: torch.Tensor) -> None:
-    """The kernel's library and its code for a common width, which a process loads once."""
-    small = like.new_zeros(1, 1, 64, 64)
-    try:
-        torch.nn.functional.scaled_dot_product_attention(small, small, small)
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:
-        pass  # says nothing about other shapes
+def _seconds_on_gpu(function: Callable[[], object]) -> float | None:
+    """Of a call on the GPU alone, the lesser of two rounds; None if the calls never came in time.
 
-
-def _seconds_on_gpu(function: Callable[[], object]) -> float:
-    """Of the faster of two rounds: a choice that is remembered should not be one of noise."""
+    While the GPU sleeps all calls are launched. If it wakes before, another thread has kept Python from launching, and the time
+    would be of that: small kernels would all look alike, and any could win.
+    """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    rounds = []
-    for _ in range(2):
-        torch.cuda._sleep(_CYCLES)  # while the GPU waits, all calls are launched
+    cycles, rounds = _CYCLES, []
+    for _ in range(_ATTEMPTS):
+        torch.cuda._sleep(cycles)
         begin.record()
         for _ in range(_REPEATS):
             function()
         end.record()
+        in_time = not begin.query()
         end.synchronize()
-        rounds.append(begin.elapsed_time(end))
-    return min(rounds) / 1000 / _REPEATS
+        if in_time:
+            rounds.append(begin.elapsed_time(end) / 1000 / _REPEATS)
+            if len(rounds) == 2:
+                break
+        else:
+            cycles *= 2
+    return min(rounds, default=None)

@@ -18,7 +18,7 @@ from .reductions import in_one_pass
 
 aten = torch.ops.aten
 # Part of the key of the cache on disk: PyTorch's own keys know the operators, not what we put in their place.
-VERSION = "3"
+VERSION = "4"
 # Operator -> the same in PyTorch's own operators, out of place; NotImplemented leaves the operator as it is.
 REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
 # Called with the graph as Dynamo has traced it, to change it in place; True if it did.
@@ -35,9 +35,11 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     if aten.gelu.default in table:
         replacements[aten.gelu.default] = functools.partial(_gelu, table[aten.gelu.default])
     decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in replacements.items()}}
+    options = options or {}
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
+        options = {**_as_eager_rounds(), **options}
         # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
-        own = (options or {}).get("max_autotune") or _needs_gradients(example_inputs)
+        own = options.get("max_autotune") or _needs_gradients(example_inputs)
         rewrites = REWRITES if own else [*REWRITES, gelu_in_linear]
         rewritten = [rewrite(graph.graph) for rewrite in rewrites]
         if any(rewritten):
@@ -45,6 +47,18 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
             graph.recompile()
     with in_one_pass():
         return compile_fx(graph, example_inputs, config_patches=options, decompositions=decompositions)
+
+
+def _as_eager_rounds() -> dict:
+    """The option of inductor to round to bf16 and fp16 where eager does.
+
+    What is fused is otherwise kept in fp32 from one operation to the next, which moves results away from eager's as far as
+    another attention kernel would, and saves no time (docs/figures.md).
+    """
+    from torch._inductor import config
+
+    name = "emulate_precision_casts"
+    return {name: True} if hasattr(config, name) else {}
 
 
 def _needs_gradients(inputs: Sequence) -> bool:

@@ -1,5 +1,7 @@
 """What a model asks its attention for, and which of that is measured."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -55,20 +57,63 @@ def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, surve
 )
 def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, seconds, best):
     attention = engine("attention")
-    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: attention._Cost(seconds[kernel]))
-    survey(attention_pytorch, *tensors(32), 4)
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: seconds[kernel])
+    survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
     assert survey.best() == best
 
 
 def test_a_kernel_that_is_compiled_for_each_shape_is_for_what_was_measured(engine, survey, monkeypatch):
     attention = engine("attention")
-    costs = {"flash": attention._Cost(1.0), "cudnn": attention._Cost(0.5, start=0.6), "efficient": attention._Cost(2.0)}
-    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: costs[kernel])
+    seconds = {"flash": 1.0, "cudnn": 0.5, "efficient": 2.0}
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: seconds[kernel])
     for tokens, width in ((4096, 40), (4096, 40), (2048, 80), (16, 160)):
         survey(attention_pytorch, *tensors(tokens, width=4 * width), 4)
     choice = survey.best()
     assert choice == "cudnn 40 80"
     assert attention.in_words(choice) == "cudnn, for self-attention with 40 or 80 channels a head"
+
+
+class Clock:
+    """A GPU that wakes before all calls are launched in the attempts named, and whose calls then seem to take a second."""
+
+    def __init__(self, late, seconds):
+        self.late, self.seconds, self.sleeps = late, seconds, []
+
+    def _sleep(self, cycles):
+        self.sleeps.append(cycles)
+
+    def Event(self, **_):  # noqa: N802  torch.cuda's name
+        return self
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return len(self.sleeps) in self.late
+
+    def elapsed_time(self, _end):
+        return 5000 * (1 if self.query() else self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("late", "found", "sleeps"), [((), 2.0, [1, 1]), ((1, 3), 2.0, [1, 2, 2, 4]), (range(9), None, [1] * 7)]
+)
+def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monkeypatch, late, found, sleeps):
+    attention, clock = engine("attention"), Clock(late, 2.0)
+    monkeypatch.setattr(torch, "cuda", clock)
+    assert attention._seconds_on_gpu(lambda: None) == found
+    assert [cycles // attention._CYCLES for cycles in clock.sleeps] == sleeps
+
+
+def test_what_could_not_be_timed_is_no_choice_for_ever(engine, survey, monkeypatch):
+    attention = engine("attention")
+    monkeypatch.setattr(attention, "_seconds_on_gpu", lambda _call: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
+    assert (survey.best(), survey.complete) == ("host", False)
 
 
 @pytest.mark.parametrize(

@@ -182,3 +182,17 @@ def test_other_gelu_is_left_alone(engine):
     module._gelu(lambda *a, **k: calls.append(k), torch.ones(2, dtype=torch.bfloat16), approximate="none")
     module._gelu(lambda *a, **k: calls.append(k), torch.ones(2), approximate="tanh")
     assert calls == [{"approximate": "none"}, {"approximate": "tanh"}]
+
+
+def test_who_sets_the_rounding_is_obeyed(everywhere, monkeypatch):
+    found = []
+
+    def compile_fx(graph, *_args, config_patches, **_options):
+        found.append(config_patches)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    for options in (None, {"emulate_precision_casts": False, "max_autotune": True}):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=lambda *a, o=options: everywhere.inductor(*a, options=o))(torch.ones(2))
+    assert found == [{"emulate_precision_casts": True}, {"emulate_precision_casts": False, "max_autotune": True}]

@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 from ..inductor import REPLACEMENTS, REWRITES
+from .token_order import heads_of_a_token_together
 
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
@@ -162,5 +163,6 @@ def register() -> None:
         packet = getattr(torch.ops.comfy_kitchen, name, None)
         if packet is not None:
             REPLACEMENTS[packet.default] = function
-    if rotate_before_joining not in REWRITES:
-        REWRITES.append(rotate_before_joining)
+    for rewrite in (rotate_before_joining, heads_of_a_token_together):
+        if rewrite not in REWRITES:
+            REWRITES.append(rewrite)
