@@ -36,7 +36,7 @@ def _choices() -> object:
 
     def _is_head(features) -> bool:
         hints = ReductionHint.DEFAULT, ReductionHint.OUTER_TINY  # as found, and as given below
-        return features.is_reduction() and features.get_reduction_hint() in hints and _at_most(features, MOST_OF_HEAD)
+        return features.get_reduction_hint() in hints and _at_most(features, MOST_OF_HEAD)
 
     class Choices(InductorChoices):
         @staticmethod
@@ -51,6 +51,8 @@ def _choices() -> object:
 
         def triton_kernel_kwargs(self, kernel_cls, features, groups, kernel_kwargs: dict) -> dict:
             kernel_kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
+            if not features.is_reduction():
+                return kernel_kwargs
             tiled = any(isinstance(sizes, dict) and "y" in sizes for sizes in groups)
             if tiled and "override_persistent_reduction" not in kernel_kwargs:  # there are no block sizes for long rows then
                 cooperative = self.should_use_cooperative_reduction(features)
