@@ -21,7 +21,7 @@ STARTS = {
     "second": "restart",
     "early": "restart, 5 s of text encoding between node and sampler",
     "carried": "empty cache, a file in Load Compile Cache",
-    "carried early": "the same, 5 s of text encoding between node and sampler",
+    "carried early": "empty cache, a file in Load Compile Cache, 5 s likewise",
     "eager": "eager, a new process",
 }
 
