@@ -87,7 +87,8 @@ def _sources(node: fx.Node) -> list[fx.Node] | None:
     if node.op != "call_function":
         return None
     if node.target in _NORMS:
-        return [node.args[0]] if len(node.args) > 1 and len(node.args[1]) == 1 and "input" not in node.kwargs else None
+        shape = node.args[1] if len(node.args) > 1 else None
+        return [node.args[0]] if isinstance(shape, (list, tuple)) and len(shape) == 1 else None
     if node.target is torch.cat and node.args:
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
         return list(node.args[0]) if dim == 2 and isinstance(node.args[0], (list, tuple)) else None
