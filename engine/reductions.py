@@ -35,7 +35,7 @@ def _choices() -> object:
         return V.graph.sizevars.statically_known_leq(features.reduction_numel, elements)
 
     def _is_head(features) -> bool:
-        hints = ReductionHint.DEFAULT, ReductionHint.OUTER_TINY  # as found, and as given below
+        hints = ReductionHint.DEFAULT, ReductionHint.OUTER_TINY  # as PyTorch finds them; the second is also given below
         return features.get_reduction_hint() in hints and _at_most(features, MOST_OF_HEAD)
 
     class Choices(InductorChoices):

@@ -106,6 +106,15 @@ def inference_mode():
         yield
 
 
+@pytest.fixture
+def everywhere(engine, monkeypatch):
+    """Our inductor, which does on the CPU what it does on CUDA devices, the host's kernels in the open."""
+    module = engine("inductor")
+    engine("host.opened_kernels").register()
+    monkeypatch.setattr(module, "_fuses", lambda device: True)
+    return module
+
+
 @pytest.fixture(autouse=True)
 def fresh_dynamo(engine):
     """No test sees the graphs of another."""

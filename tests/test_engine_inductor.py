@@ -9,15 +9,6 @@ pytestmark = pytest.mark.host
 HEADS, TOKENS, DIM = 3, 20, 16
 
 
-@pytest.fixture
-def everywhere(engine, monkeypatch):
-    """Replacements on the CPU too."""
-    module = engine("inductor")
-    engine("host.opened_kernels").register()
-    monkeypatch.setattr(module, "_fuses", lambda device: True)
-    return module
-
-
 def frequencies(tokens, heads_first=True):
     from comfy.ldm.flux.math import rope
 

@@ -9,15 +9,6 @@ pytestmark = pytest.mark.host
 HEADS, DIM = 3, 16
 
 
-@pytest.fixture
-def everywhere(engine, monkeypatch):
-    """What is done on CUDA devices, on the CPU too."""
-    module = engine("inductor")
-    engine("host.opened_kernels").register()
-    monkeypatch.setattr(module, "_fuses", lambda device: True)
-    return module
-
-
 def projected(tokens, seed=1):
     return torch.randn(2, tokens, 3 * HEADS * DIM, generator=torch.Generator().manual_seed(seed))
 
