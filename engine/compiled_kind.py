@@ -21,6 +21,8 @@ from .monitor import CompileEvent, CompileStats, monitor
 from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
+from .stored_traces import guards_of
+from .trace_files import load_trace, store_traces, trace_key
 
 logger = logging.getLogger("torch-compile-kit")
 # Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
@@ -145,7 +147,7 @@ class CompiledKind:
         if self.limit_reached and self.settings.dynamic == "false":
             return self.forward(block, *args, **kwargs)
         with _first_call_lock:
-            result = self._call(self._callable(signature), block, args, kwargs)
+            result = self._call(self._callable(signature), block, args, kwargs, signature)
             if self.failure is None:
                 self._seen.add(signature)
         return result
@@ -193,11 +195,10 @@ class CompiledKind:
             options=self.settings.inductor_options() or None,
         )
 
-    def variants(self) -> list[types.CodeType] | None:
-        """The compiled code that PyTorch holds now (a reset drops it); None where it does not tell."""
-        entries = getattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list", None)
-        made = [c for c in (self._static, self._dynamic) if c is not None]
-        return None if entries is None else [e.code for c in made for e in entries(c._torchdynamo_orig_callable.__code__)]
+    def variants(self) -> list[object] | None:
+        """The guards of the compiled code that PyTorch holds now (a reset drops it); None where it does not tell."""
+        found = [guards_of(c._torchdynamo_orig_callable.__code__) for c in (self._static, self._dynamic) if c is not None]
+        return None if None in found else [guards for of_one in found for guards in of_one]
 
     def lacks_shared_code(self) -> bool:
         """Whether shapes ran only in code of the first size, and no other had sides of 1 (a batch of one) where they have."""
@@ -218,10 +219,20 @@ class CompiledKind:
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
         return {"dynamic_sources": ",".join([s for s in (torch.compiler.config.dynamic_sources,) if s] + sources)}
 
-    def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
+    def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict, first_of: tuple | None = None) -> object:
+        """Call compiled code, and note what that compiles.
+
+        Args:
+            first_of: the call's shapes, if it is the first with them.
+        """
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        key = None if first_of is None else self._trace_key(compiled, first_of)
         event = CompileEvent(
-            self._name(), lambda: before.extend(copies_of(args, kwargs)), self._switches(), (self.folder, self.class_name)
+            self._name(),
+            lambda: before.extend(copies_of(args, kwargs)),
+            self._switches(),
+            (self.folder, self.class_name),
+            keep_traces=key is not None,
         )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
@@ -229,7 +240,12 @@ class CompiledKind:
             compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
         monitor.calls.append(event)
         try:
-            return compiled(block, *args, **kwargs)
+            if key is not None:
+                load_trace(self.folder, key, compiled._torchdynamo_orig_callable, (block, *args), kwargs)
+            result = compiled(block, *args, **kwargs)
+            if event.traces:
+                store_traces(self.folder, key, event.traces)
+            return result
         except Exception as error:
             if not is_limit_hit(error) and (not event.started or never_swallowed(error)):
                 raise
@@ -242,6 +258,12 @@ class CompiledKind:
             if event.started:
                 self.compiles += 1
                 self.stats += event.stats()
+
+    def _trace_key(self, compiled: Callable, shapes: tuple) -> str | None:
+        if self.settings.backend != "inductor":
+            return None
+        apart = (*self.patches, *self._switches().values())
+        return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, apart, shapes)
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""
@@ -266,18 +288,3 @@ class CompiledKind:
         result = self.forward(block, *args, **kwargs)
         self._give_up(failure)
         return result
-
-
-def structure_of(block: nn.Module) -> tuple:
-    """What blocks must share to share graphs: classes of the layers, what they go without, and shapes of the weights."""
-    layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
-    weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
-    buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
-    return layers, weights, buffers
-
-
-def _absent(module: nn.Module) -> tuple[str, ...]:
-    """Options that a composite layer does not use (a window of attention); the host keeps its own books on leaves only."""
-    if not module._modules:
-        return ()
-    return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))

@@ -250,7 +250,7 @@ def folder_name(block: str, structure: tuple) -> str:
 
     Args:
         block: class of the blocks.
-        structure: see `compiled_kind.structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are
+        structure: see `structure.structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are
             left out, since custom packs are named by the folder they are in.
     """
     layers, *tensors = structure

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import callback_handler
@@ -16,10 +17,11 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
 from .kernel_tuning import brief_benchmark, tuning_scope
-from .kernel_workers import kernel_scope, waiting_compile
+from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
 from .prepare import note_needs
 from .scopes import compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
+from .trace_record import RECORDING, Trace, recorder, recording_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
@@ -101,6 +103,7 @@ class CompileEvent:
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
+        keep_traces: put what is traced into `traces`, one entry for each compilation.
     """
 
     __slots__ = (
@@ -110,6 +113,7 @@ class CompileEvent:
         "_graphs",
         "_hits",
         "_known",
+        "_outer",
         "_tunes",
         "block",
         "folder",
@@ -117,13 +121,22 @@ class CompileEvent:
         "seconds",
         "started",
         "switches",
+        "traces",
     )
 
-    def __init__(self, block: str, on_first: Callable[[], None], switches: dict[str, object], folder: tuple[str, str]):
+    def __init__(
+        self,
+        block: str,
+        on_first: Callable[[], None],
+        switches: dict[str, object],
+        folder: tuple[str, str],
+        keep_traces: bool = False,
+    ):
         self.block = block
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
+        self.traces: list[Trace | None] | None = [] if keep_traces else None
         self._cache = None
         self._tunes = False
         self.started = False
@@ -143,12 +156,16 @@ class CompileEvent:
         self._stop_tuning()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
         tracing_scope.enter(**TRACING)
+        recording_scope.enter(**RECORDING)
+        self._outer, recorder.traces = recorder.traces, self.traces
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
+        recorder.traces = self._outer
+        recording_scope.exit()
         tracing_scope.exit()
         compile_scope.exit()
         brief = brief_benchmark()
@@ -201,17 +218,33 @@ monitor = _Monitor()
 
 def _on_compile_start(_args: object) -> None:
     if monitor.calls:
+        expect_kernels()
+    _begin()
+
+
+def _begin() -> None:
+    if monitor.calls:
         monitor.compilations += 1
         monitor.calls[-1].start()
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)
 
 
-def _on_compile_end(_args: object) -> None:
+def _on_compile_end(_args: object = None) -> None:
     if monitor.calls:
         monitor.calls[-1].end()
         if monitor.listener is not None:
             monitor.listener(None)
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """For what this thread's innermost call does in place of compiling: to all who watch it is a compilation."""
+    _begin()
+    try:
+        yield
+    finally:
+        _on_compile_end()
 
 
 class _Watching:

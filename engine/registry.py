@@ -10,11 +10,12 @@ from torch import nn
 
 from .block_options import OptionsFilter
 from .block_state import BlockState
-from .compiled_kind import CompiledKind, structure_of
+from .compiled_kind import CompiledKind
 from .disk_cache import folder_name
 from .failures import Failure
 from .per_model import PerModel
 from .settings import CompileSettings
+from .structure import structure_of
 from .warm_record import WarmRecord
 
 

@@ -136,7 +136,7 @@ def test_the_limit_can_be_set(disk_cache, monkeypatch, given, gib):
 def test_the_name_of_a_folder_depends_on_the_structure_alone(engine, disk_cache):
     from support import Net
 
-    structure = engine("compiled_kind").structure_of
+    structure = engine("structure").structure_of
     first, second = Net(count=2).blocks
     assert disk_cache.folder_name("Block", structure(first)) == disk_cache.folder_name("Block", structure(second))
     others = [

@@ -7,10 +7,10 @@ import logging
 from torch import nn
 
 from ..attention import AttentionSurvey, override_for
-from ..compiled_kind import structure_of
 from ..disk_cache import current, folder_name
 from ..layouts import copied_containers
 from ..per_model import PerModel
+from ..structure import structure_of
 from .asked import OPTIONS_AT
 
 OVERRIDE = "optimized_attention_override"

@@ -7,11 +7,11 @@ import re
 from pathlib import Path
 
 from ..cache_file import CacheFileError, load_cache_file, write_cache_file
-from ..compiled_kind import structure_of
 from ..disk_cache import folder_name
 from ..errors import InvalidSetting
 from ..prepare import expect_modules, traced_modules
 from ..report import kinds_for
+from ..structure import structure_of
 from ..watch import watch_of
 from .attachment import attached_settings, diffusion_model, model_name
 from .users_folder import kit_folder, open_users_cache
