@@ -2,7 +2,8 @@
 
 PyTorch starts them when the first graph is compiled and uses them once they have started; until then it compiles one kernel
 after the other in its own process (torch/_inductor/async_compile.py, `use_process_pool`), which makes the first graph the
-slowest. Here they are started beforehand, and the first kernel that is on no disk waits for them.
+slowest. Here they are started beforehand, and the first kernel that is on no disk waits for them. After a restart there may be
+none such, and what starts a dozen processes takes the processor from the first images: they start when a block is traced.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import logging
 import sys
 import time
 from collections.abc import Callable
+
+import torch
 
 from .scopes import SharedScope, late_method
 
@@ -29,8 +32,9 @@ PATIENCE = 20.0
 MOST = 12
 
 
+@functools.cache
 def start_workers() -> None:
-    """Returns at once; nothing happens where PyTorch would use no processes (one core, no Triton)."""
+    """Once a process; returns at once. Nothing happens where PyTorch would use no processes (one core, no Triton)."""
     from torch._inductor.async_compile import AsyncCompile, get_compile_threads, maybe_warm_pool
 
     maybe_warm_pool()
@@ -38,6 +42,15 @@ def start_workers() -> None:
         AsyncCompile.use_process_pool()  # the first job makes the processes start
         for _ in range(min(get_compile_threads(), MOST)):  # while all of them are idle
             AsyncCompile.process_pool().submit(functools.partial(exec, f"import {', '.join(IMPORTS)}"))
+
+
+def expect_kernels() -> None:
+    """A block is traced, whose kernels may be on no disk."""
+    if torch.cuda.is_available():
+        try:
+            start_workers()
+        except Exception as error:  # PyTorch compiles in this process, as without us
+            logger.debug("no worker processes: %s", error)
 
 
 _read, _write = late_method(MODULE, "AsyncCompile", "triton")

@@ -151,7 +151,8 @@ def _run(on_gpu: bool) -> None:
     steps = [_import_inductor, _compute_keys, _read_sources]
     if on_gpu:
         steps.append(_start_triton)
-        steps.insert(len(steps) if restarted else 0, start_workers)  # they start while this process imports
+        if not restarted:
+            steps.insert(0, start_workers)  # they start while this process imports
     else:
         steps.insert(2, _probe_cpu)
     for step in steps:

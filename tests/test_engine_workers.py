@@ -33,6 +33,19 @@ def test_a_kernel_that_must_be_compiled_waits_and_one_from_disk_does_not(engine,
     assert cls.__dict__["triton"] is before
 
 
+def test_they_start_when_a_block_is_traced_and_not_for_what_is_read(engine, monkeypatch):
+    started, monitor = [], engine("monitor")
+    monkeypatch.setattr(monitor, "expect_kernels", lambda: started.append("workers"))
+    settings = engine("settings").CompileSettings(backend="eager")
+    with monitor.compiling():
+        pass
+    assert not started
+    net, x = Net(), torch.randn(2, 4, 8)
+    with torch.inference_mode(), monitor.watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
+        net(x)
+    assert started == ["workers"]
+
+
 def test_workers_that_do_not_start_stop_nothing(engine, compiler, monkeypatch):
     cls, calls = compiler
     monkeypatch.setattr(cls, "wait_pool_ready", classmethod(lambda *_: 1 / 0))
