@@ -12,7 +12,8 @@ import functools
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -69,10 +70,23 @@ def waiting_compile() -> Callable | None:
         module = sys.modules[MODULE]
         if module.CompiledTritonKernels.get(source_code) is None:
             _wait(module.AsyncCompile)
+        elif not getattr(module.AsyncCompile, "_ready_future", None):
+            with _no_processes(self):
+                return found(self, kernel_name, source_code, *args, **kwargs)
         return found(self, kernel_name, source_code, *args, **kwargs)
 
     triton._waits = True
     return triton
+
+
+@contextmanager
+def _no_processes(compiler: object) -> Iterator[None]:
+    """PyTorch starts the workers before it looks whether it has the kernel; to it, here are none."""
+    compiler.use_process_pool = lambda: False
+    try:
+        yield
+    finally:
+        del compiler.use_process_pool
 
 
 def _wait(compiler: type) -> None:

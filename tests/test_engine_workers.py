@@ -16,7 +16,14 @@ def async_compile():
 def compiler(async_compile, monkeypatch):
     """AsyncCompile with the calls of `triton` and `wait_pool_ready` noted instead of made: here is no GPU to compile for."""
     calls = []
-    monkeypatch.setattr(async_compile.AsyncCompile, "triton", lambda _self, name, _source, *_: calls.append(name))
+
+    def triton(self, name, _source, *_):
+        self.use_process_pool()
+        calls.append(name)
+
+    monkeypatch.setattr(async_compile.AsyncCompile, "triton", triton)
+    monkeypatch.setattr(async_compile.AsyncCompile, "_ready_future", None)
+    monkeypatch.setattr(async_compile.AsyncCompile, "use_process_pool", classmethod(lambda _cls: calls.append("start")))
     monkeypatch.setattr(async_compile.AsyncCompile, "wait_pool_ready", classmethod(lambda *_: calls.append("wait")))
     return async_compile.AsyncCompile, calls
 
@@ -29,7 +36,9 @@ def test_a_kernel_that_must_be_compiled_waits_and_one_from_disk_does_not(engine,
         cls().triton("first", "source", "cuda")
         monkeypatch.setattr(async_compile.CompiledTritonKernels, "get", staticmethod(lambda _source: object()))
         cls().triton("second", "source", "cuda")
-    assert calls == ["wait", "first", "second"]
+        monkeypatch.setattr(cls, "_ready_future", object())  # they run: nothing is to be avoided
+        cls().triton("third", "source", "cuda")
+    assert calls == ["wait", "start", "first", "second", "start", "third"]
     assert cls.__dict__["triton"] is before
 
 
@@ -52,7 +61,7 @@ def test_workers_that_do_not_start_stop_nothing(engine, compiler, monkeypatch):
     workers = engine("kernel_workers")
     with workers.kernel_scope.holding(compile=workers.waiting_compile()):
         cls().triton("only", "source", "cuda")
-    assert calls == ["only"]
+    assert calls == ["start", "only"]
 
 
 def test_it_holds_only_while_a_block_compiles(engine, async_compile):
