@@ -105,7 +105,7 @@ def load(stored: bytes, own: types.FunctionType, arguments: dict[str, object]) -
         guards = _guards_for(trace, own, arguments)
         if guards is None:
             return False
-        compiled = _compiled(trace.entry)
+        compiled = _shown(own.__qualname__, _compiled(trace.entry))
         code = SerializedCode.to_code_object(trace.bytecode)
         names = {trace.graph: torch._dynamo.disable(compiled)}
         names |= {name: sys.modules[module] for name, module in trace.modules.items()}
@@ -160,7 +160,16 @@ def _compiled(entry: bytes) -> Callable:
             {"cudagraphs": BoxedBool(False), "boxed_forward_device_index": BoxedDeviceIndex(None)},
         )
 
+    return lambda *inputs: compiled(list(inputs))
+
+
+def _shown(name: str, compiled: Callable) -> Callable:
+    """Compiled code that a profiler shows, as it does other compiled code."""
+
     def forward(*inputs: object) -> object:
-        return compiled(list(inputs))
+        if torch.autograd.profiler._is_profiler_enabled:
+            with torch.profiler.record_function(f"Torch-Compiled Region: {name}"):
+                return compiled(*inputs)
+        return compiled(*inputs)
 
     return forward

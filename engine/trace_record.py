@@ -13,7 +13,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 
 import torch
 from torch.utils import _pytree as pytree
@@ -25,6 +25,7 @@ try:
     from torch._dynamo.convert_frame import DynamoOutput
     from torch._dynamo.guards import TensorWeakRef, convert_int_to_concrete_values
     from torch._dynamo.package import SerializedCode
+    from torch._guards import Source
 
     from .guard_text import BuiltGuards
 
@@ -202,6 +203,12 @@ class _Pickler(pickle.Pickler):
 
     def persistent_id(self, value: object) -> str | None:
         return self._references.get(value) if type(value) is str else None
+
+    def reducer_override(self, value: object) -> object:
+        """PyTorch hands some sources fields that their classes do not take (DefaultsSource)."""
+        if isinstance(value, Source) and is_dataclass(value):
+            return type(value), tuple(getattr(value, part.name) for part in fields(value) if part.init)
+        return NotImplemented
 
 
 def dumps(trace: Trace) -> bytes:
