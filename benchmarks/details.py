@@ -1,5 +1,7 @@
 """The tables of docs/figures.md."""
 
+import json
+
 from .rows import NAMES, PEERS, SMALL, cell, newest, noise_of, rows
 
 # Ways of holding the weights (kind of VRAM management, GiB free).
@@ -18,9 +20,9 @@ PHASES = {
 }
 STARTS = {
     "first": "first start, nothing on disk",
-    "second": "restart",
+    "second": "restart, sampling at once",
     "early": "restart, 5 s of text encoding between node and sampler",
-    "carried": "empty cache, a file in Load Compile Cache",
+    "carried": "empty cache, a file in Load Compile Cache, sampling at once",
     "carried early": "empty cache, a file in Load Compile Cache, 5 s likewise",
     "eager": "eager, a new process",
 }
@@ -95,21 +97,30 @@ def lora_table() -> str:
 
 
 def restart_table() -> str:
-    """Every start of the newest code: one number a process."""
+    """Every start of Flux in the newest file, one number a process and a column a machine; then the other models."""
     found, sources = rows("restart")
-    newest_code = found[-1]["file"], found[-1].get("code")
-    found = [row for row in found if (row["file"], row.get("code")) == newest_code]
-    head = ["start", "head start, s", "first step above a warm one, s", "of this compiling, s", "graphs", "read from disk"]
+    found = [row for row in found if row["file"] == found[-1]["file"] and not row.get("under_profiler")]
+    flux = [row for row in found if row["model"] == "flux"]
+    columns = list(dict.fromkeys((row["code"], row["machine"]) for row in flux))
+    head = ["first step above a warm one, s", *(f"machine {machine}, code {code}" for code, machine in columns)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for run, name in STARTS.items():
-        here = [row for row in found if row["run"] == run]
-        if here:
-            above, compiling = (
-                ", ".join(f"{row[key]:.1f}" for row in here if key in row) for key in ("above", "compile_seconds")
-            )
-            heads = " to ".join(dict.fromkeys(f"{end(row['head_start'] for row in here):.1f}" for end in (min, max)))
-            counts = f"{here[-1].get('graphs', 0)} | {here[-1].get('graphs_from_disk', 0)}"
-            lines.append(f"| {name} | {heads} | {above} | {compiling or '-'} | {counts} |")
+        cells = []
+        for code, machine in columns:
+            here = [row for row in flux if (row["run"], row["code"], row["machine"]) == (run, code, machine)]
+            compiling = ", ".join(f"{row['compile_seconds']:.1f}" for row in here if "compile_seconds" in row)
+            cells.append(", ".join(f"{row['above']:.2f}" for row in here) + (f" ({compiling})" if compiling else ""))
+        if any(cells):
+            lines.append(f"| {name} | {' | '.join(cell or '-' for cell in cells)} |")
+    lines += ["", "| model | mode | first start | restart | eager | graphs | traced again |", "|---" * 7 + "|"]
+    for model, settings in dict.fromkeys((row["model"], json.dumps(row.get("settings", {}))) for row in found):
+        first, early, eager = (
+            newest(found, model=model, run=run, settings=json.loads(settings)) for run in ("first", "early", "eager")
+        )
+        if model != "flux" and early:
+            mode = early["settings"].get("mode", "default")
+            times = " | ".join(f"{row['above']:.1f}" if row else "-" for row in (first, early, eager))
+            lines.append(f"| {NAMES[model]} | {mode} | {times} | {early['graphs']} | {early['traced']} |")
     return "\n".join([*lines, "", *sources[-1:]])
 
 
@@ -179,7 +190,7 @@ def cpu_table() -> str:
         errors = ", ".join(f"{row['error']:.0e}" if row else "-" for row, _ in pairs)
         eager = pairs[-1][1]
         lines.append(f"| {name} | {cell(eager, eager)} | {cells} | {counts} | {errors} | {noise_of(eager):.0e} |")
-    starts = {"first": "first start", "second": "restart", "carried": "empty machine, cache file"}
+    starts = {"first": "first start", "second": "restart, sampling at once", "carried": "empty machine, cache file"}
     lines += ["", f"| model, seconds of compiling | {' | '.join(starts.values())} |", "|---" * 4 + "|"]
     restarts, _ = rows("cpu_restart")
     for model, name in SMALL.items():
