@@ -7,6 +7,7 @@ is the fastest depends on card, shape and dtype, so `auto` measures them once on
 from __future__ import annotations
 
 import functools
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from .errors import InvalidSetting
 
+logger = logging.getLogger("torch-compile-kit")
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -165,7 +167,9 @@ class AttentionSurvey:
             return "host"
         try:
             measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS}
-        except (torch.OutOfMemoryError, _NotMeasured):
+        except (torch.OutOfMemoryError, _NotMeasured) as error:
+            reason = "the machine is too busy" if isinstance(error, _NotMeasured) else "there is no memory left for it"
+            logger.info("attention is not measured this time, %s: ComfyUI's own is used", reason)
             self.complete = False
             return "host"
         totals = {
