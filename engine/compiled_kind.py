@@ -61,6 +61,7 @@ class CompiledKind:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     compiles: int = 0
+    loaded: int = 0
     patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
@@ -236,12 +237,12 @@ class CompiledKind:
         )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
-            limit = self.settings.variant_limit
+            limit = self.settings.variant_limit - self.loaded  # PyTorch does not count those
             compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
         monitor.calls.append(event)
         try:
-            if key is not None:
-                load_trace(self.folder, key, compiled._torchdynamo_orig_callable, (block, *args), kwargs)
+            if key is not None and self.loaded + 1 < self.settings.variant_limit:
+                self.loaded += load_trace(self.folder, key, compiled._torchdynamo_orig_callable, (block, *args), kwargs)
             result = compiled(block, *args, **kwargs)
             if event.traces:
                 store_traces(self.folder, key, event.traces)

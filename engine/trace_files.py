@@ -49,27 +49,31 @@ def _settings_of_torch() -> str:
     return repr([sorted(config.items()) for config in chosen])
 
 
-def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwargs: dict) -> None:
+def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwargs: dict) -> bool:
     """Give a function compiled code from a stored trace, if it has none for the call that it is about to get.
 
     Args:
         folder: of the kind, in the cache.
         key: see `trace_key`.
         own, args, kwargs: see `stored_traces.load`.
+
+    Returns:
+        Whether it has more code than before.
     """
     files = _files(folder, key)
     if not files:
-        return
+        return False
     arguments = arguments_of(own, args, kwargs)
     if any(guards.check(arguments) for guards in guards_of(own.__code__)):
-        return
+        return False
     for file in files:
         with compiling():
             try:
                 if load(file.read_bytes(), own, arguments):
-                    return
+                    return True
             except Exception as error:  # it is compiled instead
                 logger.debug("%s is not loaded: %s: %s", file, type(error).__name__, error)
+    return False
 
 
 def store_traces(folder: str, key: str, traces: list[Trace | None]) -> None:

@@ -83,20 +83,15 @@ def can_store() -> bool:
     return _build_guards is not None and torch.__version__.startswith(TESTED) and sys.version_info >= (3, 11)
 
 
-def _recording(
-    output: DynamoOutput,
-    code: types.CodeType,
-    hooks: object = None,
-    save: bool = False,
-    cache_entry: object = None,
-    strict_error: bool = False,
-) -> object:
+def _recording(output: DynamoOutput, code: types.CodeType, *args: object, **kwargs: object) -> object:
     """In place of `DynamoOutput.build_guards`, with the same result; adds a trace, or None if it cannot be kept."""
     if recorder.traces is None:
-        return _build_guards(output, code, hooks, save, cache_entry, strict_error)
+        return _build_guards(output, code, *args, **kwargs)
+    given = inspect.signature(_build_guards).bind(output, code, *args, **kwargs).arguments
+    hooks, existing = given.get("hooks"), given.get("cache_entry", given.get("cache_entries"))  # the latter from torch 2.13
     graph = output.tracer_output.output_graph
     fail, chosen = (hooks.guard_fail_fn, hooks.guard_filter_fn) if hooks else (None, None)
-    built = BuiltGuards(code, graph, cache_entry, fail, chosen, save_guards=True)
+    built = BuiltGuards(code, graph, existing, fail, chosen, save_guards=True)
     try:
         recorder.traces.append(_trace_of(built, graph, output.bytecode))
     except Exception as error:  # the block itself is compiled

@@ -116,6 +116,19 @@ def everywhere(engine, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
+def torch_settings_as_found():
+    """No test leaves a setting of PyTorch changed: the tests after it would fail, or pass, for no reason of their own."""
+    import torch._dynamo.config
+    import torch._functorch.config
+    import torch._inductor.config
+
+    modules = torch._dynamo.config, torch._functorch.config, torch._inductor.config
+    before = [module.get_config_copy() for module in modules]
+    yield
+    assert [module.get_config_copy() for module in modules] == before
+
+
+@pytest.fixture(autouse=True)
 def fresh_dynamo(engine):
     """No test sees the graphs of another."""
     import torch._dynamo

@@ -8,6 +8,7 @@ import weakref
 
 import pytest
 import torch
+from support import Net, nothing
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -276,8 +277,8 @@ def test_the_key_tells_calls_apart(files, monkeypatch):
     keys += [key_of(files, dynamic=True), key_of(files, shapes=(torch.Size((2, 5, 8)),))]
     assert len(set(keys)) == len(keys) and None not in keys
     assert key_of(files, dynamic=True) == key_of(files, dynamic=True, shapes=(torch.Size((3, 7, 8)),))
-    monkeypatch.setattr(torch._inductor.config, "max_autotune", True)
-    assert key_of(files) not in keys
+    with torch._inductor.config.patch(max_autotune=True):  # monkeypatch would leave the setting deleted
+        assert key_of(files) not in keys
     monkeypatch.setattr(files, "current", lambda: None)
     assert key_of(files) is None
 
@@ -301,3 +302,16 @@ def test_a_damaged_file_is_no_error(files, stored, tmp_path, damage):
     files.load_trace("kind", "key", own, (Block(), torch.randn(2, 4, 8)), {})
     with pytest.raises(Exception, match="compiled"):
         torch.compile(own, backend=nothing_compiles)(Block(), torch.randn(2, 4, 8))
+
+
+def test_loaded_code_counts_among_the_variants(engine, monkeypatch):
+    module, asked = engine("compiled_kind"), []
+    monkeypatch.setattr(module, "load_trace", lambda *_: asked.append(1) or True)
+    monkeypatch.setattr(module.CompiledKind, "_trace_key", lambda *_: "key")
+    settings = engine("settings").CompileSettings(backend="eager", dynamic="false", cache_limit=3)
+    net = Net()
+    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
+        for length in range(2, 8):
+            x = torch.randn(2, length, 8)
+            assert torch.allclose(net(x), net.__class__.forward(net, x))
+    assert len(asked) == 2, "the third is left to what is compiled"
