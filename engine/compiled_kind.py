@@ -29,6 +29,10 @@ logger = logging.getLogger("torch-compile-kit")
 _first_call_lock = threading.RLock()
 # More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
 PATCH_VARIANTS = 4
+# What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
+# behind where two threads are in compiled code at once. Here it holds only while something is compiled.
+STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+DYNAMIC = {"assume_static_by_default": False}
 
 
 @dataclass
@@ -169,13 +173,13 @@ class CompiledKind:
             dynamic = "false" if signature in self.first_shapes else "true"
         if dynamic == "false":
             if self._static is None:
-                self._static = self._compile(dynamic=False)
+                self._static = self._compile()
             return self._static
         if self._dynamic is None:
-            self._dynamic = self._compile(dynamic=True)
+            self._dynamic = self._compile()
         return self._dynamic
 
-    def _compile(self, dynamic: bool) -> Callable:
+    def _compile(self) -> Callable:
         """torch.compile of a private copy of the forward.
 
         PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
@@ -192,7 +196,6 @@ class CompiledKind:
             own,
             backend=inductor if self.settings.backend == "inductor" else self.settings.backend,
             fullgraph=self.settings.fullgraph,
-            dynamic=dynamic,
             options=self.settings.inductor_options() or None,
         )
 
@@ -213,12 +216,17 @@ class CompiledKind:
             self.numbers = numbers
         self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)
 
-    def _switches(self) -> dict[str, object]:
-        if not self.varying:
-            return {}
+    def _sources(self) -> str:
+        """The numbers in which blocks differ, as Dynamo names them, after those that the user has set."""
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
-        return {"dynamic_sources": ",".join([s for s in (torch.compiler.config.dynamic_sources,) if s] + sources)}
+        return ",".join([s for s in (torch.compiler.config.dynamic_sources,) if s] + sources)
+
+    def _switches(self, compiled: Callable) -> dict[str, object]:
+        switches: dict[str, object] = dict(DYNAMIC if compiled is self._dynamic else STATIC)
+        if self.varying:
+            switches["dynamic_sources"] = self._sources()
+        return switches
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict, first_of: tuple | None = None) -> object:
         """Call compiled code, and note what that compiles.
@@ -231,7 +239,7 @@ class CompiledKind:
         event = CompileEvent(
             self._name(),
             lambda: before.extend(copies_of(args, kwargs)),
-            self._switches(),
+            self._switches(compiled),
             (self.folder, self.class_name),
             keep_traces=key is not None,
         )
@@ -261,10 +269,10 @@ class CompiledKind:
                 self.stats += event.stats()
 
     def _trace_key(self, compiled: Callable, shapes: tuple) -> str | None:
-        if self.settings.backend != "inductor":
+        # Stored code is compared with eager, and a patch may count its calls.
+        if self.settings.backend != "inductor" or self.patches:
             return None
-        apart = (*self.patches, *self._switches().values())
-        return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, apart, shapes)
+        return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, self._sources(), shapes)
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
@@ -240,11 +241,12 @@ def _on_compile_end(_args: object = None) -> None:
 @contextmanager
 def compiling() -> Iterator[None]:
     """For what this thread's innermost call does in place of compiling: to all who watch it is a compilation."""
-    _begin()
-    try:
-        yield
-    finally:
-        _on_compile_end()
+    with compile_lock:  # as around any compilation, for which the settings of one hold
+        _begin()
+        try:
+            yield
+        finally:
+            _on_compile_end()
 
 
 class _Watching:

@@ -5,7 +5,7 @@ What Dynamo makes of a block is bytecode that calls the graph, and guards. PyTor
 the guards that compare addresses. Here only the sources and kinds of the guards are kept. A process that loads a trace builds
 the guards anew from the call it is about to make, addresses included, and compares what it got, as text and with names in place
 of addresses (`guard_text.py`), with what the first process had: any value, class, function or setting that differs shows, and
-the block is traced as ever. All code that was traced is compared too.
+the block is traced as ever. All code that was traced is compared too, and last its results with those of the block itself.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collections.abc import Callable
 import torch
 
 from .identities import found_at, functions_in
+from .trace_check import TOLERANCE, error_of
 from .trace_record import FORMAT, OWN, Trace, can_store
 
 if can_store():
     from torch._C._dynamo.eval_frame import _load_precompile_entry
-    from torch._dynamo.convert_frame import compile_lock
     from torch._dynamo.output_graph import OutputGraphCommon, OutputGraphGuardsState, get_builtins_dict
     from torch._dynamo.package import SerializedCode
     from torch._dynamo.utils import CleanupHook, CleanupManager, counters
@@ -74,16 +74,16 @@ def guards_of(code: types.CodeType) -> list[object] | None:
     return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
 
-def load(stored: bytes, own: types.FunctionType, arguments: dict[str, object]) -> bool:
+def load(stored: bytes, own: types.FunctionType, args: tuple, kwargs: dict) -> bool:
     """Give a function compiled code that another process has made of it.
 
     Args:
         stored: of `dumps`; what is in it is code, and may run while it is read.
-        own: the function, as given to `torch.compile`.
-        arguments: of the call that it is about to get; see `arguments_of`.
+        own: the function, as given to `torch.compile`. It is called once to compare results, with copies of the arguments.
+        args, kwargs: of the call that it is about to get.
 
     Returns:
-        False if the trace is of another call, of other code or settings.
+        False if the trace is of another call, of other code or settings, or if its results are others.
 
     Raises:
         Exception: of any kind, when the trace or the graph cannot be read.
@@ -101,17 +101,21 @@ def load(stored: bytes, own: types.FunctionType, arguments: dict[str, object]) -
         scope.setdefault(alias, sys.modules[module])
     if trace.builtins:
         scope.setdefault(trace.builtins, get_builtins_dict(scope))
-    with compile_lock:
-        guards = _guards_for(trace, own, arguments)
-        if guards is None:
-            return False
-        compiled = _shown(own.__qualname__, _compiled(trace.entry))
-        code = SerializedCode.to_code_object(trace.bytecode)
-        names = {trace.graph: torch._dynamo.disable(compiled)}
-        names |= {name: sys.modules[module] for name, module in trace.modules.items()}
-        CleanupManager.instance[code] = [CleanupHook.create(scope, name, value) for name, value in names.items()]
-        _load_precompile_entry(own.__code__, guards, code)
-        counters["stats"]["unique_graphs"] += 1
+    guards = _guards_for(trace, own, arguments_of(own, args, kwargs))
+    if guards is None:
+        return False
+    compiled = _shown(own.__qualname__, _compiled(trace.entry))
+    code = SerializedCode.to_code_object(trace.bytecode)
+    names = {trace.graph: torch._dynamo.disable(compiled)}
+    names |= {name: sys.modules[module] for name, module in trace.modules.items()}
+    CleanupManager.instance[code] = [CleanupHook.create(scope, name, value) for name, value in names.items()]
+    made = types.FunctionType(code, scope, own.__name__, own.__defaults__, own.__closure__)
+    made.__kwdefaults__ = own.__kwdefaults__
+    if (error := error_of(made, own, args, kwargs)) > TOLERANCE:
+        logger.info("%s: stored code differs from eager by %.2g and is compiled anew.", own.__qualname__, error)
+        return False
+    _load_precompile_entry(own.__code__, guards, code)
+    counters["stats"]["unique_graphs"] += 1
     return True
 
 

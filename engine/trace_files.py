@@ -23,20 +23,20 @@ FOLDER = "traces"
 KEPT = 4
 
 
-def trace_key(forward: Callable, settings: tuple, dynamic: bool, patches: tuple, shapes: tuple) -> str | None:
+def trace_key(forward: Callable, settings: tuple, dynamic: bool, sources: str, shapes: tuple) -> str | None:
     """A name for what a trace is of, by all that can be told before it is read; None where traces cannot be kept.
 
     Args:
         forward: what is traced.
         settings: see `CompileSettings.kind_key`.
         dynamic: sizes vary.
-        patches: names of the patches in the block, and whatever else tells its traces apart.
+        sources: numbers that vary, see torch.compiler.config.dynamic_sources.
         shapes: see `layouts.shapes_of`.
     """
     if not can_store() or current() is None:
         return None
     shapes = sides_of_one(shapes) if dynamic else shapes
-    text = repr((functions_in(forward), settings, dynamic, patches, shapes, _settings_of_torch()))
+    text = repr((functions_in(forward), settings, dynamic, sources, shapes, _settings_of_torch()))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -69,7 +69,7 @@ def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwar
     for file in files:
         with compiling():
             try:
-                if load(file.read_bytes(), own, arguments):
+                if load(file.read_bytes(), own, args, kwargs):
                     return True
             except Exception as error:  # it is compiled instead
                 logger.debug("%s is not loaded: %s: %s", file, type(error).__name__, error)

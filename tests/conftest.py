@@ -123,9 +123,13 @@ def torch_settings_as_found():
     import torch._inductor.config
 
     modules = torch._dynamo.config, torch._functorch.config, torch._inductor.config
-    before = [module.get_config_copy() for module in modules]
+
+    def settings():
+        return {(module.__name__, name): value for module in modules for name, value in module.get_config_copy().items()}
+
+    before = settings()
     yield
-    assert [module.get_config_copy() for module in modules] == before
+    assert {name: value for name, value in settings().items() if value != before[name]} == {}
 
 
 @pytest.fixture(autouse=True)

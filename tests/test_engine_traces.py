@@ -1,6 +1,7 @@
 """Traces that are kept for the next process: used only where it would trace the same."""
 
 import enum
+import functools
 import gc
 import sys
 import types
@@ -8,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from support import Net, nothing
+from support import copy_of, nothing_compiles, recorded
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
@@ -61,30 +62,16 @@ class Block(nn.Module):
         return x + y
 
 
-def copy_of(forward):
-    return types.FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__)
-
-
-def nothing_compiles(graph, inputs):
-    raise AssertionError("compiled")
+class InPlace(nn.Module):
+    def forward(self, x):
+        x += 1
+        return x * 2
 
 
 @pytest.fixture(scope="module")
 def record(engine):
     """record(block, *args) compiles a copy of its forward and returns the stored trace, or None."""
-    recording = engine("trace_record")
-
-    def run(block, *args, dynamic=False):
-        with recording.recording_scope.holding(**recording.RECORDING):
-            recording.recorder.traces = []
-            try:
-                torch.compile(copy_of(type(block).forward), backend=engine("inductor").inductor, dynamic=dynamic)(block, *args)
-                (trace,) = recording.recorder.traces
-            finally:
-                recording.recorder.traces = None
-        return None if trace is None else recording.dumps(trace)
-
-    return run
+    return functools.partial(recorded, engine)
 
 
 @pytest.fixture
@@ -94,7 +81,7 @@ def load(engine):
 
     def run(stored, block, *args):
         own = copy_of(type(block).forward)
-        if not stored_traces.load(stored, own, stored_traces.arguments_of(own, (block, *args), {})):
+        if not stored_traces.load(stored, own, (block, *args), {}):
             return None
         return torch.compile(own, backend=nothing_compiles)(block, *args)
 
@@ -241,11 +228,31 @@ def test_a_trace_that_compares_what_has_no_name_is_not_kept(engine, record, monk
     assert "traced in each process" in caplog.text and "a name" in caplog.text
 
 
+def test_code_with_other_results_than_eager_is_refused(engine, stored, load, monkeypatch, caplog):
+    module, block, x = engine("stored_traces"), Block(), torch.randn(2, 4, 8)
+    compiled = module._compiled
+    monkeypatch.setattr(module, "_compiled", lambda entry: lambda *given: [y * 1.05 for y in compiled(entry)(*given)])
+    names = set(globals())
+    with caplog.at_level("INFO", "torch-compile-kit"):
+        assert load(stored, block, x) is None
+    assert "Block.forward: stored code differs from eager by 0.05 and is compiled anew." in caplog.text
+    gc.collect()
+    assert set(globals()) == names
+    monkeypatch.undo()
+    assert torch.allclose(load(stored, block, x), block(x), atol=1e-6)
+
+
+def test_a_call_that_changes_its_input_changes_it_once(record, load):
+    kept, x = record(InPlace(), torch.randn(2, 4, 8)), torch.ones(2, 4, 8)
+    assert torch.equal(load(kept, InPlace(), x), torch.full_like(x, 4))
+    assert torch.equal(x, torch.full_like(x, 2))
+
+
 def test_nothing_is_left_behind(engine, stored):
     stored_traces, names = engine("stored_traces"), set(globals())
     block, own = Block(), copy_of(Block.forward)
     x, freed = torch.randn(2, 4, 8), weakref.ref(block)
-    assert stored_traces.load(stored, own, stored_traces.arguments_of(own, (block, x), {}))
+    assert stored_traces.load(stored, own, (block, x), {})
     assert len(stored_traces.guards_of(own.__code__)) == 1
     assert any(name.startswith("__stored_trace_") for name in globals())
     del block
@@ -257,61 +264,3 @@ def test_nothing_is_left_behind(engine, stored):
     from torch._dynamo.convert_frame import DynamoOutput
 
     assert DynamoOutput.build_guards.__module__ == "torch._dynamo.convert_frame"
-
-
-@pytest.fixture
-def files(engine, tmp_path, monkeypatch):
-    """The module, with a cache of its own."""
-    disk_cache = engine("disk_cache")
-    monkeypatch.setattr(disk_cache._Current, "cache", disk_cache.DiskCache(tmp_path, 2**30))
-    return engine("trace_files")
-
-
-def key_of(files, block=Block, **changed):
-    given = {"settings": ("a",), "dynamic": False, "patches": (), "shapes": (torch.Size((2, 4, 8)),), **changed}
-    return files.trace_key(block.forward, **given)
-
-
-def test_the_key_tells_calls_apart(files, monkeypatch):
-    keys = [key_of(files), key_of(files, Part), key_of(files, settings=("b",)), key_of(files, patches=("p",))]
-    keys += [key_of(files, dynamic=True), key_of(files, shapes=(torch.Size((2, 5, 8)),))]
-    assert len(set(keys)) == len(keys) and None not in keys
-    assert key_of(files, dynamic=True) == key_of(files, dynamic=True, shapes=(torch.Size((3, 7, 8)),))
-    with torch._inductor.config.patch(max_autotune=True):  # monkeypatch would leave the setting deleted
-        assert key_of(files) not in keys
-    monkeypatch.setattr(files, "current", lambda: None)
-    assert key_of(files) is None
-
-
-def test_the_newest_are_kept(files, engine, tmp_path, monkeypatch):
-    contents = iter(f"{number}".encode() for number in range(9))
-    monkeypatch.setattr(files, "dumps", lambda _trace: next(contents))
-    for _ in range(files.KEPT + 2):
-        files.store_traces("kind", "key", [object()])
-    files.store_traces("kind", "key", [object(), object()])  # a graph break
-    files.store_traces("kind", "key", [None])
-    kept = sorted(file.read_text() for file in (tmp_path / "kind" / "traces").iterdir())
-    assert kept == ["2", "3", "4", "5"]
-
-
-@pytest.mark.parametrize("damage", [lambda data: data[:1000], lambda data: b"", lambda data: b"x" * 1000])
-def test_a_damaged_file_is_no_error(files, stored, tmp_path, damage):
-    (tmp_path / "kind" / "traces").mkdir(parents=True)
-    (tmp_path / "kind" / "traces" / "key-0").write_bytes(damage(stored))
-    own = copy_of(Block.forward)
-    files.load_trace("kind", "key", own, (Block(), torch.randn(2, 4, 8)), {})
-    with pytest.raises(Exception, match="compiled"):
-        torch.compile(own, backend=nothing_compiles)(Block(), torch.randn(2, 4, 8))
-
-
-def test_loaded_code_counts_among_the_variants(engine, monkeypatch):
-    module, asked = engine("compiled_kind"), []
-    monkeypatch.setattr(module, "load_trace", lambda *_: asked.append(1) or True)
-    monkeypatch.setattr(module.CompiledKind, "_trace_key", lambda *_: "key")
-    settings = engine("settings").CompileSettings(backend="eager", dynamic="false", cache_limit=3)
-    net = Net()
-    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
-        for length in range(2, 8):
-            x = torch.randn(2, length, 8)
-            assert torch.allclose(net(x), net.__class__.forward(net, x))
-    assert len(asked) == 2, "the third is left to what is compiled"
