@@ -11,17 +11,18 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .inductor import inductor
 from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, sides_of_one, with_usual_strides
-from .monitor import CompileEvent, CompileStats, monitor
+from .monitor import CompileEvent, CompileStats, monitor, watching
 from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
-from .stored_traces import guards_of
+from .stored_traces import guards_of, loaded_in
 from .trace_files import load_trace, store_traces, trace_key
 
 logger = logging.getLogger("torch-compile-kit")
@@ -47,6 +48,7 @@ class CompiledKind:
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
         folder: name of its folder in the disk cache.
+        exchanged: a part of the blocks has another forward than its class.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
     """
@@ -65,7 +67,7 @@ class CompiledKind:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     compiles: int = 0
-    loaded: int = 0
+    exchanged: bool = False
     patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
@@ -152,6 +154,7 @@ class CompiledKind:
         if self.limit_reached and self.settings.dynamic == "false":
             return self.forward(block, *args, **kwargs)
         with _first_call_lock:
+            watching.renew()
             result = self._call(self._callable(signature), block, args, kwargs, signature)
             if self.failure is None:
                 self._seen.add(signature)
@@ -235,22 +238,23 @@ class CompiledKind:
             first_of: the call's shapes, if it is the first with them.
         """
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        own = compiled._torchdynamo_orig_callable
         key = None if first_of is None else self._trace_key(compiled, first_of)
         event = CompileEvent(
             self._name(),
             lambda: before.extend(copies_of(args, kwargs)),
-            self._switches(compiled),
+            lambda: self._switches(compiled),
             (self.folder, self.class_name),
-            keep_traces=key is not None,
+            None if key is None else own.__code__,
         )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
-            limit = self.settings.variant_limit - self.loaded  # PyTorch does not count those
+            limit = self.settings.variant_limit - loaded_in(own.__code__)
             compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
         monitor.calls.append(event)
         try:
-            if key is not None and self.loaded + 1 < self.settings.variant_limit:
-                self.loaded += load_trace(self.folder, key, compiled._torchdynamo_orig_callable, (block, *args), kwargs)
+            if key is not None and loaded_in(own.__code__) + 1 < self.settings.variant_limit:
+                load_trace(self.folder, key, own, (block, *args), kwargs)
             result = compiled(block, *args, **kwargs)
             if event.traces:
                 store_traces(self.folder, key, event.traces)
@@ -269,10 +273,11 @@ class CompiledKind:
                 self.stats += event.stats()
 
     def _trace_key(self, compiled: Callable, shapes: tuple) -> str | None:
-        # Stored code is compared with eager, and a patch may count its calls.
-        if self.settings.backend != "inductor" or self.patches:
+        # Stored code is compared with eager, and what others put into a block may count its calls.
+        if self.settings.backend != "inductor" or self.patches or self.exchanged:
             return None
-        return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, self._sources(), shapes)
+        with compile_lock:  # no other thread compiles, under settings of its own
+            return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, self._sources(), shapes)
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""

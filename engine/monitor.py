@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -102,15 +103,17 @@ class CompileEvent:
     Args:
         block: class name of the block.
         on_first: called before the first compilation, when nothing of the block has run yet.
-        switches: settings of PyTorch for this block beside `COMPILE_SWITCHES`.
+        switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
-        keep_traces: put what is traced into `traces`, one entry for each compilation.
+        code: if given, `traces` gets an entry for each compilation, None for code that is not this.
     """
 
     __slots__ = (
         "_began",
         "_breaks",
         "_cache",
+        "_code",
+        "_copied",
         "_graphs",
         "_hits",
         "_known",
@@ -129,21 +132,23 @@ class CompileEvent:
         self,
         block: str,
         on_first: Callable[[], None],
-        switches: dict[str, object],
+        switches: Callable[[], dict[str, object]],
         folder: tuple[str, str],
-        keep_traces: bool = False,
+        code: types.CodeType | None = None,
     ):
         self.block = block
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
-        self.traces: list[Trace | None] | None = [] if keep_traces else None
+        self.traces: list[Trace | None] | None = None if code is None else []
+        self._code = code
+        self._copied = False
         self._cache = None
         self._tunes = False
         self.started = False
         self.seconds = 0.0
 
-    def start(self) -> None:
+    def start(self, loads: bool = False) -> None:
         if not self.started:
             self.started = True
             self._cache = current()
@@ -153,19 +158,22 @@ class CompileEvent:
             self._breaks = dict(counters["graph_break"])
             self._hits = counters["inductor"]["fxgraph_cache_hit"]
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
+        if not loads and not self._copied:
+            self._copied = True
             self.on_first()
         self._stop_tuning()
-        compile_scope.enter(**COMPILE_SWITCHES, **self.switches)
+        compile_scope.enter(**COMPILE_SWITCHES, **self.switches())
         tracing_scope.enter(**TRACING)
         recording_scope.enter(**RECORDING)
-        self._outer, recorder.traces = recorder.traces, self.traces
+        self._outer = recorder.traces, recorder.code
+        recorder.traces, recorder.code = None if loads else self.traces, self._code
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
-        recorder.traces = self._outer
+        recorder.traces, recorder.code = self._outer
         recording_scope.exit()
         tracing_scope.exit()
         compile_scope.exit()
@@ -205,34 +213,36 @@ class CompileEvent:
 class _Monitor(threading.local):
     """The calls in progress on this thread, innermost last, and how often one of them compiled.
 
-    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends. `loading`: something
+    stands for a compilation (`compiling`); what a block compiles by itself meanwhile is its own affair.
     """
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
         self.compilations = 0
+        self.loading = False
         self.listener: Callable[[str | None], None] | None = None
 
 
 monitor = _Monitor()
 
 
-def _on_compile_start(_args: object) -> None:
-    if monitor.calls:
+def _on_compile_start(_args: object = None) -> None:
+    if monitor.calls and not monitor.loading:
         expect_kernels()
-    _begin()
+        _begin()
 
 
-def _begin() -> None:
+def _begin(loads: bool = False) -> None:
     if monitor.calls:
         monitor.compilations += 1
-        monitor.calls[-1].start()
+        monitor.calls[-1].start(loads)
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(_args: object = None) -> None:
-    if monitor.calls:
+    if monitor.calls and not monitor.loading:
         monitor.calls[-1].end()
         if monitor.listener is not None:
             monitor.listener(None)
@@ -242,10 +252,12 @@ def _on_compile_end(_args: object = None) -> None:
 def compiling() -> Iterator[None]:
     """For what this thread's innermost call does in place of compiling: to all who watch it is a compilation."""
     with compile_lock:  # as around any compilation, for which the settings of one hold
-        _begin()
+        _begin(loads=True)
+        monitor.loading = True
         try:
             yield
         finally:
+            monitor.loading = False
             _on_compile_end()
 
 
@@ -260,6 +272,13 @@ class _Watching:
         with self._lock:
             self._users += 1
             if self._users == 1:
+                callback_handler.register_start_callback(_on_compile_start)
+                callback_handler.register_end_callback(_on_compile_end)
+
+    def renew(self) -> None:
+        """torch._dynamo.reset() forgets the callbacks, whoever calls it."""
+        with self._lock:
+            if self._users and _on_compile_start not in callback_handler.start_callbacks:
                 callback_handler.register_start_callback(_on_compile_start)
                 callback_handler.register_end_callback(_on_compile_end)
 

@@ -75,7 +75,9 @@ class ModelCode:
         kind = self._kinds.get(key) or _kinds.get(key)
         if kind is None:
             name = type(block).__name__
-            kind = _kinds[key] = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
+            kind = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
+            kind.exchanged = bool(state.forwards)
+            _kinds[key] = kind
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 kind.failure = Failure(
                     kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"

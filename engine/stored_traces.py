@@ -63,7 +63,7 @@ def arguments_of(own: types.FunctionType, args: tuple, kwargs: dict) -> dict[str
 
 
 def guards_of(code: types.CodeType) -> list[object] | None:
-    """Those of all compiled code that PyTorch holds for a code object (a reset drops it); None where it does not tell."""
+    """Those of all code that PyTorch holds for a code object (a reset drops what was compiled); None where it does not tell."""
     frames = torch._C._dynamo.eval_frame
     if not hasattr(frames, "_debug_get_cache_entry_list"):
         return None
@@ -72,6 +72,11 @@ def guards_of(code: types.CodeType) -> list[object] | None:
         entries = [*entries, *frames._debug_get_precompile_entries(code)]
     found = [entry.guard_manager for entry in entries]
     return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
+
+
+def loaded_in(code: types.CodeType) -> int:
+    """How many times other code was loaded for it, which PyTorch does not count among its variants."""
+    return len(torch._C._dynamo.eval_frame._debug_get_precompile_entries(code)) if can_store() else 0
 
 
 def load(stored: bytes, own: types.FunctionType, args: tuple, kwargs: dict) -> bool:
@@ -101,7 +106,8 @@ def load(stored: bytes, own: types.FunctionType, args: tuple, kwargs: dict) -> b
         scope.setdefault(alias, sys.modules[module])
     if trace.builtins:
         scope.setdefault(trace.builtins, get_builtins_dict(scope))
-    guards = _guards_for(trace, own, arguments_of(own, args, kwargs))
+    arguments = arguments_of(own, args, kwargs)
+    guards = _guards_for(trace, own, arguments)
     if guards is None:
         return False
     compiled = _shown(own.__qualname__, _compiled(trace.entry))
@@ -113,6 +119,8 @@ def load(stored: bytes, own: types.FunctionType, args: tuple, kwargs: dict) -> b
     made.__kwdefaults__ = own.__kwdefaults__
     if (error := error_of(made, own, args, kwargs)) > TOLERANCE:
         logger.info("%s: stored code differs from eager by %.2g and is compiled anew.", own.__qualname__, error)
+        return False
+    if not guards.check(arguments):  # the first call of a block may set what it looks at
         return False
     _load_precompile_entry(own.__code__, guards, code)
     counters["stats"]["unique_graphs"] += 1
@@ -138,14 +146,15 @@ def _guards_for(trace: Trace, own: types.FunctionType, arguments: dict) -> objec
     except Exception as error:  # an attribute is missing, or no tensor
         logger.debug("stored trace of %s: %s: %s", own.__qualname__, type(error).__name__, error)
         return None
-    same = built.digest(trace.builtins) == trace.digest
+    guards, same = built.guard_manager, built.digest(trace.builtins) == trace.digest
     # Nobody else may get the address of what a guard compares by it.
-    built.guard_manager.kept = [v for v, _name in built.named.values() if isinstance(v, type | types.CodeType)]
+    guards.kept = [value for value, _name in built.named.values()]
     built.release()
-    if not same or not built.guard_manager.check(arguments):
-        logger.debug("stored trace of %s: other guards %s", own.__qualname__, built.unnamed)
-        return None
-    return built.guard_manager
+    del built.guard_manager  # PyTorch keeps `built` as long as what is in `kept` lives
+    if same and guards.check(arguments):
+        return guards
+    logger.debug("stored trace of %s: other guards %s", own.__qualname__, built.unnamed)
+    return None
 
 
 def _compiled(entry: bytes) -> Callable:

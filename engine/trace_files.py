@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from .disk_cache import current
+from .failures import never_swallowed
 from .identities import functions_in
 from .layouts import sides_of_one
 from .monitor import compiling
@@ -60,11 +61,15 @@ def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwar
     Returns:
         Whether it has more code than before.
     """
-    files = _files(folder, key)
-    if not files:
-        return False
-    arguments = arguments_of(own, args, kwargs)
-    if any(guards.check(arguments) for guards in guards_of(own.__code__)):
+    try:
+        files = _files(folder, key)
+        if not files:
+            return False
+        arguments = arguments_of(own, args, kwargs)
+        if any(guards.check(arguments) for guards in guards_of(own.__code__)):
+            return False
+    except Exception as error:
+        logger.debug("%s: %s: %s", own.__qualname__, type(error).__name__, error)
         return False
     for file in files:
         with compiling():
@@ -73,6 +78,8 @@ def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwar
                     return True
             except Exception as error:  # it is compiled instead
                 logger.debug("%s is not loaded: %s: %s", file, type(error).__name__, error)
+                if never_swallowed(error):  # no memory to compare it with eager
+                    return False
     return False
 
 
@@ -87,7 +94,10 @@ def store_traces(folder: str, key: str, traces: list[Trace | None]) -> None:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=target, suffix=".tmp", delete=False) as made:
             made.write(data)
-        os.replace(made.name, target / f"{key}-{hashlib.sha256(data).hexdigest()[:12]}")
+        try:
+            os.replace(made.name, target / f"{key}-{hashlib.sha256(data).hexdigest()[:12]}")
+        finally:
+            Path(made.name).unlink(missing_ok=True)
         for file in _files(folder, key)[KEPT:]:
             file.unlink(missing_ok=True)
     except Exception as error:  # the block is compiled, and traced again in the next process

@@ -70,9 +70,10 @@ class Trace:
 
 
 class _Recorder(threading.local):
-    """Where traces of this thread are put; None: nowhere."""
+    """Where traces of this thread are put; None: nowhere. Only those of `code` are kept."""
 
     traces: list[Trace | None] | None = None
+    code: types.CodeType | None = None
 
 
 recorder = _Recorder()
@@ -85,7 +86,9 @@ def can_store() -> bool:
 
 def _recording(output: DynamoOutput, code: types.CodeType, *args: object, **kwargs: object) -> object:
     """In place of `DynamoOutput.build_guards`, with the same result; adds a trace, or None if it cannot be kept."""
-    if recorder.traces is None:
+    if recorder.traces is None or code is not recorder.code:
+        if recorder.traces is not None:  # the rest of a block after a graph break, or a function that it calls
+            recorder.traces.append(None)
         return _build_guards(output, code, *args, **kwargs)
     given = inspect.signature(_build_guards).bind(output, code, *args, **kwargs).arguments
     hooks, existing = given.get("hooks"), given.get("cache_entry", given.get("cache_entries"))  # the latter from torch 2.13

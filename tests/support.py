@@ -102,10 +102,10 @@ def recorded(engine, block, *args, dynamic=False):
     """The stored trace of a call, or None if it cannot be kept."""
     recording, own = engine("trace_record"), copy_of(type(block).forward)
     with recording.recording_scope.holding(**recording.RECORDING):
-        recording.recorder.traces = []
+        recording.recorder.traces, recording.recorder.code = [], own.__code__
         try:
             torch.compile(own, backend=engine("inductor").inductor, dynamic=dynamic)(block, *args)
             (trace,) = recording.recorder.traces
         finally:
-            recording.recorder.traces = None
+            recording.recorder.traces = recording.recorder.code = None
     return None if trace is None else recording.dumps(trace)

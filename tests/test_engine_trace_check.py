@@ -75,3 +75,12 @@ def test_copies_lie_as_what_they_copy(check, view):
 def test_arguments_that_are_one_stay_one(check):
     x = torch.randn(3)
     assert check.error_of(lambda a, b: a is b, lambda a, b: True, (x, x), {}) == 0
+
+
+def test_types_without_arithmetic_and_classes_without_equality(check):
+    x = torch.randn(64)
+    eighth = lambda x: x.to(torch.float8_e4m3fn)  # noqa: E731
+    assert check.error_of(lambda x: eighth(x), eighth, (x,), {}) == 0
+    assert 0 < check.error_of(lambda x: eighth(x * 1.05), eighth, (x,), {}) < 0.2
+    assert check.error_of(lambda x: slice(x), lambda x: slice(x), (x,), {}) == float("inf"), "what is in it is not compared"
+    assert check.error_of(lambda x: check, lambda x: check, (x,), {}) == 0

@@ -1,4 +1,6 @@
-"""The files of stored traces."""
+"""The files of stored traces, and when they are read."""
+
+import collections
 
 import pytest
 import torch
@@ -68,14 +70,64 @@ def test_blocks_with_patches_are_traced_in_each_process(files, engine):
     assert kind._for_patches(("attn1",))._trace_key(None, (torch.Size((2, 4, 8)),)) is None
 
 
-def test_loaded_code_counts_among_the_variants(engine, monkeypatch):
-    module, asked = engine("compiled_kind"), []
-    monkeypatch.setattr(module, "load_trace", lambda *_: asked.append(1) or True)
+def test_blocks_with_exchanged_parts_are_traced_in_each_process(files, engine):
+    settings = engine("settings").CompileSettings(backend="inductor")
+    block, code = Block(), engine("registry").ModelCode()
+    plain = code.kind_of(block, settings)
+    block.inner.forward = lambda x: x
+    exchanged = code.kind_of(block, settings)
+    assert exchanged is not plain
+    assert [kind._trace_key(None, (torch.Size((2, 4, 8)),)) is None for kind in (plain, exchanged)] == [False, True]
+
+
+def test_loaded_code_counts_among_the_variants_of_its_function(engine, monkeypatch):
+    from torch._dynamo.utils import counters
+
+    module, loaded = engine("compiled_kind"), collections.Counter()
+
+    def load_trace(_folder, _key, own, *_given):
+        with engine("monitor").compiling():
+            counters["stats"]["unique_graphs"] += 1
+            loaded[own.__code__] += 1
+
+    monkeypatch.setattr(module, "load_trace", load_trace)
+    monkeypatch.setattr(module, "loaded_in", lambda code: loaded[code])
     monkeypatch.setattr(module.CompiledKind, "_trace_key", lambda *_: "key")
     settings = engine("settings").CompileSettings(backend="eager", dynamic="false", cache_limit=3)
     net = Net()
     with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
         for length in range(2, 8):
             x = torch.randn(2, length, 8)
-            assert torch.allclose(net(x), net.__class__.forward(net, x))
-    assert len(asked) == 2, "the third is left to what is compiled"
+            assert relative_error(net(x), net.__class__.forward(net, x)) < 1e-5
+    assert list(loaded.values()) == [2], "the third is left to what is compiled"
+
+
+def test_what_a_block_compiles_while_it_is_compared_is_its_own_affair(engine):
+    monitor, record, tuning = engine("monitor"), engine("trace_record"), engine("kernel_tuning")
+    copied, own = [], copy_of(Block.forward)
+    event = monitor.CompileEvent("Block", lambda: copied.append(1), dict, ("kind", "Block"), own.__code__)
+    monitor.monitor.calls.append(event)
+    with monitor.watching:
+        with monitor.compiling():
+            torch.compile(lambda x: x + 1, backend="eager")(torch.randn(3))
+            assert not event.traces and record.recorder.traces is None
+        assert record.recorder.traces is None and record.recorder.code is None and not copied
+        torch.compile(lambda x: x + 2, backend="eager")(torch.randn(3))
+        assert event.traces == [None] and copied == [1], "of other code"
+    monitor.monitor.calls.pop()
+    event.close()
+    assert not tuning.tuning_scope._users and not engine("scopes").compile_scope._users
+
+
+def test_callbacks_that_someone_removed_come_back(engine):
+    from torch._dynamo.callback import callback_handler
+
+    monitor = engine("monitor")
+    with monitor.watching:
+        torch._dynamo.reset()
+        assert not callback_handler.start_callbacks
+        monitor.watching.renew()
+        monitor.watching.renew()
+        assert len(callback_handler.start_callbacks) == len(callback_handler.end_callbacks) == 1
+    monitor.watching.renew()
+    assert not callback_handler.start_callbacks

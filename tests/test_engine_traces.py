@@ -62,6 +62,15 @@ class Block(nn.Module):
         return x + y
 
 
+class Lazy(nn.Module):
+    kept = None
+
+    def forward(self, x):
+        if self.kept is None:
+            self.kept = 2.0
+        return x * self.kept
+
+
 class InPlace(nn.Module):
     def forward(self, x):
         x += 1
@@ -246,6 +255,23 @@ def test_a_call_that_changes_its_input_changes_it_once(record, load):
     kept, x = record(InPlace(), torch.randn(2, 4, 8)), torch.ones(2, 4, 8)
     assert torch.equal(load(kept, InPlace(), x), torch.full_like(x, 4))
     assert torch.equal(x, torch.full_like(x, 2))
+
+
+def test_a_first_call_that_changes_what_guards_look_at_is_not_loaded(record, load):
+    stored, x = record(Lazy(), torch.randn(2, 4, 8)), torch.randn(2, 4, 8)
+    assert stored is not None and load(stored, Lazy(), x) is None
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_classes_live_no_longer_than_their_blocks(record, load, refused):
+    x = torch.randn(2, 4, 8)
+    kept = record(Block(layers_of(True)), x)
+    layer = layers_of(not refused)
+    freed, block = weakref.ref(layer), Block(layer)
+    assert (load(kept, block, x) is None) == refused
+    del layer, block
+    gc.collect()
+    assert freed() is None
 
 
 def test_nothing_is_left_behind(engine, stored):
