@@ -18,7 +18,7 @@ from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_limit_hit, never_swallowed
 from .inductor import inductor
 from .layouts import copies_of, has_odd_strides, is_transposed, shapes_of, sides_of_one, with_usual_strides
-from .monitor import CompileEvent, CompileStats, monitor, watching
+from .monitor import DYNAMIC, STATIC, CompileEvent, CompileStats, monitor, watching
 from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
@@ -30,10 +30,6 @@ logger = logging.getLogger("torch-compile-kit")
 _first_call_lock = threading.RLock()
 # More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
 PATCH_VARIANTS = 4
-# What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
-# behind where two threads are in compiled code at once. Here it holds only while something is compiled.
-STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
-DYNAMIC = {"assume_static_by_default": False}
 
 
 @dataclass
@@ -223,13 +219,10 @@ class CompiledKind:
         """The numbers in which blocks differ, as Dynamo names them, after those that the user has set."""
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
-        return ",".join([s for s in (torch.compiler.config.dynamic_sources,) if s] + sources)
+        return ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
 
     def _switches(self, compiled: Callable) -> dict[str, object]:
-        switches: dict[str, object] = dict(DYNAMIC if compiled is self._dynamic else STATIC)
-        if self.varying:
-            switches["dynamic_sources"] = self._sources()
-        return switches
+        return {**(DYNAMIC if compiled is self._dynamic else STATIC), "dynamic_sources": self._sources()}
 
     def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict, first_of: tuple | None = None) -> object:
         """Call compiled code, and note what that compiles.

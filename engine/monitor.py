@@ -38,6 +38,10 @@ COMPILE_SWITCHES = {
     "attention_order": [1, 2, 0, 3, 4],
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
+# What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
+# behind where two threads are in compiled code at once. Here it holds only while something is compiled.
+STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
+DYNAMIC = {"assume_static_by_default": False}
 
 
 @dataclass(frozen=True)
