@@ -199,7 +199,7 @@ class CompiledKind:
         )
 
     def variants(self) -> list[object] | None:
-        """The guards of the compiled code that PyTorch holds now (a reset drops it); None where it does not tell."""
+        """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
         found = [guards_of(c._torchdynamo_orig_callable.__code__) for c in (self._static, self._dynamic) if c is not None]
         return None if None in found else [guards for of_one in found for guards in of_one]
 

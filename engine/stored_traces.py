@@ -84,7 +84,7 @@ def load(stored: bytes, own: types.FunctionType, args: tuple, kwargs: dict) -> b
 
     Args:
         stored: of `dumps`; what is in it is code, and may run while it is read.
-        own: the function, as given to `torch.compile`. It is called once to compare results, with copies of the arguments.
+        own: the function, as given to `torch.compile`. Called with copies of the arguments, to compare results.
         args, kwargs: of the call that it is about to get.
 
     Returns:

@@ -68,7 +68,7 @@ def load_trace(folder: str, key: str, own: types.FunctionType, args: tuple, kwar
         arguments = arguments_of(own, args, kwargs)
         if any(guards.check(arguments) for guards in guards_of(own.__code__)):
             return False
-    except Exception as error:
+    except Exception as error:  # a folder that cannot be listed, an empty closure: it is compiled
         logger.debug("%s: %s: %s", own.__qualname__, type(error).__name__, error)
         return False
     for file in files:
