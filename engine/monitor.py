@@ -8,13 +8,10 @@ from __future__ import annotations
 
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
@@ -23,7 +20,6 @@ from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
 from .prepare import note_needs
 from .scopes import compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
-from .trace_record import RECORDING, Trace, recorder, recording_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
@@ -109,19 +105,15 @@ class CompileEvent:
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
-        code: if given, `traces` gets an entry for each compilation, None for code that is not this.
     """
 
     __slots__ = (
         "_began",
         "_breaks",
         "_cache",
-        "_code",
-        "_copied",
         "_graphs",
         "_hits",
         "_known",
-        "_outer",
         "_tunes",
         "block",
         "folder",
@@ -129,7 +121,6 @@ class CompileEvent:
         "seconds",
         "started",
         "switches",
-        "traces",
     )
 
     def __init__(
@@ -138,21 +129,17 @@ class CompileEvent:
         on_first: Callable[[], None],
         switches: Callable[[], dict[str, object]],
         folder: tuple[str, str],
-        code: types.CodeType | None = None,
     ):
         self.block = block
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
-        self.traces: list[Trace | None] | None = None if code is None else []
-        self._code = code
-        self._copied = False
         self._cache = None
         self._tunes = False
         self.started = False
         self.seconds = 0.0
 
-    def start(self, loads: bool = False) -> None:
+    def start(self) -> None:
         if not self.started:
             self.started = True
             self._cache = current()
@@ -162,23 +149,16 @@ class CompileEvent:
             self._breaks = dict(counters["graph_break"])
             self._hits = counters["inductor"]["fxgraph_cache_hit"]
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
-        if not loads and not self._copied:
-            self._copied = True
             self.on_first()
         self._stop_tuning()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches())
         tracing_scope.enter(**TRACING)
-        recording_scope.enter(**RECORDING)
-        self._outer = recorder.traces, recorder.code
-        recorder.traces, recorder.code = None if loads else self.traces, self._code
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
-        recorder.traces, recorder.code = self._outer
-        recording_scope.exit()
         tracing_scope.exit()
         compile_scope.exit()
         brief = brief_benchmark()
@@ -217,14 +197,12 @@ class CompileEvent:
 class _Monitor(threading.local):
     """The calls in progress on this thread, innermost last, and how often one of them compiled.
 
-    `listener` is called with the block's class name when a compilation begins, and with None when it ends. `loading`: something
-    stands for a compilation (`compiling`); what a block compiles by itself meanwhile is its own affair.
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
     """
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
         self.compilations = 0
-        self.loading = False
         self.listener: Callable[[str | None], None] | None = None
 
 
@@ -232,37 +210,19 @@ monitor = _Monitor()
 
 
 def _on_compile_start(_args: object = None) -> None:
-    if monitor.calls and not monitor.loading:
-        expect_kernels()
-        _begin()
-
-
-def _begin(loads: bool = False) -> None:
     if monitor.calls:
+        expect_kernels()
         monitor.compilations += 1
-        monitor.calls[-1].start(loads)
+        monitor.calls[-1].start()
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(_args: object = None) -> None:
-    if monitor.calls and not monitor.loading:
+    if monitor.calls:
         monitor.calls[-1].end()
         if monitor.listener is not None:
             monitor.listener(None)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """For what this thread's innermost call does in place of compiling: to all who watch it is a compilation."""
-    with compile_lock:  # as around any compilation, for which the settings of one hold
-        _begin(loads=True)
-        monitor.loading = True
-        try:
-            yield
-        finally:
-            monitor.loading = False
-            _on_compile_end()
 
 
 class _Watching:
