@@ -18,22 +18,23 @@ from .disk_cache import current
 from .kernel_tuning import brief_benchmark, tuning_scope
 from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
 from .prepare import note_needs
-from .scopes import compile_scope
+from .scopes import attention_scope, compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
 # mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. One argument is the
-# order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so it is PyTorch's default here.
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-    "attention_order": [1, 2, 0, 3, 4],
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
+# One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so
+# it is PyTorch's default here.
+ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -152,6 +153,7 @@ class CompileEvent:
             self.on_first()
         self._stop_tuning()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches())
+        attention_scope.enter(attention_order=ATTENTION_ORDER)
         tracing_scope.enter(**TRACING)
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
@@ -160,6 +162,7 @@ class CompileEvent:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
         tracing_scope.exit()
+        attention_scope.exit()
         compile_scope.exit()
         brief = brief_benchmark()
         if brief is not None:
