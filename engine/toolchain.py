@@ -60,8 +60,8 @@ def _c_compiler(machine: Machine) -> str:
 def _cpp_compiler(machine: Machine) -> str:
     if machine.system == "Windows":
         return (
-            "Install the Visual Studio Build Tools with the C++ workload; if cl is still not found, start ComfyUI from their x64 "
-            "Native Tools Command Prompt."
+            "Install the Visual Studio Build Tools with the C++ workload; if cl is still not found, start ComfyUI from their "
+            "x64 Native Tools Command Prompt."
         )
     on_linux = "Debian, Ubuntu: sudo apt install g++; Fedora: gcc-c++"
     return f"Install a C++ compiler ({'xcode-select --install' if machine.system == 'Darwin' else on_linux})."
@@ -70,7 +70,7 @@ def _cpp_compiler(machine: Machine) -> str:
 def _misfit(machine: Machine) -> str:
     wanted = TRITON_FOR.get(machine.pytorch)
     if wanted is None or machine.triton == wanted:
-        return f"PyTorch and Triton do not fit together: {machine.fitting_triton()}"
+        return f"Reinstall Triton: {machine.fitting_triton()}"
     here = f", not with {dotted(machine.triton)}" if machine.triton else ""
     return f"PyTorch {dotted(machine.pytorch)} goes with Triton {dotted(wanted)}{here}: {machine.fitting_triton()}"
 
