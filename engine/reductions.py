@@ -2,15 +2,13 @@
 
 Inductor keeps a row in registers up to 1024 elements, up to 64 where it does not read rows in their order, and reads longer
 ones twice, in a loop (torch/_inductor/choices.py). A token's channels, 3072 to 5120 in today's transformers, fit as well, and
-so do a head's that are rotated behind their norm. So it is on NVIDIA's GPUs; of others nothing has been measured.
+so do a head's that are rotated behind their norm.
 """
 
 from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
-
-from .devices import is_nvidia
 
 # Elements of a row: at 8 warps 32 a thread.
 MOST = 8192
@@ -33,10 +31,6 @@ def _choices() -> object:
     from torch._inductor.runtime.hints import ReductionHint
     from torch._inductor.virtualized import V
 
-    def _measured() -> bool:
-        device = V.graph.current_device
-        return device is not None and is_nvidia(device)
-
     def _at_most(features, elements: int) -> bool:
         return V.graph.sizevars.statically_known_leq(features.reduction_numel, elements)
 
@@ -49,7 +43,7 @@ def _choices() -> object:
         def should_use_persistent_reduction(features, cooperative_reduction: bool) -> bool:
             if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction):
                 return True
-            if cooperative_reduction or not config.triton.persistent_reductions or not _measured():
+            if cooperative_reduction or not config.triton.persistent_reductions:
                 return False
             if features.get_reduction_hint() == ReductionHint.INNER:
                 return _at_most(features, MOST)
@@ -57,7 +51,7 @@ def _choices() -> object:
 
         def triton_kernel_kwargs(self, kernel_cls, features, groups, kernel_kwargs: dict) -> dict:
             kernel_kwargs = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
-            if not features.is_reduction() or not _measured():
+            if not features.is_reduction():
                 return kernel_kwargs
             tiled = any(isinstance(sizes, dict) and "y" in sizes for sizes in groups)
             if tiled and "override_persistent_reduction" not in kernel_kwargs:  # there are no block sizes for long rows then
