@@ -36,6 +36,7 @@ class WeightGroups(Protocol):
 
     groups: dict[int, WeightGroup]
     may_stay: bool
+    paged: bool
 
     def drop(self) -> None: ...
 
@@ -76,6 +77,11 @@ class Binding:
         whole = len(self._free) == len(self._blocks)
         hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
         return whole and not hooked and (self._weights is None or self._weights.may_stay)
+
+    @property
+    def paged(self) -> bool:
+        """Whether blocks get weights that the host pages."""
+        return self._weights is not None and self._weights.paged
 
     @contextmanager
     def bound(self, captured: bool = True) -> Iterator[None]:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 
 from .block_options import OptionsFilter, patch_objects
 from .errors import BlockCompileError
@@ -22,8 +21,6 @@ from .monitor import DYNAMIC, STATIC, CompileEvent, CompileStats, monitor, watch
 from .prepare import wait_until_prepared
 from .scopes import compile_scope
 from .settings import CompileSettings
-from .stored_traces import guards_of, loaded_in
-from .trace_files import load_trace, store_traces, trace_key
 
 logger = logging.getLogger("torch-compile-kit")
 # Two workers (multi-GPU) that meet a new shape at once would share PyTorch's process-wide settings and counters.
@@ -44,7 +41,6 @@ class CompiledKind:
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
         folder: name of its folder in the disk cache.
-        exchanged: a part of the blocks has another forward than its class.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
     """
@@ -63,7 +59,6 @@ class CompiledKind:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     compiles: int = 0
-    exchanged: bool = False
     patch_variants: Counter[tuple] = field(default_factory=Counter)
     _static: Callable | None = None
     _dynamic: Callable | None = None
@@ -151,7 +146,7 @@ class CompiledKind:
             return self.forward(block, *args, **kwargs)
         with _first_call_lock:
             watching.renew()
-            result = self._call(self._callable(signature), block, args, kwargs, signature)
+            result = self._call(self._callable(signature), block, args, kwargs)
             if self.failure is None:
                 self._seen.add(signature)
         return result
@@ -200,8 +195,12 @@ class CompiledKind:
 
     def variants(self) -> list[object] | None:
         """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
-        found = [guards_of(c._torchdynamo_orig_callable.__code__) for c in (self._static, self._dynamic) if c is not None]
-        return None if None in found else [guards for of_one in found for guards in of_one]
+        if not hasattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list"):
+            return None
+        compiled = [c for c in (self._static, self._dynamic) if c is not None]
+        entries = [entry for c in compiled for entry in _cache_entries(c._torchdynamo_orig_callable.__code__)]
+        found = [entry.guard_manager for entry in entries]
+        return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
     def lacks_shared_code(self) -> bool:
         """Whether shapes ran only in code of the first size, and no other had sides of 1 (a batch of one) where they have."""
@@ -224,34 +223,22 @@ class CompiledKind:
     def _switches(self, compiled: Callable) -> dict[str, object]:
         return {**(DYNAMIC if compiled is self._dynamic else STATIC), "dynamic_sources": self._sources()}
 
-    def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict, first_of: tuple | None = None) -> object:
-        """Call compiled code, and note what that compiles.
-
-        Args:
-            first_of: the call's shapes, if it is the first with them.
-        """
+    def _call(self, compiled: Callable, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Call compiled code, and note what that compiles."""
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        own = compiled._torchdynamo_orig_callable
-        key = None if first_of is None else self._trace_key(compiled, first_of)
         event = CompileEvent(
             self._name(),
             lambda: before.extend(copies_of(args, kwargs)),
             lambda: self._switches(compiled),
             (self.folder, self.class_name),
-            None if key is None else own.__code__,
         )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
-            limit = self.settings.variant_limit - loaded_in(own.__code__)
+            limit = self.settings.variant_limit
             compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
         monitor.calls.append(event)
         try:
-            if key is not None and loaded_in(own.__code__) + 1 < self.settings.variant_limit:
-                load_trace(self.folder, key, own, (block, *args), kwargs)
-            result = compiled(block, *args, **kwargs)
-            if event.traces:
-                store_traces(self.folder, key, event.traces)
-            return result
+            return compiled(block, *args, **kwargs)
         except Exception as error:
             if not is_limit_hit(error) and (not event.started or never_swallowed(error)):
                 raise
@@ -264,13 +251,6 @@ class CompiledKind:
             if event.started:
                 self.compiles += 1
                 self.stats += event.stats()
-
-    def _trace_key(self, compiled: Callable, shapes: tuple) -> str | None:
-        # Stored code is compared with eager, and what others put into a block may count its calls.
-        if self.settings.backend != "inductor" or self.patches or self.exchanged:
-            return None
-        with compile_lock:  # no other thread compiles, under settings of its own
-            return trace_key(self.forward, self.settings.kind_key(), compiled is self._dynamic, self._sources(), shapes)
 
     def _after_failure(self, error: Exception, before: list, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run eager after compiling failed: on the inputs as they were, since part of the block may have run on them."""
@@ -295,3 +275,8 @@ class CompiledKind:
         result = self.forward(block, *args, **kwargs)
         self._give_up(failure)
         return result
+
+
+def _cache_entries(code: types.CodeType) -> list:
+    """What PyTorch has compiled of a code object (torch/csrc/dynamo/eval_frame.c); a reset empties it."""
+    return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)

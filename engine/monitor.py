@@ -8,36 +8,33 @@ from __future__ import annotations
 
 import threading
 import time
-import types
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import callback_handler
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
 from .kernel_tuning import brief_benchmark, tuning_scope
 from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
 from .prepare import note_needs
-from .scopes import compile_scope
+from .scopes import attention_scope, compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
-from .trace_record import RECORDING, Trace, recorder, recording_scope
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
 # mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. One argument is the
-# order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so it is PyTorch's default here.
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-    "attention_order": [1, 2, 0, 3, 4],
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
+# One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so
+# it is PyTorch's default here.
+ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -109,19 +106,15 @@ class CompileEvent:
         on_first: called before the first compilation, when nothing of the block has run yet.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
-        code: if given, `traces` gets an entry for each compilation, None for code that is not this.
     """
 
     __slots__ = (
         "_began",
         "_breaks",
         "_cache",
-        "_code",
-        "_copied",
         "_graphs",
         "_hits",
         "_known",
-        "_outer",
         "_tunes",
         "block",
         "folder",
@@ -129,7 +122,6 @@ class CompileEvent:
         "seconds",
         "started",
         "switches",
-        "traces",
     )
 
     def __init__(
@@ -138,21 +130,17 @@ class CompileEvent:
         on_first: Callable[[], None],
         switches: Callable[[], dict[str, object]],
         folder: tuple[str, str],
-        code: types.CodeType | None = None,
     ):
         self.block = block
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
-        self.traces: list[Trace | None] | None = None if code is None else []
-        self._code = code
-        self._copied = False
         self._cache = None
         self._tunes = False
         self.started = False
         self.seconds = 0.0
 
-    def start(self, loads: bool = False) -> None:
+    def start(self) -> None:
         if not self.started:
             self.started = True
             self._cache = current()
@@ -162,24 +150,19 @@ class CompileEvent:
             self._breaks = dict(counters["graph_break"])
             self._hits = counters["inductor"]["fxgraph_cache_hit"]
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
-        if not loads and not self._copied:
-            self._copied = True
             self.on_first()
         self._stop_tuning()
         compile_scope.enter(**COMPILE_SWITCHES, **self.switches())
+        attention_scope.enter(attention_order=ATTENTION_ORDER)
         tracing_scope.enter(**TRACING)
-        recording_scope.enter(**RECORDING)
-        self._outer = recorder.traces, recorder.code
-        recorder.traces, recorder.code = None if loads else self.traces, self._code
         kernel_scope.enter(compile=waiting_compile())
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         kernel_scope.exit()
-        recorder.traces, recorder.code = self._outer
-        recording_scope.exit()
         tracing_scope.exit()
+        attention_scope.exit()
         compile_scope.exit()
         brief = brief_benchmark()
         if brief is not None:
@@ -217,14 +200,12 @@ class CompileEvent:
 class _Monitor(threading.local):
     """The calls in progress on this thread, innermost last, and how often one of them compiled.
 
-    `listener` is called with the block's class name when a compilation begins, and with None when it ends. `loading`: something
-    stands for a compilation (`compiling`); what a block compiles by itself meanwhile is its own affair.
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
     """
 
     def __init__(self) -> None:
         self.calls: list[CompileEvent] = []
         self.compilations = 0
-        self.loading = False
         self.listener: Callable[[str | None], None] | None = None
 
 
@@ -232,37 +213,19 @@ monitor = _Monitor()
 
 
 def _on_compile_start(_args: object = None) -> None:
-    if monitor.calls and not monitor.loading:
-        expect_kernels()
-        _begin()
-
-
-def _begin(loads: bool = False) -> None:
     if monitor.calls:
+        expect_kernels()
         monitor.compilations += 1
-        monitor.calls[-1].start(loads)
+        monitor.calls[-1].start()
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(_args: object = None) -> None:
-    if monitor.calls and not monitor.loading:
+    if monitor.calls:
         monitor.calls[-1].end()
         if monitor.listener is not None:
             monitor.listener(None)
-
-
-@contextmanager
-def compiling() -> Iterator[None]:
-    """For what this thread's innermost call does in place of compiling: to all who watch it is a compilation."""
-    with compile_lock:  # as around any compilation, for which the settings of one hold
-        _begin(loads=True)
-        monitor.loading = True
-        try:
-            yield
-        finally:
-            monitor.loading = False
-            _on_compile_end()
 
 
 class _Watching:

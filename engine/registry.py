@@ -76,7 +76,6 @@ class ModelCode:
         if kind is None:
             name = type(block).__name__
             kind = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
-            kind.exchanged = bool(state.forwards)
             _kinds[key] = kind
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 kind.failure = Failure(

@@ -3,9 +3,8 @@
     python restart.py BASE ACTIONS
 
 ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `attention`: with a
-kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels; with `edited`: after the code
-of a layer has changed), `save=NAME`, `after` (as `before`). BASE is the host's base directory; restarting is running it again
-with the same one.
+kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels), `save=NAME`, `after` (as
+`before`). BASE is the host's base directory; restarting is running it again with the same one.
 """
 
 import asyncio
@@ -43,18 +42,6 @@ def plain_compile(factor):
     compiled = torch.compile(lambda x: torch.sin(x) * factor, backend="inductor")
     compiled(torch.ones(8))
     return cache_dir()
-
-
-def edit_modulation():
-    """What another pack, or a new version of ComfyUI, does to the class of a layer inside the blocks."""
-    import comfy.ldm.flux.layers
-
-    forward = comfy.ldm.flux.layers.Modulation.forward
-
-    def doubled(self, vec, *args, **kwargs):
-        return forward(self, vec * 2, *args, **kwargs)
-
-    comfy.ldm.flux.layers.Modulation.forward = doubled
 
 
 def one_step(patcher, positive, negative):
@@ -98,8 +85,6 @@ def main(base, actions):
         for action in actions:
             if action.startswith("load="):
                 answer["loaded"] = module("engine.host.cache_files").load_cache(action.partition("=")[2])
-        if "edited" in actions:
-            edit_modulation()
         if "warm" in actions:
             patcher = tiny_models.build_patcher("flux")
             settings = module("engine.settings").CompileSettings()
@@ -115,7 +100,6 @@ def main(base, actions):
             )
             answer["wall"] = time.perf_counter() - began
             stats = module("engine.report").stats_for(patcher.model.diffusion_model, settings)
-            answer["traced"] = counters["frames"]["total"]
             expected, result = (one_step(p, positive, negative) for p in (patcher, compiled))
             answer["error"] = float((result - expected).abs().max() / expected.abs().max())
             answer |= {"graphs": stats.graphs, "from_disk": stats.from_disk, "seconds": stats.seconds}

@@ -1,7 +1,6 @@
 """Shared by the tests: blocks and models of plain PyTorch, and ways to look at the engine."""
 
 import os
-import types
 
 import torch
 from torch import nn
@@ -86,26 +85,3 @@ def compiled_code(function, backend, given):
         result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
     assert len(code) == 1
     return result, "".join(code)
-
-
-def copy_of(forward):
-    """A function with code of its own, as each kind has one."""
-    return types.FunctionType(forward.__code__.replace(), forward.__globals__, forward.__name__, forward.__defaults__)
-
-
-def nothing_compiles(graph, inputs):
-    """A backend for code that is there already."""
-    raise AssertionError("compiled")
-
-
-def recorded(engine, block, *args, dynamic=False):
-    """The stored trace of a call, or None if it cannot be kept."""
-    recording, own = engine("trace_record"), copy_of(type(block).forward)
-    with recording.recording_scope.holding(**recording.RECORDING):
-        recording.recorder.traces, recording.recorder.code = [], own.__code__
-        try:
-            torch.compile(own, backend=engine("inductor").inductor, dynamic=dynamic)(block, *args)
-            (trace,) = recording.recorder.traces
-        finally:
-            recording.recorder.traces = recording.recorder.code = None
-    return None if trace is None else recording.dumps(trace)

@@ -21,6 +21,7 @@ from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
+from .adapter import without_hosts_compiler, without_prefetch
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
 from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
@@ -50,6 +51,7 @@ class BlockCompiler:
         device = args[0].device
         with ExitStack() as scopes:
             scopes.enter_context(watching)
+            scopes.enter_context(without_hosts_compiler())
             switches = sampling_switches(settings.allow_tf32, settings.cudnn_benchmark)
             if switches:
                 scopes.enter_context(sampling_scope.holding(**switches))
@@ -65,6 +67,8 @@ class BlockCompiler:
             captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
             captured = captured and not crowding_of(network).crowded
             binding = Binding(network, settings, raise_if_interrupted, inputs, weights_of, captured)
+            if not graphs and binding.paged:
+                scopes.enter_context(without_prefetch(network))
             scopes.enter_context(graphed(network, binding, device, self.notes) if graphs else binding.bound())
             compilations = monitor.compilations
             try:
@@ -96,11 +100,11 @@ def attach(patcher, settings: CompileSettings):
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     keep_host_order(clone)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, _clean_up)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         keep_even(clone)
-        clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-        clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda _patcher: release_buffers())
     if settings.wants_graphs:
         for event, action in ((CallbacksMP.ON_PRE_RUN, new_run), (CallbacksMP.ON_DETACH, forget_graphs)):
             clone.remove_callbacks_with_key(event, KEY)
@@ -118,6 +122,12 @@ def eager_clone(patcher):
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     return clone
+
+
+def _clean_up(patcher) -> None:
+    """After each sampling run, also after one that failed."""
+    release_buffers()
+    weights.forget_weights(patcher.model)
 
 
 def _on_network(action):
