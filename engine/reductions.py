@@ -1,13 +1,15 @@
 """Norms in one pass.
 
 Inductor keeps a row in registers up to 1024 elements and reads longer ones twice, in a loop (torch/_inductor/choices.py). A
-token's channels, 3072 to 5120 in today's transformers, fit as well.
+token's channels, 3072 to 5120 in today's transformers, fit as well; on NVIDIA's GPUs, as measured.
 """
 
 from __future__ import annotations
 
 import functools
 from contextlib import AbstractContextManager, nullcontext
+
+from .devices import is_nvidia
 
 # Elements of a row: at 8 warps 32 a thread.
 MOST = 8192
@@ -37,6 +39,8 @@ def _choices() -> object:
             # Tiled ones have no block sizes for long rows; strict ones (PyTorch 2.15) have theirs for their rounding.
             bound = getattr(features, _TILED, False) or getattr(features, "strict_reduction_rblock", lambda: None)() is not None
             if bound or cooperative_reduction or not config.triton.persistent_reductions:
+                return False
+            if V.graph.current_device is None or not is_nvidia(V.graph.current_device):
                 return False
             inner = features.get_reduction_hint() == ReductionHint.INNER
             return inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, MOST)

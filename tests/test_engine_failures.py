@@ -125,7 +125,7 @@ def test_missing_tools_have_a_cure(engine):
         pass
 
     describe = engine("failures").describe_failure
-    assert "triton-windows" in describe("Block", TritonMissing("no triton")).cure
+    assert "Triton" in describe("Block", TritonMissing("no triton")).cure
     wrapped = RuntimeError("backend failed")
     wrapped.__cause__ = InvalidCxxCompiler("none found")
     assert "g++" in describe("Block", wrapped).cure

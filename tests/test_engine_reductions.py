@@ -4,6 +4,7 @@ import types
 
 import pytest
 import sympy
+import torch
 
 
 def features_of(elements, hint):
@@ -20,15 +21,16 @@ def features_of(elements, hint):
 
 @pytest.fixture
 def chosen(engine):
-    """chosen(elements, hint, cooperative) of whoever decides now; `sizes` are those of the kernel's tiles."""
+    """chosen(elements, hint, cooperative) of whoever decides now, on a CUDA device; `sizes` are those of the kernel's tiles."""
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V
 
-    def ask(elements, hint="INNER", cooperative=False, sizes=("x",), strict=None):
+    def ask(elements, hint="INNER", cooperative=False, sizes=("x",), strict=None, device="cuda"):
         features = features_of(elements, hint)
         features.strict_reduction_rblock = lambda: strict
         features.has_strict_multirow_reduction = lambda: False
-        with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+        graph = types.SimpleNamespace(sizevars=SizeVarAllocator(), current_device=torch.device(device))
+        with V.set_graph_handler(graph):
             V.choices.triton_kernel_kwargs(None, features, [dict.fromkeys(sizes, 64)], {})
             return bool(V.choices.should_use_persistent_reduction(features, cooperative))
 
@@ -57,6 +59,13 @@ def test_rows_whose_rounding_is_strict_keep_their_blocks(engine, chosen):
         assert chosen(3072, "INNER", False, ("x",), sympy.Integer(64)) is False
 
 
+@pytest.mark.parametrize(("device", "hip"), [("cpu", None), ("xpu", None), ("cuda", "7.0"), ("cuda", None)])
+def test_only_where_it_has_been_measured(engine, chosen, monkeypatch, device, hip):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with engine("reductions").in_one_pass():
+        assert chosen(3072, device=device) is (device == "cuda" and hip is None)
+
+
 def test_the_choices_of_others_stay(engine):
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
@@ -70,7 +79,6 @@ def test_the_choices_of_others_stay(engine):
 
 
 def test_inductor_runs_with_them(engine, monkeypatch):
-    import torch
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 

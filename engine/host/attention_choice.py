@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from torch import nn
 
-from ..attention import AttentionSurvey, override_for
+from ..attention import CHECKPOINT, AttentionSurvey, override_for
 from ..disk_cache import current, folder_name
 from ..layouts import copied_containers
 from ..per_model import PerModel
@@ -19,10 +20,14 @@ logger = logging.getLogger("torch-compile-kit")
 
 # Per model, what the input asked for -> the kernel found. One that changed with the length of the prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
+# Where newer hosts keep the attention that a checkpoint or a LoRA asks for (0.38, comfy/ldm/modules/attention.py), if it does.
+_preferences: PerModel[list[nn.Module]] = PerModel(
+    lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
+)
 
 
 def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
-    """The kernel in use, `host` for what ComfyUI takes; None before the first run."""
+    """The kernel in use, `host` for what ComfyUI takes, CHECKPOINT for what it takes there; None before the first run."""
     return _chosen(network).get(wanted)
 
 
@@ -34,15 +39,28 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict) -> tuple:
         executor: of an APPLY_MODEL wrapper; may be called once to measure.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
-    if wanted == "host" or options is None or OVERRIDE in options or args[0].device.type != "cuda":
+    if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
         return args
     base_model = executor.class_obj
     chosen = _chosen(base_model.diffusion_model)
-    if wanted not in chosen:
+    before = chosen.get(wanted)
+    if wanted == "auto" and _prefers_its_own(base_model.diffusion_model):
+        chosen[wanted] = CHECKPOINT  # an override would come before it (`wrap_attn`)
+    elif before in (None, CHECKPOINT):
         chosen[wanted] = _choose(wanted, executor, args, kwargs)
+    if chosen[wanted] != before:
         logger.info("%s: attention %s", type(base_model).__name__, chosen[wanted])
     override = override_for(chosen[wanted])
     return args if override is None else _with_override(args, override)
+
+
+def _can_measure(device: torch.device) -> bool:
+    """Where calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
+    return device.type == "cuda"
+
+
+def _prefers_its_own(network: nn.Module) -> bool:
+    return any(getattr(module, "function", None) is not None for module in _preferences(network))
 
 
 def _choose(wanted: str, executor, args: tuple, kwargs: dict) -> str:
