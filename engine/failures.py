@@ -20,12 +20,14 @@ class Failure:
         reason: first line of the error.
         cure: what the user can do.
         details: the full error, for those who ask.
+        may_pass: another try may succeed (a full disk, a compiler that was killed).
     """
 
     block: str
     reason: str
     cure: str
     details: str
+    may_pass: bool = False
 
     def message(self) -> str:
         return f"{self.block} could not be compiled and runs eager: {self.reason} {self.cure}"
@@ -68,17 +70,27 @@ def is_limit_hit(error: BaseException) -> bool:
     return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
 
 
+def is_graph_break(error: BaseException) -> bool:
+    """Whether code could not be traced as one graph."""
+    return any(isinstance(e, dynamo_errors.Unsupported) for e in chain(error))
+
+
+def _may_pass(causes: list[BaseException]) -> bool:
+    names = {type(e).__name__ for e in causes}
+    return any(isinstance(e, OSError | EOFError) for e in causes) or bool(names & {"BrokenProcessPool", "SubprocException"})
+
+
 def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:
     """Name the cause that has a known cure, which is for `machine`, this one if left out."""
     causes = chain(error)
     found = diagnose(causes, machine)
     if found is not None:
-        return Failure(block, _sentence(*found[:2]), found[2], str(error))
+        return Failure(block, _sentence(*found[:2]), found[2], str(error), _may_pass(causes))
     known = next((e for e in causes if type(e).__name__ in _CURES), None)
     shown = known or _unwrapped(error)
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
     cure = _CURES[type(known).__name__] if known else _DEFAULT_CURE
-    return Failure(block, _sentence(shown, lines[0] if lines else "no message"), cure, str(error))
+    return Failure(block, _sentence(shown, lines[0] if lines else "no message"), cure, str(error), _may_pass(causes))
 
 
 def _sentence(error: BaseException, line: str) -> str:

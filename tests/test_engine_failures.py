@@ -4,7 +4,7 @@ import logging
 
 import pytest
 import torch
-from support import Block, Net, nothing
+from support import Block, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -42,7 +42,7 @@ def run(engine, backend, monkeypatch):
     def call(net, x, backend="aot_eager_failing", **chosen):
         with engine("monitor").watching:
             chosen = settings.CompileSettings(backend=backend, **chosen)
-            with engine("binding").compiled_blocks(net, chosen, poll=nothing):
+            with engine("binding").compiled_blocks(net, chosen):
                 return net(x)
 
     return call
