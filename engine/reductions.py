@@ -36,7 +36,7 @@ def _choices() -> object:
         def should_use_persistent_reduction(features, cooperative_reduction: bool, *rest: object) -> bool:
             if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction, *rest):
                 return True
-            # Tiled ones have no block sizes for long rows; strict ones (PyTorch 2.15) have theirs for the sake of their rounding.
+            # Tiled ones have no block sizes for long rows; strict ones (PyTorch 2.15) have theirs for their rounding.
             bound = getattr(features, _TILED, False) or getattr(features, "strict_reduction_rblock", lambda: None)() is not None
             if bound or cooperative_reduction or not config.triton.persistent_reductions:
                 return False
