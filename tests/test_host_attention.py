@@ -104,10 +104,11 @@ def test_an_attention_that_the_checkpoint_asks_for_is_the_hosts(flux, engine, ca
     for block in blocks:
         block.comfy_attention = ComfyAttention()
     blocks[1].comfy_attention.function = attention_pytorch
+    said = "Flux: attention: the one that the checkpoint asks for"
     with caplog.at_level(logging.INFO, "torch-compile-kit"):
         assert overrides(flux, patcher) == [None]
         assert overrides(flux, patcher) == [None]
-    assert [r.getMessage() for r in caplog.records if "attention" in r.getMessage()] == ["Flux: attention checkpoint"]
+    assert [r.getMessage() for r in caplog.records if "attention" in r.getMessage()] == [said]
     assert "Attention: the one that the checkpoint asks for." in engine("host.attachment").notes_about(patcher)
     # A LoRA that asked for it is taken out, and comes back.
     blocks[1].comfy_attention.function = None

@@ -7,7 +7,7 @@ import logging
 import torch
 from torch import nn
 
-from ..attention import CHECKPOINT, AttentionSurvey, override_for
+from ..attention import CHECKPOINT, AttentionSurvey, in_words, override_for
 from ..disk_cache import current, folder_name
 from ..layouts import copied_containers
 from ..per_model import PerModel
@@ -49,7 +49,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict) -> tuple:
     elif before in (None, CHECKPOINT):
         chosen[wanted] = _choose(wanted, executor, args, kwargs)
     if chosen[wanted] != before:
-        logger.info("%s: attention %s", type(base_model).__name__, chosen[wanted])
+        logger.info("%s: attention: %s", type(base_model).__name__, in_words(chosen[wanted]))
     override = override_for(chosen[wanted])
     return args if override is None else _with_override(args, override)
 
