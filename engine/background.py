@@ -176,7 +176,7 @@ def _has_room(stand_in: StandIn) -> bool:
     return free + reserved > 2 * stand_in.nbytes + MARGIN
 
 
-# Threads that compile: what they would put back is not theirs.
+# Threads that compile: what they would put back, or set up for all, is not theirs.
 _ours: set[int] = set()
 
 
@@ -189,9 +189,11 @@ _RESTORED = {
     "cpu": (torch.random, "set_rng_state"),
     "cuda": (torch.cuda, "set_rng_state"),
     "precision": (torch._C, "_set_fp32_precision_setter"),
+    "guard": (torch._C, "_ensureCUDADeviceGuardSet"),
 }
 # PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
-# `preserve_global_state`): seconds later, in which the sampler has drawn its noise.
+# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. The last is for machines without a GPU:
+# tracing gives the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h), and the next one crashes.
 _leaves_alone = SharedScope({name: _switch(*found) for name, found in _RESTORED.items() if hasattr(*found)})
 
 

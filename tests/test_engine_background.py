@@ -14,7 +14,7 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 @pytest.fixture
 def behind(engine):
-    """behind(net, *args, **settings): one call of the model that waits for nothing; returns the result and whether it ran eager."""
+    """behind(net, *args, **settings): a call of the model that waits for nothing; its result, and whether it ran eager."""
     kinds, compiler = engine("compiled_kind"), engine("background").compiler
 
     def run(net, *args, waits=False, **chosen):
