@@ -39,7 +39,7 @@ class BlockCode:
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
         must_run: it cannot be made ahead of a call: it is no single graph, or no copy of a call is like the call.
-        ready: runs code that is there and compiles none; None before there is any.
+        ready: runs code that is there and compiles none, or eager; None before there can be any.
     """
 
     name: str
@@ -129,8 +129,6 @@ class BlockCode:
         with first_call_lock, watching, ahead():
             block, args, kwargs = stand_in.made()
             self.call(block, args, kwargs)
-        if self.ready is None and self.failure is None:
-            self.ready = torch._dynamo.run(self._own)
 
     def _compile(self, whole: bool) -> Callable:
         """torch.compile of a private copy of the forward.
@@ -149,7 +147,7 @@ class BlockCode:
             )
             own.__kwdefaults__ = source.__kwdefaults__
             own.__qualname__ = source.__qualname__
-            self._own = own
+            self._own, self.ready = own, torch._dynamo.run(own)
         options = self.settings.inductor_options() or None
         return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)
 

@@ -27,8 +27,9 @@ class Executor:
         options["optimized_attention_override"](attention_pytorch, *[torch.randn(2, 32, 256) for _ in range(3)], 4)
 
 
+@pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("memory", ["enough", "too little"])
-def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory):
+def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory, waits):
     choice, asked, remembered = engine("host.attention_choice"), [], []
 
     def seconds(kernel, _call):
@@ -46,9 +47,20 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
 
     monkeypatch.setattr(engine("attention"), "_measure", seconds)
     monkeypatch.setattr(choice, "current", Cache)
-    control = {"output": [1]}
-    found = choice._choose("auto", Executor(), (torch.zeros(1), 0, None, None, control, {}), {})
-    assert control == {"output": [1]}
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    control, executor = {"output": [1]}, Executor()
+    args = torch.zeros(1), 0, None, None, control, {}
+    if waits:
+        _, after = choice.with_attention("auto", executor, args, {}, waits=True)
+        assert after is None and control == {"output": [1]}
+    else:  # the call itself is looked at, and nothing is run twice
+        given, after = choice.with_attention("auto", executor, args, {}, waits=False)
+        executor(*given)
+        assert not asked
+        after()
+    found = choice.chosen_kernel(executor.class_obj.diffusion_model, "auto")
+    again, after = choice.with_attention("auto", executor, args, {}, waits)
+    assert after is None and (OVERRIDE in again[5]) == (found == "cudnn")
     if memory == "enough":
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
     else:

@@ -57,8 +57,14 @@ class BlockCompiler:
             if switches:
                 scopes.enter_context(sampling_scope.holding(**switches))
             weights_of = functools.partial(weights.weights_of, base_model, settings.block_swap, device)
-            args = with_attention(settings.attention, executor, tuple(args), kwargs)
+            call = ModelCall(settings.waits or is_warming(), raise_if_interrupted)
             network = base_model.diffusion_model
+            args, measure = with_attention(settings.attention, executor, tuple(args), kwargs, call.waits)
+            if measure is not None:
+                result = executor(*args, **kwargs)
+                measure()
+                code_of(network).eager_calls += 1
+                return result
             scopes.enter_context(traceable_casts(network))
             obstacle = no_graphs(device) if settings.wants_graphs else ""
             if obstacle:
@@ -66,7 +72,6 @@ class BlockCompiler:
             graphs = settings.wants_graphs and obstacle is None
             captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
             captured = captured and not crowding_of(network).crowded
-            call = ModelCall(settings.waits or is_warming(), raise_if_interrupted)
             binding = Binding(network, settings, call, weights_of, captured)
             if not graphs and binding.paged:
                 scopes.enter_context(without_prefetch(network))
