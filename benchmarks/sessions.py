@@ -113,19 +113,17 @@ class Bench:
         if any(where["command"] == command for where in self.known["environments"][-1:]):
             return
         stats = server.get("/system_stats")
-        device, allocator = stats["devices"][0]["name"], None
-        if not self.options.tiny:
-            _, device, allocator = (part.strip() for part in device.removeprefix("cuda:").replace(" ", " : ", 1).split(" : "))
+        name, _, allocator = stats["devices"][0]["name"].partition(" : ")  # "cuda:0 NVIDIA H200 : cudaMallocAsync", or "cpu"
         where = {
             "date": datetime.date.today().isoformat(),
-            "device": device,
+            "device": name.partition(" ")[2] or run.cpu_name(),
             "torch": stats["system"]["pytorch_version"],
             "python": stats["system"]["python_version"].split()[0],
             "comfyui": stats["system"]["comfyui_version"],
             "kjnodes": _version_of(self.options.kjnodes),
             "command": command,
         }
-        self.known["environments"].append(where if allocator is None else {**where, "allocator": allocator})
+        self.known["environments"].append({**where, "allocator": allocator} if allocator else where)
 
     def session(self, model: str, variant: str, cache: str, cores: int) -> None:
         """All prompts of a model's session; a variant that dies is a result."""
