@@ -42,14 +42,12 @@ _sample = comfy.samplers.KSAMPLER.sample
 
 
 def sample(self, model_wrap, sigmas, extra_args, callback, *args, **kwargs):
-    if callback is None:  # a warmup
-        return _sample(self, model_wrap, sigmas, extra_args, callback, *args, **kwargs)
     marks = [_mark()]
     _samplings.append(marks)
 
     def step_done(*arguments):
         marks.append(_mark())
-        return callback(*arguments)
+        return callback(*arguments) if callback is not None else None
 
     return _sample(self, model_wrap, sigmas, extra_args, step_done, *args, **kwargs)
 
@@ -59,12 +57,12 @@ comfy.samplers.KSAMPLER.sample = sample
 
 @PromptServer.instance.routes.get("/session/steps")
 async def steps(_request: web.Request) -> web.Response:
-    """Seconds of each step since this was last asked, and what PyTorch has compiled in this process so far."""
+    """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far."""
     taken = list(_samplings)
     _samplings.clear()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-    answer = {"steps": [_seconds(a, b) for marks in taken for a, b in itertools.pairwise(marks)]}
+    answer = {"samplings": [[_seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in taken]}
     if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())

@@ -171,8 +171,9 @@ class Bench:
         if (error := error_of(entry)) is not None:
             return {"died": f"{error['exception_type']}: {error['exception_message'][:200]}"}
         done = next(data["timestamp"] for kind, data in entry["status"]["messages"] if kind == "execution_success") / 1000
-        steps = [round(seconds, 4) for seconds in answer.pop("steps")]
-        return {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps, **answer}
+        *before, steps = [[round(seconds, 4) for seconds in steps] for steps in answer.pop("samplings")]
+        warmup = {"warmup_steps": before} if before else {}
+        return {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps, **warmup, **answer}
 
 
 def _version_of(folder: Path | None) -> str | None:
