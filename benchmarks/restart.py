@@ -29,7 +29,7 @@ from . import low_vram, models, session, variants
 
 RUNS = ("first", "second", "early", "carried", "carried early", "eager")
 HEAD_START = 5.0
-FILE = "carried.safetensors"
+FILE = "carried.tckcache"
 
 
 def measure(options) -> dict:

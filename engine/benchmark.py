@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+# Less than this share between two medians is no difference.
+CLEAR = 0.01
+
 
 @dataclass(frozen=True)
 class Timing:
@@ -135,9 +138,9 @@ class BenchmarkResult:
 
     @property
     def verdict(self) -> str:
-        """`faster` or `slower` if every compiled round was, and by 1 % or more; else `no clear difference`."""
+        """`faster` or `slower` if every compiled round was, and by `CLEAR` or more; else `no clear difference`."""
         eager, compiled = self.eager.round_medians, self.compiled.round_medians
-        if abs(self.speedup - 1) < 0.01:
+        if abs(self.speedup - 1) < CLEAR:
             return "no clear difference"
         if max(compiled) < min(eager):
             return "faster"
@@ -213,7 +216,14 @@ class BenchmarkResult:
                 f"Compiled is slower: {times(1 / self.speedup)} the time of eager, {duration(image)} more {noun}.",
                 "It never pays off here: set backend to none, or try another mode.",
             ]
-        return ["No clear difference: under 1 %, or less than rounds of one kind differ. More steps measure more exactly."]
+        if abs(self.speedup - 1) < CLEAR:
+            return [f"No clear difference: under {100 * CLEAR:g} %. More steps measure more exactly."]
+        sides = ((name, side.round_medians) for name, side in (("eager", self.eager), ("compiled", self.compiled)))
+        ranges = ", ".join(f"{name} {between(min(medians), max(medians))}" for name, medians in sides)
+        return [
+            f"No clear difference: the rounds of the two overlap (median step of a round: {ranges}). Something else kept the "
+            "machine busy, or more steps are needed."
+        ]
 
     def _cost_lines(self) -> list[str]:
         cost, lines = self.cost, []

@@ -7,34 +7,38 @@ used for longest go first when all are too large; and one model's can be packed 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.metadata
 import json
 import logging
 import os
-import platform
-import shutil
-import sys
 import tempfile
 import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
-
-from .inductor import version
+from .cache_folders import (
+    WRITTEN_SECONDS,
+    comes_from,
+    is_damaged,
+    make_private,
+    read_json,
+    remove,
+    remove_leftovers,
+    size_of,
+    write_json,
+)
+from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
 from .scopes import folder_scope
 
 logger = logging.getLogger("torch-compile-kit")
-LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
-DEFAULT_GIB = 2.0
 ABOUT = "about.json"
 CHOICES = "choices.json"
 # Another ComfyUI may be compiling into a folder of the same user.
 IN_USE_SECONDS = 600
+# After a compilation, until the size is looked at.
+LOOK_SECONDS = 60
 _lock = threading.RLock()
 
 
@@ -52,6 +56,9 @@ class DiskCache:
 
     def __post_init__(self) -> None:
         self._compiling: dict[str, int] = {}
+        self._looked_at: set[str] = set()
+        self._healed: set[str] = set()
+        self._later: threading.Timer | None = None
 
     def enter(self, name: str, block: str) -> None:
         """Make the folder `name` the one that inductor and Triton use, until `exit`.
@@ -67,8 +74,12 @@ class DiskCache:
                 variables["triton_folder"] = str(folder / "triton")
             try:
                 self._make(name, block)
+                if name not in self._looked_at:
+                    self._looked_at.add(name)
+                    if is_damaged(folder, WRITTEN_SECONDS):
+                        self._compile_anew(name, "files in it are empty, as after a loss of power")
             except OSError as error:  # removed or full since it was opened: compiling itself must not fail over that
-                logger.warning("the cache folder %s cannot be written (%s)", folder, error)
+                logger.warning("the cache folder %s cannot be used: %s", folder, error)
                 variables = {}
             folder_scope.enter(**variables)
 
@@ -78,10 +89,37 @@ class DiskCache:
             if not self._compiling[name]:
                 del self._compiling[name]
             folder_scope.exit()
+            self._look_later(LOOK_SECONDS)
+
+    def heal(self, name: str, error: BaseException) -> bool:
+        """After a kind could not be compiled: empty its folder if that is why, so that it can be compiled once more.
+
+        Once for each folder in a process: what fails again has another cause.
+
+        Args:
+            name: of the folder; it may be entered.
+            error: what compiling has raised.
+
+        Returns:
+            Whether to compile once more.
+        """
+        folder = self.root / name
+        with _lock:
+            if name in self._healed or not (comes_from(error, folder) or is_damaged(folder)):
+                return False
+            self._healed.add(name)
+            self._compile_anew(name, f"what is in it cannot be loaded ({type(error).__name__})")
+            return True
+
+    def _compile_anew(self, name: str, reason: str) -> None:
+        logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
+        for entry in (self.root / name).iterdir():
+            if entry.name not in (ABOUT, CHOICES):
+                remove(entry)
 
     def recall(self, name: str, key: str) -> str | None:
         """What `remember` has kept, in this process or an earlier one."""
-        return _read_json(self.root / name / CHOICES).get(key)
+        return read_json(self.root / name / CHOICES).get(key)
 
     def remember(self, name: str, owner: str, key: str, value: str) -> None:
         """Keep a choice that compiled code depends on, so that the next process makes the same.
@@ -93,16 +131,16 @@ class DiskCache:
         try:
             self._make(name, owner)
             file = self.root / name / CHOICES
-            file.write_text(json.dumps(_read_json(file) | {key: value}), encoding="utf-8")
+            write_json(file, read_json(file) | {key: value})
         except OSError as error:
             logger.warning("%s is not kept in %s: %s", value, self.root, error)
 
     def _make(self, name: str, owner: str) -> None:
         """The folder, used now."""
         about = self.root / name / ABOUT
-        about.parent.mkdir(parents=True, exist_ok=True)
-        if not about.exists():
-            about.write_text(json.dumps({"class": owner, **environment()}, indent=1), encoding="utf-8")
+        make_private(about.parent)
+        if not read_json(about):
+            write_json(about, {"class": owner, **environment()}, indent=1)
         os.utime(about)
 
     def folders(self) -> list[Path]:
@@ -113,31 +151,53 @@ class DiskCache:
     def has_current(self) -> bool:
         """Whether one was made by the same versions on the same device."""
         now = environment().items()
-        return any(now <= _read_json(folder / ABOUT).items() for folder in self.folders())
+        return any(now <= read_json(folder / ABOUT).items() for folder in self.folders())
 
     def size(self) -> int:
         """Bytes of all folders."""
-        return sum(map(_size, self.folders()))
+        return sum(map(size_of, self.folders()))
 
     def trim(self) -> int:
         """Remove the least recently used folders until the rest is within the limit.
 
-        Never one that is being compiled into, here or (used in the last ten minutes) by another process.
+        Never one that is being compiled into, here or (used in the last ten minutes) by another process. What killed processes
+        have left goes, too.
 
         Returns:
             How many bytes were removed.
         """
         with _lock:
-            sizes = {folder: _size(folder) for folder in self.folders()}
+            self._remove_leftovers()
+            sizes = {folder: size_of(folder) for folder in self.folders()}
             total = excess = sum(sizes.values())
             for folder, size in sizes.items():
                 if total <= self.limit:
                     break
                 if folder.name not in self._compiling and time.time() - _last_used(folder) > IN_USE_SECONDS:
-                    total -= size - _remove(folder)
+                    total -= size - remove(folder)
             if total != excess:
                 logger.info("compile cache: %d MiB removed, %d MiB kept in %s", (excess - total) >> 20, total >> 20, self.root)
             return excess - total
+
+    def _remove_leftovers(self) -> None:
+        remove_leftovers(list(self.root.glob("*")) + list(self.root.parent.glob("torch-compile-kit-*.partial")))
+        for folder in self.folders():
+            if folder.name not in self._compiling:
+                remove_leftovers(list(folder.rglob("*")))
+
+    def _look_later(self, seconds: float) -> None:
+        """Trim after a while, once for all that is compiled until then."""
+        if self._later is None:
+            self._later = threading.Timer(seconds, self._look)
+            self._later.daemon = True
+            self._later.start()
+
+    def _look(self) -> None:
+        self.trim()
+        with _lock:
+            self._later = None
+            if self.size() > self.limit:  # the rest is in use
+                self._look_later(IN_USE_SECONDS)
 
     def clear(self) -> int:
         """Remove everything but what is being compiled into; compiled code in memory goes on working.
@@ -149,12 +209,12 @@ class DiskCache:
             before = self.size()
             for folder in self.folders():
                 if folder.name not in self._compiling:
-                    _remove(folder)
+                    remove(folder)
             return before - self.size()
 
     def usage(self) -> dict:
         """For the page and for scripts."""
-        entries = [{"name": f.name, "bytes": _size(f), **_read_json(f / ABOUT)} for f in reversed(self.folders())]
+        entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
         return {
             "folder": str(self.root),
             "bytes": sum(entry["bytes"] for entry in entries),
@@ -178,7 +238,8 @@ def current() -> DiskCache | None:
 def open_cache(folder: Path) -> DiskCache | None:
     """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
 
-    Only the first call has an effect. A folder that cannot be written is said in the log, and PyTorch's own place is used.
+    Only the first call has an effect. A folder that cannot be written, or that others may write, is said in the log, and
+    PyTorch's own place is used.
     """
     with _lock:
         if not _Current.opened:
@@ -186,72 +247,20 @@ def open_cache(folder: Path) -> DiskCache | None:
             users = users_folder()
             root = Path(users) / "torch-compile-kit" if users else folder
             try:
-                root.mkdir(parents=True, exist_ok=True)
+                if not users:
+                    make_private(root.parent)
+                make_private(root)
                 with tempfile.TemporaryFile(dir=root):
                     pass
                 _Current.cache = DiskCache(root, limit_in_bytes())
             except OSError as error:
                 logger.warning(
-                    "the folder %s cannot be written (%s): compiled code goes to the system's temp folder and may be lost at "
-                    "the next restart",
+                    "the cache folder %s cannot be used: %s. Compiled code goes to the system's temp folder and may be lost at "
+                    "the next restart; TORCHINDUCTOR_CACHE_DIR names another folder",
                     root,
                     error,
                 )
         return _Current.cache
-
-
-def limit_in_bytes() -> int:
-    """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else 2 GiB."""
-    given = os.environ.get(LIMIT, "")
-    try:
-        gib = float(given or DEFAULT_GIB)
-        if not 0 <= gib < float("inf"):
-            raise ValueError
-    except ValueError:
-        logger.warning("%s = %r: not a number of GiB; %g is used", LIMIT, given, DEFAULT_GIB)
-        gib = DEFAULT_GIB
-    return int(gib * 1024**3)
-
-
-def users_folder() -> str | None:
-    """What the user has set TORCHINDUCTOR_CACHE_DIR to; PyTorch sets it to its default itself."""
-    value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return value if value and Path(value) != Path(default_cache_dir()) else None
-
-
-def users_triton_folder() -> str | None:
-    """What the user has set TRITON_CACHE_DIR to; inductor sets it to a folder in its own (triton_heuristics.py)."""
-    value = os.environ.get("TRITON_CACHE_DIR")
-    return value if value and Path(cache_dir()) not in Path(value).parents else None
-
-
-@functools.cache
-def environment() -> dict[str, str]:
-    """What compiled code depends on beside the model: another value of any of them is another cache."""
-    try:
-        import triton
-
-        triton_version = triton.__version__
-    except ImportError:
-        triton_version = "none"
-    gpu = torch.cuda.is_available()
-    return {
-        "torch": torch.__version__,
-        "triton": triton_version,
-        "cuda": str(torch.version.cuda or torch.version.hip or "none"),
-        "python": ".".join(map(str, sys.version_info[:2])),
-        "platform": f"{sys.platform} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}",
-        "comfy-kitchen": _version_of("comfy-kitchen"),
-        "code of the pack": version(),
-    }
-
-
-def _version_of(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "none"
 
 
 def folder_name(block: str, structure: tuple) -> str:
@@ -269,32 +278,9 @@ def folder_name(block: str, structure: tuple) -> str:
 
 
 def _last_used(folder: Path) -> float:
+    """0 if it cannot be told, also by a date that is still to come: the clock was wrong then."""
     try:
-        return (folder / ABOUT).stat().st_mtime
+        used = (folder / ABOUT).stat().st_mtime
     except OSError:
         return 0.0
-
-
-def _read_json(file: Path) -> dict:
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
-    except (OSError, ValueError):
-        return {}
-
-
-def _size(folder: Path) -> int:
-    total = 0
-    for parent, _folders, files in os.walk(folder):
-        for name in files:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:
-                continue
-    return total
-
-
-def _remove(folder: Path) -> int:
-    """Remove it; what the system holds on to (loaded code on Windows) stays, and its size is returned."""
-    shutil.rmtree(folder, ignore_errors=True)
-    return _size(folder)
+    return used if used <= time.time() + IN_USE_SECONDS else 0.0

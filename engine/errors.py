@@ -1,5 +1,8 @@
 """Errors that users read: each names what was given and how to cure it."""
 
+# Characters of a value that a message shows.
+SHOWN = 200
+
 
 class TorchCompileKitError(RuntimeError):
     """Base of the errors this pack raises on purpose."""
@@ -10,15 +13,25 @@ class InvalidSetting(TorchCompileKitError, ValueError):
 
     Args:
         name: the input as the node shows it.
-        value: what was given.
+        value: what was given; of a long text the beginning is kept.
         cure: one sentence that says what to set instead.
     """
 
     def __init__(self, name: str, value: object, cure: str):
-        super().__init__(f"{name} = {value!r}: {cure}")
+        super().__init__(f"{name} = {shown(value)}: {cure}")
         self.name = name
-        self.value = value
+        self.value = value if not isinstance(value, str) else value[:SHOWN]
 
 
 class BlockCompileError(TorchCompileKitError):
     """A block could not be compiled and `on_failure` is `stop`."""
+
+
+def shown(value: object) -> str:
+    """A value as messages show it: who pastes megabytes into an input needs no megabytes of log."""
+    if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest
+        return "a number of very many digits"
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) <= SHOWN:
+        return repr(value)
+    return f"{text[:SHOWN]!r}... ({len(text):,} characters)"

@@ -16,6 +16,8 @@ ATTENTION = ("auto", "host", "cudnn", "flash", "efficient")
 ON_FAILURE = ("run eager", "stop")
 COMPILE = ("in the background", "at once")
 MAX_CACHE_LIMIT = 4096
+# Enough to name each block of a large model; each pattern is compared with each of them.
+MAX_ONLY_BLOCKS = 10_000
 # Enough for every size and prompt length people meet with dynamic=false, small enough to notice a runaway.
 AUTOMATIC_CACHE_LIMIT = 64
 
@@ -68,6 +70,12 @@ class CompileSettings:
         skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
         key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
         object.__setattr__(self, "_kind_key", key)
+        if len(self.only_blocks) > MAX_ONLY_BLOCKS:
+            raise InvalidSetting(
+                "only_blocks",
+                self.only_blocks,
+                f"use at most {MAX_ONLY_BLOCKS:,} characters; * and ? stand for many blocks, as in double_blocks.*.",
+            )
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
@@ -95,7 +103,7 @@ class CompileSettings:
 
     @property
     def patterns(self) -> tuple[str, ...]:
-        return tuple(p.strip() for p in self.only_blocks.split(",") if p.strip())
+        return tuple(dict.fromkeys(p.strip() for p in self.only_blocks.split(",") if p.strip()))
 
     @property
     def variant_limit(self) -> int:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+from .scopes import folder_scope
 
 
 def know_instruction_sets(record: Path) -> int:
     """Fill PyTorch's list of instruction sets, with the checks that `record` knows the outcome of left out.
 
-    Only checks that succeeded are recorded: a failure may be gone the next time.
+    Only checks that succeeded are recorded: a failure may be gone the next time. They are compiled beside the record, not in a
+    place below the system's temp folder that anybody can foresee.
 
     Returns:
         How many checks were made.
@@ -29,7 +33,7 @@ def know_instruction_sets(record: Path) -> int:
         return 0
     succeeded = _read(record)
     known = len(succeeded)
-    with _answering(cpu_vec_isa, succeeded) as made:
+    with _answering(cpu_vec_isa, succeeded, record.parent) as made:
         listed()
     if len(succeeded) > known:
         record.write_text(json.dumps(sorted(succeeded)), encoding="utf-8")
@@ -37,7 +41,7 @@ def know_instruction_sets(record: Path) -> int:
 
 
 @contextmanager
-def _answering(cpu_vec_isa, succeeded: set[str]) -> Iterator[list[str]]:
+def _answering(cpu_vec_isa, succeeded: set[str], place: Path) -> Iterator[list[str]]:
     """While it lasts, checks in `succeeded` are not made again, and those that succeed are added to it."""
     check = cpu_vec_isa.VecISA.check_build
     flags = cpu_vec_isa.x86_isa_checker()
@@ -49,7 +53,11 @@ def _answering(cpu_vec_isa, succeeded: set[str]) -> Iterator[list[str]]:
         if key in succeeded:
             return True
         made.append(key)
-        works = check(isa, code)
+        with (
+            tempfile.TemporaryDirectory(dir=place, prefix="incoming-", ignore_cleanup_errors=True) as folder,
+            folder_scope.holding(inductor_folder=folder),
+        ):
+            works = check(isa, code)
         if works:
             succeeded.add(key)
         return works

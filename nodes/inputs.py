@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-MAX_PIXELS = 16384
+from ..engine.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS
 
 
 def size_inputs() -> list:
@@ -10,8 +10,8 @@ def size_inputs() -> list:
     return [
         io.Int.Input("width", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image width in pixels."),
         io.Int.Input("height", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image height in pixels."),
-        io.Int.Input("length", default=1, min=1, max=MAX_PIXELS, tooltip="Video frames; 1 for images."),
-        io.Int.Input("batch_size", default=1, min=1, max=4096, tooltip="Images or videos made at once."),
+        io.Int.Input("length", default=1, min=1, max=MAX_FRAMES, tooltip="Video frames; 1 for images."),
+        io.Int.Input("batch_size", default=1, min=1, max=MAX_BATCH, tooltip="Images or videos made at once."),
         io.Float.Input(
             "cfg",
             default=1.0,

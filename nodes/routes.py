@@ -1,12 +1,14 @@
 """What the page and scripts can ask the server."""
 
 import asyncio
+import logging
 import sys
 
 from ..engine import watch
 from ..engine.host.users_folder import get_ready, get_ready_again, open_users_cache
 from ..engine.report import report_json
 
+logger = logging.getLogger("torch-compile-kit")
 EVENT = "torch-compile-kit.compiled"
 COMPILES = "TorchCompileKitModel"
 # Seconds, at the least: by then the other packs are loaded.
@@ -17,7 +19,8 @@ def register_routes() -> None:
     """What is compiled right now, the cache on disk, and an event when a run compiled something unexpected.
 
     GET /torch-compile-kit/report, GET /torch-compile-kit/cache (folder, bytes, limit, entries), POST
-    /torch-compile-kit/cache/clear (answers with the bytes removed).
+    /torch-compile-kit/cache/clear (answers with the bytes removed; of application/json, which no page of another site can send
+    without asking).
 
     Has the process get ready to compile when a prompt is queued that will, and soon after the server's start where this user
     has compiled before.
@@ -42,7 +45,9 @@ def register_routes() -> None:
         return web.json_response(await asyncio.to_thread(cache.usage))
 
     @server.routes.post("/torch-compile-kit/cache/clear")
-    async def clear_cache(_request: web.Request) -> web.Response:
+    async def clear_cache(request: web.Request) -> web.Response:
+        if request.content_type != "application/json":
+            return web.json_response({"error": "send it with the header Content-Type: application/json"}, status=415)
         cache = open_users_cache()
         removed = await asyncio.to_thread(cache.clear) if cache is not None else 0
         return web.json_response({"removed": removed})
@@ -57,7 +62,14 @@ def register_routes() -> None:
 
 def prepare_for(request: dict) -> dict:
     """When a prompt that will compile is queued: get ready while its models load from disk. Returns the request unchanged."""
-    for node in request.get("prompt", {}).values():
-        if node.get("class_type") == COMPILES:
-            get_ready(node["inputs"].get("backend", "inductor"))
+    prompt = request.get("prompt") if isinstance(request, dict) else None
+    nodes = prompt.values() if isinstance(prompt, dict) else ()
+    for node in nodes:
+        if not isinstance(node, dict) or node.get("class_type") != COMPILES:
+            continue
+        inputs = node.get("inputs")
+        try:
+            get_ready(inputs.get("backend", "inductor") if isinstance(inputs, dict) else "inductor")
+        except Exception as error:  # the prompt is the host's to judge, and the first compilation gets ready anyway
+            logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
     return request

@@ -34,4 +34,4 @@ class SaveCache(io.ComfyNode):
     @classmethod
     def execute(cls, model, filename) -> io.NodeOutput:
         path, report = save_cache(model, filename)
-        return io.NodeOutput(model, str(path), ui={"text": [report]})
+        return io.NodeOutput(model, str(path or ""), ui={"text": [report]})

@@ -28,8 +28,8 @@ class Warmup(io.ComfyNode):
                     "extra_sizes",
                     default="",
                     multiline=True,
-                    tooltip="More sizes, one a line: 1216x832, 832x480x33 (with frames), each with an optional batch: "
-                    "512x512 batch 4.",
+                    tooltip="More sizes, one a line or separated by commas: 1216x832, 832x480x33 (with frames), each with an "
+                    "optional batch: 512x512 batch 4.",
                 ),
                 latent_input(),
             ],

@@ -92,6 +92,14 @@ def test_what_the_rounds_do_not_show_is_not_claimed(result, eager, compiled):
         assert "No clear difference" in figures.table() and "Break-even" not in figures.table()
 
 
+def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
+    small = result(0.2, 0.199).table()
+    assert "No clear difference: under 1 %" in small and "overlap" not in small
+    busy = result([[2.5] * 4, [0.43] * 4, [2.6] * 4], [[0.44] * 4, [0.45] * 4, [0.43] * 4]).table()
+    assert "2.50 s" in busy and "under 1 %" not in busy
+    assert "the rounds of the two overlap (median step of a round: eager 430 ms - 2.60 s, compiled 430 - 450 ms)" in busy
+
+
 def test_table_names_what_was_measured_in_aligned_columns(result, engine):
     trace = engine("benchmark").Trace("CUDA kernels", 1843, 612, ("out/a.json", "out/b.json"))
     lines = result(0.1752, 0.1384, trace=trace, late_graphs=1, notes=["Attention: cudnn."]).table().splitlines()

@@ -1,4 +1,4 @@
-"""The cache on disk and the file it travels in: places, limits, and everything that a bad file can be."""
+"""The cache on disk: places, limits, who may write them, and what heals itself."""
 
 import json
 import os
@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file, safe_open, save_file
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 NAMES = ["0" * 12, "1" * 12, "2" * 12]
@@ -152,152 +150,6 @@ def test_a_choice_is_recalled(cache):
     assert cache.recall(NAMES[0], "attention") == "cudnn"
 
 
-@pytest.fixture
-def files(engine):
-    return engine("cache_file")
-
-
-@pytest.fixture
-def saved(files, cache, tmp_path):
-    """A small cache, and the file that was made of it."""
-    cache.enter(NAMES[0], "Block")
-    cache.exit(NAMES[0])
-    for name, content in {
-        "aotautograd/ab/entry": b"graph",
-        "ab/abc.best_config": b"",
-        "triton/x/k.cubin": b"k",
-        "locks/a.lock": b"",
-    }.items():
-        file = cache.root / NAMES[0] / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
-    path = tmp_path / "mine.safetensors"
-    assert files.write_cache_file(path, cache, [NAMES[0]], "0.1.0", ["Flux"], ["64x64 batch 1"]) == 3
-    return path
-
-
-@pytest.fixture
-def empty(disk_cache, tmp_path):
-    return disk_cache.DiskCache(tmp_path / "empty", MIB)
-
-
-def contents(root):
-    return {file.relative_to(root).as_posix(): file.read_bytes() for file in root.rglob("*") if file.is_file()}
-
-
-def test_what_is_saved_is_loaded(files, disk_cache, saved, empty):
-    found = files.load_cache_file(saved, empty)
-    assert (found.models, found.sizes, found.pack) == (["Flux"], ["64x64 batch 1"], "0.1.0")
-    assert found.environment == disk_cache.environment()
-    loaded = contents(empty.root)
-    assert loaded[f"{NAMES[0]}/aotautograd/ab/entry"] == b"graph" and loaded[f"{NAMES[0]}/ab/abc.best_config"] == b""
-    assert set(loaded) == set(found.members) and not any("triton" in name for name in loaded)
-
-
-def test_the_header_tells_where_it_fits(saved, disk_cache):
-    with safe_open(saved, framework="pt") as file:
-        header = file.metadata()
-    assert header["models"] == '["Flux"]' and header["sizes"] == '["64x64 batch 1"]'
-    known = {"torch", "triton", "cuda", "python", "platform", "device", "code of the pack"}
-    assert known == set(disk_cache.environment()) <= set(header)
-
-
-def test_one_flipped_byte_anywhere_is_refused(files, saved, empty):
-    data = saved.read_bytes()
-    for position in range(len(data)):
-        flipped = bytearray(data)
-        flipped[position] ^= 0x1C if position % 2 else 0x01
-        saved.write_bytes(flipped)
-        with pytest.raises(files.CacheFileError, match=saved.name):
-            files.load_cache_file(saved, empty)
-    assert not empty.root.exists()
-    saved.write_bytes(data)
-    files.load_cache_file(saved, empty)
-
-
-def test_a_part_of_a_file_is_refused(files, saved, empty):
-    data = saved.read_bytes()
-    for length in (0, 4, 8, 100, len(data) // 2, len(data) - 1):
-        saved.write_bytes(data[:length])
-        with pytest.raises(files.CacheFileError, match=r"only a part|damaged"):
-            files.load_cache_file(saved, empty)
-    saved.write_bytes(data + b"x")
-    with pytest.raises(files.CacheFileError):
-        files.load_cache_file(saved, empty)
-    assert not empty.root.exists()
-
-
-def rewritten(files, path, members=(), **changes):
-    """The file with another header or other members, and digests that fit: what someone could send."""
-    with safe_open(path, framework="pt") as file:
-        header = file.metadata()
-    tensors = load_file(path)
-    digests = json.loads(header["members"])
-    for name in members:
-        tensors[name] = torch.zeros(1, dtype=torch.uint8)
-        digests[name] = files.hashlib.sha256(b"\0").hexdigest()
-    save_file(tensors, path, header | {"members": json.dumps(digests), "sha256": "0" * 64} | changes)
-    files._write_digest(path)
-
-
-def test_the_helper_makes_files_that_load(files, saved, empty):
-    rewritten(files, saved, members=[f"{NAMES[0]}/extra"])
-    files.load_cache_file(saved, empty)
-    assert (empty.root / NAMES[0] / "extra").exists()
-
-
-@pytest.mark.parametrize("key", ["torch", "triton", "cuda", "python", "platform", "device"])
-def test_another_machine_is_refused_with_both_values(files, disk_cache, saved, empty, key):
-    rewritten(files, saved, **{key: "quite another"})
-    with pytest.raises(files.CacheFileError) as refused:
-        files.load_cache_file(saved, empty)
-    assert f"{key} is {disk_cache.environment()[key]} here, quite another in the file" in str(refused.value)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside", f"{NAMES[0]}/../../outside", "/tmp/outside", "outside", f"{NAMES[0]}/a/./b", f"{NAMES[0]}//b",
-        f"{NAMES[0]}\\..\\outside", "C:/outside", f"{NAMES[0]}/.hidden", f"{NAMES[0]}/a\nb", f"{NAMES[0]}/", f"{NAMES[0]}/b:c",
-    ],
-)  # fmt: skip
-def test_a_member_that_leads_elsewhere_is_refused(files, saved, empty, tmp_path, name):
-    before = contents(tmp_path)
-    rewritten(files, saved, members=[name])
-    with pytest.raises(files.CacheFileError, match="no file of a cache folder"):
-        files.load_cache_file(saved, empty)
-    before.pop(saved.name)
-    after = contents(tmp_path)
-    after.pop(saved.name)
-    assert after == before and not Path("/tmp/outside").exists()
-
-
-@pytest.mark.parametrize("header", [None, {"format": "pt"}, {"format": "torch-compile-kit cache 1"}])
-def test_another_kind_of_file_is_refused(files, empty, tmp_path, header):
-    path = tmp_path / "model.safetensors"
-    save_file({"weight": torch.ones(2)}, path, header)
-    with pytest.raises(files.CacheFileError, match=r"format is .*torch-compile-kit cache 2"):
-        files.load_cache_file(path, empty)
-
-
-@pytest.mark.parametrize("key", ["members", "pack", "torch", "modules"])
-def test_an_incomplete_header_is_refused(files, saved, empty, key):
-    with safe_open(saved, framework="pt") as file:
-        header = {k: v for k, v in file.metadata().items() if k != key} | {"sha256": "0" * 64}
-    save_file(load_file(saved), saved, header)
-    files._write_digest(saved)
-    with pytest.raises(files.CacheFileError, match="incomplete"):
-        files.load_cache_file(saved, empty)
-
-
-def test_nothing_compiled_is_no_file(files, cache, tmp_path):
-    cache.enter(NAMES[0], "Block")
-    cache.exit(NAMES[0])
-    with pytest.raises(files.CacheFileError, match="Warmup"):
-        files.write_cache_file(tmp_path / "none.safetensors", cache, [NAMES[0]], "0.1.0", [], [])
-    assert not list(tmp_path.glob("*.safetensors*"))
-
-
 @pytest.mark.parametrize(
     ("name", "imported"),
     [
@@ -330,3 +182,266 @@ def test_it_knows_whether_this_machine_has_compiled_as_it_is_now(engine, cache, 
     another = {**disk.environment(), "torch": "9.9"}
     monkeypatch.setattr(disk, "environment", lambda: another)
     assert not cache.has_current()
+
+
+ELF = b"\x7fELF" + bytes(60)
+
+
+def filled(cache, name=NAMES[0], age=3600.0, **files):
+    """A kind's folder with files of that age, as an earlier process has left it."""
+    cache.enter(name, "Block")
+    cache.exit(name)
+    for path, content in files.items():
+        file = cache.root / name / "ab" / path.replace("_", ".")
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+        os.utime(file, (time.time() - age,) * 2)
+    return cache.root / name
+
+
+@pytest.fixture
+def restarted(disk_cache, cache):
+    """The same cache in a process that has not used it yet."""
+    return lambda: disk_cache.DiskCache(cache.root, cache.limit)
+
+
+@pytest.mark.parametrize("damaged", [{"a_so": b""}, {"a_so": bytes(64)}, {"a_cubin": b""}, {"a_json": b""}, {"a_py": b""}])
+def test_a_folder_with_empty_files_is_compiled_anew(cache, restarted, damaged, caplog):
+    folder = filled(cache, whole_so=ELF, **damaged)
+    cache.remember(NAMES[0], "Net", "attention", "cudnn")
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert sorted(entry.name for entry in folder.iterdir()) == ["about.json", "choices.json"]
+    assert after.recall(NAMES[0], "attention") == "cudnn"
+    assert str(folder) in caplog.text and "compiled anew" in caplog.text
+
+
+@pytest.mark.parametrize("whole", [{"a_so": ELF}, {"a_lock": b""}, {"a_best_config": b""}, {"a": b""}])
+def test_a_folder_with_whole_files_is_left_alone(cache, restarted, whole):
+    folder = filled(cache, **whole)
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert (folder / "ab").exists()
+
+
+def test_a_file_that_another_process_may_be_writing_is_left_alone(cache, restarted):
+    folder = filled(cache, age=0.0, a_so=b"")
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert (folder / "ab" / "a.so").exists()
+
+
+def test_an_empty_description_is_written_anew(cache, restarted):
+    folder = filled(cache, a_so=ELF)
+    (folder / "about.json").write_text("")
+    after = restarted()
+    assert not after.has_current()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert after.has_current() and (folder / "ab").exists()
+
+
+def raised(action):
+    """The error as the backend's caller gets it."""
+    try:
+        try:
+            action()
+        except Exception as error:
+            raise RuntimeError("backend='inductor' raised") from error
+    except RuntimeError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def load_library(file):
+    import ctypes
+
+    return lambda: ctypes.CDLL(str(file))
+
+
+def load_module(file):
+    return lambda: exec(compile(file.read_text(), str(file), "exec"), {})  # noqa: S102  as PyTorch loads them
+
+
+def test_what_cannot_be_loaded_is_compiled_once_more(cache, caplog):
+    folder = filled(cache, a_so=ELF[:20])
+    error = raised(load_library(folder / "ab" / "a.so"))
+    cache.enter(NAMES[0], "Block")  # as during the call that failed
+    assert cache.heal(NAMES[0], error)
+    assert not (folder / "ab").exists() and str(folder) in caplog.text
+    assert not cache.heal(NAMES[0], error), "what fails again has another cause"
+    cache.exit(NAMES[0])
+
+
+@pytest.mark.parametrize("source", ["import json.no_such_module", "json.dum", "def f(:"])
+def test_a_module_that_is_cut_off_is_compiled_once_more(cache, source):
+    folder = filled(cache, a_py=source.encode())
+    assert cache.heal(NAMES[0], raised(load_module(folder / "ab" / "a.py")))
+
+
+def test_a_pickle_that_is_cut_off_is_compiled_once_more(cache):
+    import pickle
+
+    filled(cache, a_so=ELF)
+    assert cache.heal(NAMES[0], raised(lambda: pickle.loads(pickle.dumps([1, 2, 3])[:-2])))
+
+
+def test_an_empty_file_is_reason_enough(cache):
+    """A cubin: the driver's error names no file."""
+    filled(cache, a_cubin=b"")
+    assert cache.heal(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
+
+
+def test_other_errors_leave_the_folder_alone(cache, engine):
+    from torch._inductor.exc import CppCompileError
+
+    folder = filled(cache, a_so=ELF, a_cpp=b"int x;", a_py=b"def f():\n    raise ValueError('in use')\n")
+    used = {}
+    exec(compile((folder / "ab" / "a.py").read_text(), str(folder / "ab" / "a.py"), "exec"), used)  # noqa: S102
+    for error in (
+        raised(lambda: 1 / 0),
+        raised(used["f"]),
+        CppCompileError(["g++", f"{folder}/ab/a.cpp"], f"{folder}/ab/a.cpp: error: no such header"),
+        OSError(28, "No space left on device", f"{folder}/ab/a.so"),
+        raised(load_library("/nowhere/libgomp.so.1")),
+    ):
+        assert not cache.heal(NAMES[0], error), error
+    assert (folder / "ab" / "a.so").exists()
+
+
+def test_the_size_is_looked_at_again_after_compilations(three, disk_cache, monkeypatch):
+    monkeypatch.setattr(disk_cache, "LOOK_SECONDS", 0.0)
+    three.limit += MIB // 2
+    three._later.cancel()  # the fixture's
+    three._later = None
+    three.enter(NAMES[2], "Block")
+    assert three._later is None, "not while something is compiled"
+    three.exit(NAMES[2])
+    later = three._later
+    if later is not None:  # else it is done already
+        later.join()
+    assert names(three) == {NAMES[1], NAMES[2]} and three._later is None
+
+
+def test_one_look_serves_all_compilations_until_then(three, monkeypatch):
+    looks = []
+    monkeypatch.setattr(three, "trim", lambda: looks.append(1))
+    for name in NAMES:
+        three.enter(name, "Block")
+        three.exit(name)
+    first = three._later
+    first.cancel()
+    three._look()
+    assert looks == [1]
+    assert three._later is not None and three._later.interval == 600, "what is too much and in use is looked at later"
+    three._later.cancel()
+
+
+def test_folders_dated_in_the_future_go_first(three):
+    os.utime(three.root / NAMES[2] / "about.json", (time.time() + 10**8,) * 2)
+    three.limit += MIB // 2
+    three.trim()
+    assert names(three) == {NAMES[0], NAMES[1]}
+
+
+def test_what_killed_processes_leave_goes_after_an_hour(cache, tmp_path):
+    folder = filled(cache, a_so=ELF)
+    old = [
+        tmp_path / "torch-compile-kit-1.partial", folder / "ab" / ".12.34.tmp", folder / "triton" / "tmp.pid_1_2" / "k.cubin",
+        cache.root / "incoming-1" / "entry", cache.root / "x.tmp",
+    ]  # fmt: skip
+    young = [tmp_path / "torch-compile-kit-2.partial", folder / "ab" / ".56.78.tmp", cache.root / "incoming-2" / "entry"]
+    others = [tmp_path / "mine.partial", tmp_path / "mine.tmp", folder / "ab" / "a.so", cache.root / "notes" / "mine.tmp"]
+    for file in old + young + others:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("left")
+    for file in old + others:
+        os.utime(file, (0, 0))
+        os.utime(file.parent, (0, 0)) if file.parent.name.startswith(("incoming", "tmp.")) else None
+    cache.trim()
+    assert [file for file in old if file.exists()] == []
+    assert [file for file in young + others if not file.exists()] == []
+
+
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+
+
+@posix
+def test_folders_of_code_are_this_users_alone(cache):
+    before = os.umask(0)
+    try:
+        filled(cache)
+    finally:
+        os.umask(before)
+    assert [(path.stat().st_mode & 0o777) for path in (cache.root / NAMES[0],)] == [0o700]
+
+
+@pytest.fixture
+def opened(disk_cache, monkeypatch, tmp_path):
+    """open_cache as in a process that has opened none; the cache it gives."""
+    monkeypatch.setattr(disk_cache._Current, "opened", False)
+    monkeypatch.setattr(disk_cache._Current, "cache", None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return lambda: disk_cache.open_cache(tmp_path / "kit" / "cache")
+
+
+@posix
+def test_a_new_cache_is_private(opened):
+    before = os.umask(0)
+    try:
+        cache = opened()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (cache.root, cache.root.parent)] == [0o700, 0o700]
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_folder_that_others_may_write_is_not_used(opened, tmp_path, caplog, mode):
+    (tmp_path / "kit" / "cache").mkdir(parents=True)
+    (tmp_path / "kit").chmod(0o700)
+    (tmp_path / "kit" / "cache").chmod(mode)
+    assert opened() is None
+    assert "others may write" in caplog.text and str(tmp_path / "kit" / "cache") in caplog.text and "chmod 700" in caplog.text
+
+
+@posix
+def test_a_folder_of_another_user_is_not_used(opened, tmp_path, caplog, monkeypatch):
+    (tmp_path / "kit" / "cache").mkdir(parents=True, mode=0o700)
+    (tmp_path / "kit").chmod(0o700)
+    real = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    assert opened() is None
+    assert f"belongs to another user (uid {real}, this is {real + 1})" in caplog.text
+
+
+@posix
+def test_a_kinds_folder_that_others_may_write_is_not_used(cache, caplog):
+    folder = filled(cache)
+    folder.chmod(0o777)
+    before = variables()
+    cache.enter(NAMES[0], "Block")
+    assert variables() == before
+    cache.exit(NAMES[0])
+    assert "others may write" in caplog.text
+
+
+def test_instruction_sets_are_tried_in_a_folder_of_ours(engine, tmp_path, monkeypatch):
+    from torch._inductor import config, cpu_vec_isa
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    places = []
+
+    def check_build(_isa, _code):
+        places.append(Path(cache_dir()))
+        return True
+
+    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check_build)
+    before = variables()
+    with config.patch({"cpp.vec_isa_ok": None}), engine("vec_isa")._answering(cpu_vec_isa, set(), tmp_path) as made:
+        assert cpu_vec_isa.VecISA.check_build(cpu_vec_isa.VecAVX2(), "code")
+    assert len(made) == 1 and [place.parent for place in places] == [tmp_path]
+    assert variables() == before and not list(tmp_path.iterdir())

@@ -75,3 +75,49 @@ def test_a_line_that_is_no_size_is_named(engine, line):
     with pytest.raises(engine("errors").InvalidSetting) as error:
         engine("warmup_plan").parse_extra_sizes(f"512x512\n{line}")
     assert "line 2" in str(error.value) and line in str(error.value)
+
+
+def test_several_sizes_on_a_line(engine):
+    read = engine("warmup_plan").parse_extra_sizes("1024x1024, 768x768 batch 2,\n# 1x1, 2x2\n832x480x33")
+    assert [size.label() for size in read] == ["1024x1024 batch 1", "768x768 batch 2", "832x480x33 batch 1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("512x512\n99999x99999", r"extra_sizes = '99999x99999': line 2: width = 99999: use 1 to 16384"),
+        ("512x99999", "height = 99999"),
+        ("512x512x99999", "length = 99999"),
+        ("512x512 batch 99999", "batch = 99999"),
+        ("9" * 5000 + "x512", "is no size"),
+        ("64x64\n" * 101, "101 sizes; use at most 100"),
+        ("64x64\n" * 10_000, "at most 10,000 characters"),
+        ("9" * 10_000_000, "at most 10,000 characters"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_sizes_have_limits(engine, text, said):
+    with pytest.raises(engine("errors").InvalidSetting, match=said) as error:
+        engine("warmup_plan").parse_extra_sizes(text)
+    assert len(str(error.value)) < 500
+
+
+@pytest.mark.parametrize("size", [(16385, 64), (64, 0), (64, 64, 16385), (64, 64, 1, 4097)])
+def test_a_linked_number_beyond_the_limits_is_named(engine, size):
+    with pytest.raises(engine("errors").InvalidSetting, match="use 1 to"):
+        engine("warmup_plan").Size(*size)
+
+
+@pytest.mark.parametrize("value", ["a" * 10_000_000, ["a" * 10_000_000], 10**5000], ids=["text", "list", "number"])
+def test_messages_show_the_beginning_of_long_values(engine, value):
+    error = engine("errors").InvalidSetting("only_blocks", value, "use another.")
+    assert len(str(error)) < 300 and len(repr(error)) < 300
+    if isinstance(value, str):
+        assert "10,000,000 characters" in str(error) and len(error.value) < 300
+
+
+def test_patterns_have_a_limit(settings, engine):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"only_blocks.*at most 10,000 characters") as error:
+        settings.CompileSettings(only_blocks="*," * 5_000_000)
+    assert len(str(error.value)) < 500
+    assert settings.CompileSettings(only_blocks="*," * 5000).patterns == ("*",)

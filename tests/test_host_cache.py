@@ -2,8 +2,10 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -84,6 +86,24 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
     assert all_hits(second)
 
 
+@pytest.mark.parametrize("left", [0])
+def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path, left):
+    """What a loss of power leaves: so many bytes of each library."""
+    base, _ = first
+    machine = tmp_path / "machine"
+    shutil.copytree(base / "user" / "torch-compile-kit" / "cache", machine / "user" / "torch-compile-kit" / "cache")
+    (machine / "user" / "torch-compile-kit").chmod(0o700)
+    libraries = list(machine.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        os.truncate(library, left)
+        os.utime(library, (time.time() - 3600,) * 2)
+    answer = start(machine, "warm", "attention")
+    assert answer["error"] < 1e-5 and answer["graphs"] == 4, answer["report"]
+    assert "runs eager" not in answer["report"], answer["report"]
+    assert "compiled anew" in answer["log"]
+
+
 def test_the_users_own_variables_win(tmp_path):
     mine = tmp_path / "mine"
     answer = start(tmp_path, "before", "warm", "after", TORCHINDUCTOR_CACHE_DIR=mine, TRITON_CACHE_DIR=tmp_path / "triton")
@@ -99,4 +119,4 @@ def test_a_folder_that_cannot_be_written_is_said_and_compiling_goes_on(tmp_path)
     blocked.write_text("a file where the folder should be")
     answer = start(tmp_path, "warm")
     assert answer["cache"] is None and answer["graphs"] == 4
-    assert "cannot be written" in answer["log"] and str(blocked) in answer["log"]
+    assert "cannot be used" in answer["log"] and str(blocked) in answer["log"]

@@ -223,6 +223,37 @@ def test_a_mask_on_the_latent_is_warmed_too(warming, tiny):
     assert runs.sampled() == 0
 
 
+def test_a_size_between_two_latents_is_named_by_what_is_sampled(warming):
+    runs = warming()
+    runs.warm()
+    report = runs.warm((65, 69))
+    assert f"64x64 batch 1 (rounded from 65x69): {SKIPPED}" in report
+    assert "64x64x5 batch 1 (rounded from 64x64x7): " in warming("wan").warm((64, 64, 7))
+
+
+def test_latents_are_made_one_by_one_after_all_sizes_were_looked_at(warming, engine, monkeypatch):
+    runs, made = warming(), []
+    zeros = torch.zeros
+
+    def noted(*args, **kwargs):
+        made.append(zeros(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(engine("host.sampling").torch, "zeros", noted)
+    calls = model_calls(runs.patcher)
+    with pytest.raises(engine("errors").InvalidSetting, match="width = 4: too small"):
+        runs.warm((64, 64), (96, 64), (4, 64))
+    assert not calls and not made
+    latents = engine("host.warmup")._Latents(runs.compiled, [engine("warmup_plan").Size(64, 64 * n) for n in (1, 2, 3)], None)
+    assert not made and len(latents) == 3
+    assert [latent["samples"].shape[-2] for _, latent in latents] == [8, 16, 24] and len(made) == 3
+
+
+def test_a_latent_larger_than_memory_is_refused_before_it_is_made(warming, engine):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"16384x16384 batch 4096.*GiB"):
+        warming().warm((64, 64), (16384, 16384, 1, 4096))
+
+
 def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
     import comfy.model_management
 

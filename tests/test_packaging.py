@@ -48,7 +48,15 @@ def test_the_zip_holds_what_a_user_needs_and_no_more(checkout):
     assert result.returncode == 0, result.stdout + result.stderr
     (file,) = checkout.glob("*.zip")
     names = zipfile.ZipFile(file).namelist()
-    for needed in ("__init__.py", "pyproject.toml", "README.md", "LICENSE", "nodes/warmup.py", "engine/binding.py"):
+    for needed in (
+        "__init__.py",
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "SECURITY.md",
+        "nodes/warmup.py",
+        "engine/binding.py",
+    ):
         assert needed in names
     assert "js/node_report.js" in names and "js/docs/TorchCompileKitBenchmark.md" in names
     assert "workflows/flux_torch_compile.json" in names and "js/docs/TorchCompileKitModel.md" in names

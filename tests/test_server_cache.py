@@ -1,11 +1,13 @@
 """Save and Load Compile Cache in a real server: what they write and refuse, and that a refusal never stops an image."""
 
 import copy
+import json
 import urllib.error
+import urllib.request
+import zipfile
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
 
 from devtools import prompts
 from devtools.server import error_of, outputs_of
@@ -35,7 +37,7 @@ def saved(server, folder, shipped):
     entry = server.queue(prompt)
     assert error_of(entry) is None
     (report,) = entry["outputs"]["save"]["text"]
-    file = folder / "pod.safetensors"
+    file = folder / "pod.tckcache"
     assert report.startswith(str(file)) and "Flux" in report and "64x64" in report
     return file
 
@@ -75,29 +77,30 @@ def test_both_nodes_are_described(server):
 
 
 def test_the_file_tells_what_is_in_it(saved):
-    with safe_open(saved, framework="pt") as file:
-        header = file.metadata()
-        assert len(list(file.keys())) > 3
-    assert header["models"] == '["Flux"]' and "64x64 batch 1" in header["sizes"] and header["torch"].startswith("2.")
+    with zipfile.ZipFile(saved) as file:
+        header = json.loads(file.read("header.json"))
+        assert len(file.namelist()) > 3
+    assert header["models"] == ["Flux"] and "64x64 batch 1" in header["sizes"] and header["torch"].startswith("2.")
 
 
 def test_it_is_offered_and_loaded(server, shipped, saved):
+    (saved.parent / "old.safetensors").write_bytes(b"of an earlier version")
     options = {name: o for name, _, o in prompts.inputs_in_order(server.get("/object_info")[LOAD])}["file"]["options"]
-    assert options[0] == "none" and saved.name in options
+    assert options[0] == "none" and saved.name in options and "old.safetensors" not in options
     report = loaded(server, shipped, saved.name)
-    assert report.startswith("pod.safetensors: ") and "Flux" in report
+    assert report.startswith("pod.tckcache: ") and "Flux" in report
 
 
 def test_a_damaged_file_is_refused_and_the_image_comes_out(server, shipped, saved):
     data = bytearray(saved.read_bytes())
     data[-1] ^= 1
-    (saved.parent / "damaged.safetensors").write_bytes(data)
-    report = loaded(server, shipped, "damaged.safetensors")
+    (saved.parent / "damaged.tckcache").write_bytes(data)
+    report = loaded(server, shipped, "damaged.tckcache")
     assert "not loaded" in report and "damaged" in report and "sha256" in report
     assert report in server.log()
 
 
-@pytest.mark.parametrize("name", ["gone.safetensors", "../../../models/x.safetensors", "/etc/passwd"])
+@pytest.mark.parametrize("name", ["gone.tckcache", "../../../models/x.safetensors", "/etc/passwd"])
 def test_a_name_that_is_not_in_the_folder_is_refused_and_the_image_comes_out(server, shipped, saved, name):
     report = loaded(server, shipped, name)
     assert "not loaded" in report and name in report and str(saved.parent) in report
@@ -107,8 +110,8 @@ def test_none_loads_nothing(server, shipped, saved):
     assert loaded(server, shipped, "none").startswith("No file chosen")
 
 
-@pytest.mark.parametrize("filename", ["", "../x", "a/b", ".hidden", "C:x"])
-def test_a_name_with_a_folder_is_refused(server, shipped, saved, filename):
+@pytest.mark.parametrize("filename", ["", "../x", "a/b", ".hidden", "C:x", "CON", "nul.txt", "com1", "a" * 101])
+def test_a_name_with_a_folder_or_of_a_device_is_refused(server, shipped, saved, filename):
     prompt = prompts.only_warmup(shipped)
     warmup = prompts.find(prompt, prompts.WARMUP_NODE)
     prompt["save"] = {"class_type": SAVE, "inputs": {"model": [warmup, 0], "filename": filename}}
@@ -116,12 +119,58 @@ def test_a_name_with_a_folder_is_refused(server, shipped, saved, filename):
     assert error["node_id"] == "save" and "filename" in error["exception_message"]
 
 
-def test_a_model_that_is_not_compiled_has_nothing_to_save(server, shipped, saved):
-    prompt = prompts.only_warmup(shipped)
-    loader = prompts.find(prompt, "UNETLoader")
-    prompt = {loader: prompt[loader], "save": {"class_type": SAVE, "inputs": {"model": [loader, 0], "filename": "x"}}}
+@pytest.mark.parametrize("backend", [None, "none", "eager"])
+def test_a_model_that_inductor_does_not_compile_passes_through(server, shipped, saved, backend):
+    prompt = copy.deepcopy(shipped)
+    compiler = prompts.find(prompt, prompts.MODEL_NODE)
+    loaded_model = prompt[compiler]["inputs"]["model"]
+    prompt = prompts.change(prompt, prompts.MODEL_NODE, **({} if backend is None else {"backend": backend}))
+    model = loaded_model if backend is None else [compiler, 0]
+    prompt["save"] = {"class_type": SAVE, "inputs": {"model": model, "filename": "nothing"}}
+    prompt = prompts.change(prompt, "KSampler", model=["save", 0])
+    entry = server.queue(prompt)
+    assert error_of(entry) is None and len(outputs_of(entry, "images")) == 1
+    (report,) = entry["outputs"]["save"]["text"]
+    assert report.startswith("Nothing to save") and "Torch Compile Warmup" in report
+    assert not (saved.parent / "nothing.tckcache").exists()
+
+
+def test_a_model_that_is_not_warm_has_nothing_to_save(server, shipped, saved):
+    prompt = prompts.only_warmup(prompts.change(shipped, prompts.MODEL_NODE, fullgraph=True))
+    compiler = prompts.find(prompt, prompts.MODEL_NODE)
+    prompt["save"] = {"class_type": SAVE, "inputs": {"model": [compiler, 0], "filename": "x"}}
+    prompt.pop(prompts.find(prompt, prompts.WARMUP_NODE))
     error = error_of(server.queue(prompt))
     assert error["node_id"] == "save" and "Torch Compile Warmup" in error["exception_message"]
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
+def test_a_page_of_another_site_cannot_clear_the_cache(server, saved, kind):
+    before = server.get("/torch-compile-kit/cache")["entries"]
+    request = urllib.request.Request(f"{server.url}/torch-compile-kit/cache/clear", b"{}", {"Content-Type": kind})
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(request, timeout=60)
+    assert error.value.code == 415 and "application/json" in error.value.read().decode()
+    assert before and server.get("/torch-compile-kit/cache")["entries"] == before
+
+
+MODEL = {"class_type": prompts.MODEL_NODE}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": [1]}, {"prompt": "text"}, {"prompt": None}, {}, {"prompt": {"1": 7}}, {"prompt": {"1": None}},
+        {"prompt": {"1": MODEL}}, {"prompt": {"1": {**MODEL, "inputs": [1]}}},
+        {"prompt": {"1": {**MODEL, "inputs": {"backend": {"a": []}}}}},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_malformed_prompts_leave_no_error_of_ours(server, body):
+    before = len(server.log())
+    with pytest.raises(urllib.error.HTTPError):
+        server._request("/prompt", body)
+    assert "on_prompt_handler" not in server.log()[before:] and "routes.py" not in server.log()[before:]
 
 
 def test_the_cache_can_be_looked_at_and_cleared(server, shipped, saved):

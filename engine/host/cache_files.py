@@ -6,9 +6,10 @@ import logging
 import re
 from pathlib import Path
 
-from ..cache_file import CacheFileError, load_cache_file, write_cache_file
+from ..cache_file import SUFFIX, CacheFileError, is_device, load_cache_file, write_cache_file
+from ..cache_folders import check_private, make_private
 from ..disk_cache import folder_name
-from ..errors import InvalidSetting
+from ..errors import InvalidSetting, shown
 from ..prepare import expect_modules, traced_modules
 from ..report import kinds_for
 from ..structure import structure_of
@@ -18,8 +19,8 @@ from .users_folder import kit_folder, open_users_cache
 
 logger = logging.getLogger("torch-compile-kit")
 NO_FILE = "none"
-SUFFIX = ".safetensors"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]*")
+NOTHING_TO_SAVE = "Nothing to save: put Torch Compile Model (backend inductor) and Torch Compile Warmup before this node."
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 
 
 def cache_files() -> list[str]:
@@ -31,30 +32,37 @@ def cache_files() -> list[str]:
     return [file.name for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
 
 
-def save_cache(patcher, filename: str) -> tuple[Path, str]:
+def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """Write what has been compiled for a model into one file in the user's folder.
 
     Args:
         patcher: a model behind Torch Compile Model, warmed up.
-        filename: a plain name, with or without `.safetensors`.
+        filename: a plain name, with or without `.tckcache`.
 
     Returns:
-        The file, and a sentence about it.
+        The file, and a sentence about it; None where inductor is not to compile the model.
 
     Raises:
-        InvalidSetting: `filename` is no plain name, or nothing has been compiled for the model.
+        InvalidSetting: `filename` is no plain name, or inductor has compiled nothing for the model yet.
         CacheFileError: the file cannot be written.
     """
     name = filename.strip().removesuffix(SUFFIX)
     if not _PLAIN_NAME.fullmatch(name):
-        raise InvalidSetting("filename", filename, "use letters, digits, spaces, dots, - and _, without a folder.")
+        raise InvalidSetting(
+            "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
+        )
+    if is_device(name):
+        raise InvalidSetting("filename", filename, "this is the name of a device on Windows; use another.")
     settings = attached_settings(patcher)
+    if settings is None or settings.backend != "inductor":
+        logger.info("%s", NOTHING_TO_SAVE)
+        return None, NOTHING_TO_SAVE
     network = diffusion_model(patcher)
-    kinds = kinds_for(network, settings) if settings is not None else []
+    kinds = kinds_for(network, settings)
     cache = open_users_cache()
     if cache is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
-    if settings is None or settings.backend != "inductor" or not any(kind.stats.graphs for kind in kinds):
+    if not any(kind.stats.graphs for kind in kinds):
         raise InvalidSetting(
             "model",
             model_name(patcher),
@@ -62,6 +70,10 @@ def save_cache(patcher, filename: str) -> tuple[Path, str]:
         )
     sizes = [f"{asked.size()} batch {asked.batch}" for asked in watch_of(network).known]
     path = kit_folder() / (name + SUFFIX)
+    try:
+        make_private(kit_folder())
+    except OSError as error:
+        raise CacheFileError(f"{path} cannot be written: {error}") from error
     folders = {kind.folder for kind in kinds if kind.stats.graphs}
     folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
     count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes, traced_modules())
@@ -79,11 +91,12 @@ def load_cache(filename: str) -> str:
     cache = open_users_cache()
     try:
         if filename not in cache_files():
-            raise CacheFileError(f"{filename} is not in {kit_folder()}; put it there, or choose another.")
+            raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if cache is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
+        check_private(kit_folder())
         found = load_cache_file(kit_folder() / filename, cache)
-    except CacheFileError as error:
+    except (CacheFileError, PermissionError) as error:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text

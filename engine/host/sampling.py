@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,17 +20,18 @@ from ..warmup_plan import Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
 STEPS = 2
+GIB = 1024**3
 KEY = "torch-compile-kit.warmup"
 
 
-def empty_latent(patcher, size: Size) -> torch.Tensor:
-    """An empty latent of the model's own format.
+def latent_shape(patcher, size: Size) -> list[int]:
+    """The shape of a latent of the model's own format.
 
     Returns:
         `[batch, channels, height, width]`, with frames before height for video models, in latent units.
 
     Raises:
-        InvalidSetting: the model cannot make that size.
+        InvalidSetting: the model cannot make that size, or no memory holds it.
     """
     latent_format = patcher.get_model_object("latent_format")
     ratio = latent_format.spacial_downscale_ratio
@@ -45,7 +47,13 @@ def empty_latent(patcher, size: Size) -> torch.Tensor:
         shape.insert(2, _latent_frames(latent_format, size.length))
     elif size.length > 1:
         raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
-    return torch.zeros(shape, device=comfy.model_management.intermediate_device())
+    device = comfy.model_management.intermediate_device()
+    needed, there = 4 * math.prod(shape), comfy.model_management.get_total_memory(device)
+    if needed > there:  # an allocator that promises more than there is has the system end the process
+        raise InvalidSetting(
+            "size", size.label(), f"its latent alone takes {needed / GIB:,.0f} GiB; {device} has {there / GIB:,.0f} GiB."
+        )
+    return shape
 
 
 def _latent_frames(latent_format, length: int) -> int:
@@ -74,12 +82,24 @@ def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[st
         InvalidSetting: the model cannot make that size.
     """
     if latent is None:
-        return size.label(), {"samples": empty_latent(patcher, size), "noise_mask": None}
+        samples = torch.zeros(latent_shape(patcher, size), device=comfy.model_management.intermediate_device())
+        return _sampled_label(patcher, size, samples.shape), {"samples": samples, "noise_mask": None}
     prepared = prepared_latent(patcher, latent)
     samples = prepared["samples"]
     ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
     label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
     return f"{label} batch {samples.shape[0]} (latent_image)", prepared
+
+
+def _sampled_label(patcher, size: Size, shape: Sequence[int]) -> str:
+    """The size of a latent in pixels: latents are whole, so a size between two is rounded, as by the host's own nodes."""
+    latent_format = patcher.get_model_object("latent_format")
+    height, width = (side * latent_format.spacial_downscale_ratio for side in shape[-2:])
+    length = size.length
+    if len(shape) == 5:
+        length = (shape[2] - 1) * (getattr(latent_format, "temporal_downscale_ratio", None) or 1) + 1
+    sampled = Size(width, height, length, size.batch)
+    return sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
 
 
 @contextmanager
@@ -165,7 +185,7 @@ def sample_once(
 
     Args:
         conditioning: positive and negative.
-        latent: `samples` and, or None, `noise_mask`; see `empty_latent` and `prepared_latent`.
+        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
         on_step: called after each step; may raise to stop.
         apart: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ..binding import modules_at
 from ..registry import code_of
@@ -25,6 +25,7 @@ from .progress import WarmupProgress
 from .sampling import (
     STEPS,
     labelled_latent,
+    latent_shape,
     naming_the_size,
     ranges_of,
     sample_once,
@@ -58,7 +59,7 @@ def warm_up(
     settings = attached_settings(patcher)
     if settings is None:
         return "Nothing to warm up: put Torch Compile Model (backend other than none) before this node."
-    latents = _latents(patcher, sizes, latent)
+    latents = _Latents(patcher, sizes, latent)
     return _Warmup(patcher, settings, (positive, negative), cfg).run(latents, node_id)
 
 
@@ -76,7 +77,7 @@ class _Warmup:
         self.apart: set[bool] = set()
         self.steps = STEPS
 
-    def run(self, latents: list[tuple[str, dict]], node_id: str | None) -> str:
+    def run(self, latents: Sequence[tuple[str, dict]], node_id: str | None) -> str:
         in_each = STEPS * ranges_of(self.conditioning)
         total = len(latents) * in_each
         with WarmupProgress(len(latents), total, node_id) as progress:
@@ -119,8 +120,22 @@ class _Warmup:
         self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
 
 
-def _latents(patcher, sizes: list[Size], latent: dict | None) -> list[tuple[str, dict]]:
-    """All latents before the first run, so that a wrong size costs no waiting."""
-    latents = [labelled_latent(patcher, size, latent if index == 0 else None) for index, size in enumerate(sizes)]
-    mask = latent.get("noise_mask") if latent else None
-    return [(label, {**prepared, "noise_mask": mask}) for label, prepared in latents]
+class _Latents(Sequence):
+    """The latents to sample, with their names: each is made when it is its turn, since many large ones are beyond memory.
+
+    Raises:
+        InvalidSetting: the model cannot make one of the sizes; before the first run, so that it costs no waiting.
+    """
+
+    def __init__(self, patcher, sizes: list[Size], latent: dict | None):
+        for size in sizes[latent is not None :]:
+            latent_shape(patcher, size)
+        self._patcher, self._sizes, self._latent = patcher, sizes, latent
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __getitem__(self, index: int) -> tuple[str, dict]:
+        mask = self._latent.get("noise_mask") if self._latent else None
+        label, prepared = labelled_latent(self._patcher, self._sizes[index], self._latent if index == 0 else None)
+        return label, {**prepared, "noise_mask": mask}
