@@ -75,7 +75,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         reason, key = _obstacle(network, options), None
         if reason is None:
             try:
-                key = value_key(_kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
         if reason:
@@ -219,7 +219,7 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
     return graphs_of(network).obstacle
 
 
-def _kept_options(network: nn.Module, options: dict) -> dict:
+def kept_options(network: nn.Module, options: dict) -> dict:
     """What of the options a call depends on."""
     read = read_of(network).keys
     return {
