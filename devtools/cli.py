@@ -7,30 +7,52 @@ import subprocess
 import sys
 import tempfile
 
-from .setup import ROOT, SetupError, set_up
+from . import venvs
+from .commands import ROOT, SetupError
+from .setup import set_up
 
 INSIDE = "TORCH_COMPILE_KIT_INSIDE"
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
+def add_choices(parser, comfyui, python, torch):
+    """The options that choose a host and an interpreter; the arguments are their defaults."""
     parser.add_argument(
         "--comfyui",
         metavar="FOLDER",
-        default=os.environ.get("COMFYUI_PATH"),
-        help="use this ComfyUI instead of the pinned one (or set COMFYUI_PATH)",
+        default=comfyui,
+        help="use this ComfyUI, or this version of it, instead of the pinned one (or set COMFYUI_PATH)",
     )
     parser.add_argument(
         "--python",
         metavar="PATH",
-        default=os.environ.get("COMFYUI_PYTHON"),
+        default=python,
         help="use this interpreter as it is instead of a venv of ours (or set COMFYUI_PYTHON)",
     )
+    parser.add_argument(
+        "--torch",
+        choices=venvs.TORCH,
+        default=torch,
+        help=f"a venv with the newest of this PyTorch instead of {venvs.PINNED}",
+    )
+
+
+def parse(argv):
+    """(options, arguments for pytest)."""
+    parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
+    add_choices(parser, os.environ.get("COMFYUI_PATH"), os.environ.get("COMFYUI_PYTHON"), None)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("setup", help="only set up")
-    commands.add_parser("demo", help="the shipped workflow without and with our nodes, on tiny models")
-    commands.add_parser("test", help="all tests; further arguments go to pytest", add_help=False)
-    serve = commands.add_parser("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
+
+    def command(name, **more):
+        # Before or behind the command; there, a default would undo what stands before. Pytest has options that begin alike.
+        added = commands.add_parser(name, allow_abbrev=False, **more)
+        add_choices(added, *[argparse.SUPPRESS] * 3)
+        return added
+
+    command("setup", help="only set up")
+    command("demo", help="the shipped workflow without and with our nodes, on tiny models")
+    test = command("test", help="all tests; further arguments go to pytest", add_help=False)
+    test.add_argument("--newest", action="store_true", help="what newer versions can break, on the newest ComfyUI and PyTorch")
+    serve = command("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
     serve.add_argument("--port", type=int, default=8188)
     options, rest = parser.parse_known_args(argv)
     if rest and options.command != "test":
@@ -43,7 +65,7 @@ def main(argv):
     if os.environ.get(INSIDE):
         return inside(options)
     try:
-        python, host = set_up(options.comfyui, options.python)
+        python, host = set_up(options.comfyui, options.python, options.torch)
     except SetupError as error:
         print(f"dev.py: {error}", file=sys.stderr)
         return 2
