@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from . import venvs
+from . import hosts, matrix, suite, venvs
 from .commands import ROOT, SetupError
 from .setup import set_up
 
@@ -36,6 +36,10 @@ def add_choices(parser, comfyui, python, torch):
     )
 
 
+def add_part(group, part, text):
+    group.add_argument(f"--{part}", dest="part", action="store_const", const=part, default="whole", help=text)
+
+
 def parse(argv):
     """(options, arguments for pytest)."""
     parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
@@ -51,12 +55,18 @@ def parse(argv):
     command("setup", help="only set up")
     command("demo", help="the shipped workflow without and with our nodes, on tiny models")
     test = command("test", help="all tests; further arguments go to pytest", add_help=False)
-    test.add_argument("--newest", action="store_true", help="what newer versions can break, on the newest ComfyUI and PyTorch")
+    table = command("matrix", help="all tests, and how they ended as a line of the compatibility table")
+    for chosen in (test.add_mutually_exclusive_group(), table.add_mutually_exclusive_group()):
+        add_part(chosen, "core", "the core of the suite, as for other versions of ComfyUI")
+        add_part(chosen, "newest", f"what newer versions can break, on ComfyUI {hosts.NEWEST[0]} and PyTorch {venvs.NEWEST}")
     serve = command("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
     serve.add_argument("--port", type=int, default=8188)
     options, rest = parser.parse_known_args(argv)
     if rest and options.command != "test":
         parser.error("unrecognized arguments: " + " ".join(rest))
+    if getattr(options, "part", None) == "newest":
+        options.comfyui = options.comfyui or hosts.NEWEST[0]
+        options.torch = options.torch or (None if options.python else venvs.NEWEST)
     return options, rest
 
 
@@ -73,13 +83,24 @@ def main(argv):
         print(f"ComfyUI: {host}\nPython:  {python}")
         return 0
     environment = {**os.environ, "COMFYUI_PATH": str(host)}
+    if options.command not in ("test", "matrix"):
+        return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
+    # Above tests/ pytest would import our __init__.py once more, as a package of tests.
+    pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
+    part = suite.arguments(options.part, hosts.version_in(host))
     if options.command == "test":
-        # Above tests/ pytest would import our __init__.py once more, as a package of tests.
-        command = ["-m", "pytest", f"--confcutdir={ROOT / 'tests'}", *(rest or in_parallel())]
-    else:
-        command = [str(ROOT / "dev.py"), *argv]
-        environment[INSIDE] = "1"
-    process = subprocess.Popen([str(python), *command], cwd=ROOT, env=environment)
+        return run([*pytest, *(rest or in_parallel()), *part], environment)
+    junit = matrix.junit_file(options.part)
+    code = run([*pytest, *in_parallel(), *part, f"--junitxml={junit}"], environment)
+    # Anything else is no result: interrupted, nothing collected, wrongly called.
+    if code in (0, 1):
+        matrix.record(junit, python, host, options.part, " ".join(["python dev.py", *argv]))
+    return code
+
+
+def run(command, environment):
+    """Run a command until it ends, also when this process is told to end; its exit status."""
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:

@@ -64,7 +64,7 @@ def test_every_results_file_says_where_it_comes_from(tables):
         content = json.loads(file.read_text())
         if file.name == "compatibility.json":
             continue
-        for where in content["environments"]:
+        for where in content.get("environments") or content["runs"]:
             assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
 
 
