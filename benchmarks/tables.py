@@ -95,6 +95,19 @@ def compatibility_table() -> str:
     return "\n".join(lines)
 
 
+def matrix_table() -> str:
+    """A line for each ComfyUI and PyTorch that tests ran on, newest first, from what `dev.py matrix` kept."""
+    lines = ["| ComfyUI | PyTorch | tests | passed | failed | skipped or off, and why | run |", "|---" * 7 + "|"]
+    for run in json.loads((RESULTS / "compatibility-matrix.json").read_text())["runs"]:
+        skipped = [f"{count}: {reason}" for reason, count in run["skipped"].items()]
+        off = [f"off: {what}" for what in run["left_out"]]
+        where = f"{run['date']}, Python {run['python']}, {run['device']}"
+        why = "; ".join([*skipped, *off]).replace("|", "\\|") or "none"
+        counts = f"{run['passed']} | {len(run['failed'])}"
+        lines.append(f"| {run['comfyui']} | {run['torch']} | {PARTS[run['part']]} | {counts} | {why} | {where} |")
+    return "\n".join(lines)
+
+
 COMPATIBILITY = """# Compatibility
 
 Set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing backend, fp32,
@@ -113,7 +126,8 @@ def replace(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-README = {"sessions": session_tables.sessions_table, "low vram": low_vram_table}
+PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
+README = {"sessions": session_tables.sessions_table, "low vram": low_vram_table, "compatibility": matrix_table}
 FIGURES = {
     "prompts": session_tables.prompts_table,
     "step time": step_time_table,

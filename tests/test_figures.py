@@ -50,6 +50,27 @@ def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
             assert edited != text and tables.replace(edited, name, table()) == text
 
 
+def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(tables, tmp_path, monkeypatch):
+    run = {
+        "comfyui": "0.33.0",
+        "torch": "2.15.0+cu132",
+        "python": "3.12.1",
+        "device": "CPU",
+        "date": "2026-11-22",
+        "part": "core",
+        "passed": 7,
+        "failed": ["tests.a::b", "tests.a::c"],
+        "skipped": {"a GPU has them": 3, "x | y": 1},
+        "left_out": ["dynamic VRAM"],
+    }
+    (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.matrix_table().splitlines()[2] == (
+        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
+        "| 2026-11-22, Python 3.12.1, CPU |"
+    )
+
+
 def test_the_chart_shows_the_ratios_of_the_table_beside_it(tables):
     root = ElementTree.fromstring(tables.step_time_chart())
     shown = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
@@ -66,7 +87,7 @@ def test_every_results_file_says_where_it_comes_from(tables):
         content = json.loads(file.read_text())
         if file.name == "compatibility.json":
             continue
-        for where in content["environments"]:
+        for where in content.get("environments") or content["runs"]:
             assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
 
 
