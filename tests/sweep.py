@@ -30,6 +30,8 @@ class Outcome:
         graphs_after: compiled at the other sizes, prompt lengths and batches, all together.
         error: largest absolute difference to eager, over the largest absolute value of eager.
         eager: class -> why it is not compiled.
+        idle: classes of blocks that no run called: parts for other inputs, or called by another method than `forward`.
+        seconds: of the processor, on one thread; the clock on the wall depends on what else runs.
         host, torch: versions of ComfyUI and PyTorch.
     """
 
@@ -45,6 +47,7 @@ class Outcome:
     breaks: int = 0
     error: float = 0.0
     eager: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
     recompiles: list[str] = field(default_factory=list)
     seconds: float = 0.0
     host: str = ""
@@ -75,7 +78,7 @@ def run_setup(engine, setup, backend: str = "eager", **settings) -> Outcome:
 
 
 def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
-    began = time.perf_counter()
+    began = time.process_time()
     attachment, report = engine("host.attachment"), engine("report")
     chosen = engine("settings").CompileSettings(backend=backend, **settings)
     model = setup.build()
@@ -112,8 +115,10 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
-    outcome.eager = {kind.class_name: kind.failure.reason for kind in report.kinds_for(network, chosen) if kind.failure}
-    outcome.seconds = round(time.perf_counter() - began, 1)
+    kinds = report.kinds_for(network, chosen)
+    outcome.eager = {kind.class_name: kind.failure.reason for kind in kinds if kind.failure}
+    outcome.idle = sorted(set(outcome.classes) - {kind.class_name for kind in kinds if kind.compiles})
+    outcome.seconds = round(time.process_time() - began, 1)
     outcome.host, outcome.torch = host_version(), torch.__version__.partition("+")[0]
     return outcome
 
@@ -139,7 +144,7 @@ def call(model, inputs: dict, compiler=None) -> torch.Tensor:
 
 
 def as_row(outcome: Outcome) -> str:
-    state = "eager: " + ", ".join(outcome.eager) if outcome.eager else "ok"
+    state = "eager: " + ", ".join(outcome.eager) if outcome.eager else "ok" if outcome.graphs else "nothing compiled"
     return (
         f"{outcome.name:28} {outcome.blocks:3} blocks {outcome.share:4.0%} {outcome.kinds:3} kinds {outcome.graphs:3} graphs "
         f"+{outcome.graphs_after} +{outcome.graphs_again} {outcome.breaks} breaks {outcome.error:.1e} "
@@ -201,7 +206,9 @@ def main() -> int:
             print("    ", line, flush=True)
         if options.out:
             write(options.out, [outcome])
-    print(f"{len(outcomes)} ran, {len(failed)} failed: {' '.join(failed)}; this ComfyUI lacks {' '.join(zoo.LACKING) or 'none'}")
+    print(
+        f"{len(outcomes)} ran, {len(failed)} failed: {' '.join(failed)}; this ComfyUI lacks {' '.join(zoo.LACKING) or 'none'}"
+    )
     return 1 if failed else 0
 
 
