@@ -119,10 +119,10 @@ EXCEPTIONS = {
 
 COMPATIBILITY = """# Compatibility
 
-{count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing backend,
-fp32, `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt length,
-batches of 1 and 3; all of them once more added no graph. The promise is one graph a kind at the first shape, two more for all
-others, and no breaks. {kept} keep it; the others are {exceptions}.
+{count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
+backend, fp32, `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt
+length, batches of 1 and 3. The promise is one graph a kind at the first shape, two more for all others, none when all of them
+come again, and no breaks. {kept} keep it; the others are {exceptions}.
 Blocks that are not called are for other inputs, or run once before the sampling.
 `python tests/sweep.py --host COMFYUI` runs these and their near twins.
 

@@ -1,8 +1,8 @@
 """Blocks that are given their attention as a closure, with keys and values kept for each block: the shape of Qwen-Image 2.1.
 
-That model is of a newer ComfyUI than we can run. What is modelled here, in words of our own: one function a block and step, which
-closes over `transformer_options` (with `block_index` in it), the block's number and a cache. The first step of a sampling run
-fills the cache from the tokens of the text, later ones read it and run on the image alone.
+That model is of a newer ComfyUI than we can run. What is modelled here, in words of our own: one function a block and step,
+which closes over `transformer_options` (with `block_index` in it), the block's number and a cache. The first step of a sampling
+run fills the cache from the tokens of the text; all steps read it, and run on the tokens of the image alone.
 """
 
 import pytest
@@ -13,6 +13,8 @@ from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 WIDTH, HEADS, TEXT = 16, 2, 5
+# `block_index` is a key of the cache's dict there, and so a constant of the graph; filling is once a run and could stay eager.
+fills_by_block = pytest.mark.xfail(strict=True, reason="a block that fills a cache is compiled for each block by itself")
 
 
 def attention(q, k, v, transformer_options):
@@ -32,7 +34,7 @@ class PrefixCache:
         self.slot["blocks"][i] = kv[:1].clone()
 
     def take(self, i, batch):
-        return self.slot["blocks"][i].expand(batch, -1, -1, -1, -1)
+        return self.slot["blocks"][i].repeat(batch, 1, 1, 1, 1)
 
 
 def causal(segments, transformer_options, cache=None, block_index=0, prefix=0):
@@ -150,18 +152,30 @@ def test_without_a_cache_all_blocks_and_steps_share_a_graph(run):
     assert run(net, cached=False) == 0
 
 
-def test_with_a_cache_blocks_share_a_graph_that_fills_it_and_one_that_reads_it(run):
+@fills_by_block
+def test_with_a_cache_blocks_share_the_graph_that_reads_it(run):
     net = Net()
-    assert run(net) <= 2
+    assert run(net) == 1
     assert run(net) == 0
 
 
+def test_filling_the_cache_is_what_each_block_has_a_graph_for(run):
+    """Of those that read it there is one; goes with `fills_by_block`."""
+    assert run(Net(count=3)) == 1 + 3
+
+
+@fills_by_block
 def test_other_sizes_add_what_they_add_for_other_blocks(run):
     net = Net()
-    run(net)
-    run(net, tokens=9)
-    run(net, batch=1)
+    assert [run(net), run(net, tokens=9), run(net, batch=1)] == [1] * 3
     assert [run(net, batch=3, tokens=7), run(net, batch=1, tokens=8), run(net, tokens=9), run(net)] == [0] * 4
+
+
+@fills_by_block
+def test_more_blocks_than_variants_stay_compiled(run):
+    """The model has 32 blocks; a kind may have 8 variants or so, and runs eager at new shapes when it has them."""
+    net = Net(count=24)
+    assert [run(net), run(net, tokens=9), run(net, batch=3, tokens=7)] == [1, 1, 0]
 
 
 def test_an_override_of_attention_reaches_the_closure(run):
