@@ -20,7 +20,7 @@ TRELLIS2 = {
     "resolution": 64,
     "model_channels": 64,
     "cond_channels": 64,
-    "num_blocks": 3,
+    "num_blocks": 2,
     "num_heads": 1,
     "mlp_ratio": 2.0,
 }

@@ -182,7 +182,7 @@ SETUPS = [
             out_depth=(0, 0, 1, 1, 1, 1, 1, 1),
             in_channels=7,
             channels=32,
-            mult=(1, 1, 1, 2),
+            mult=(1, 1, 1, 1),
             num_res_blocks=[1, 1, 1, 1],
         ),
         FOUR,
