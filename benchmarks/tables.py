@@ -113,7 +113,7 @@ EXCEPTIONS = {
     "hunyuan3d_v21": "experts counted by value, a few graphs more each time",
     "seedvr2": "sizes taken from tensors; runs eager",
     "minimax_music3": "on a CPU ComfyUI gives it attention that reads the free memory; not measured on a GPU",
-    "trellis2_shape": "spans of voxels are lists of numbers, with a graph for each set of them",
+    "trellis2_shape": "sizes taken from the voxels, so that it is compiled in pieces, with variants for each set of voxels",
     "wan_animate2": "calls its blocks by other methods than `forward`; runs eager",
 }
 
@@ -122,8 +122,11 @@ COMPATIBILITY = """# Compatibility
 {count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
 backend, fp32, `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt
 length, batches of 1 and 3. The promise is one graph a kind at the first shape, two more for all others, none when all of them
-come again, and no breaks. {kept} keep it; the others are {exceptions}.
-Blocks that are not called are for other inputs, or run once before the sampling.
+come again, and no breaks. {kept} keep it; the others are
+
+{exceptions}
+
+Blocks that are "not called" are for other inputs, or run once before the sampling.
 `python tests/sweep.py --host COMFYUI` runs these and their near twins.
 
 """
@@ -131,8 +134,8 @@ Blocks that are not called are for other inputs, or run once before the sampling
 
 def compatibility() -> str:
     rows_ = outcomes()
-    broken = [f"{o['name']} ({EXCEPTIONS[o['name']]})" for o in rows_ if not keeps_promise(o)]
-    text = COMPATIBILITY.format(count=len(rows_), kept=len(rows_) - len(broken), exceptions=", ".join(broken))
+    broken = [f"- {o['name']}: {EXCEPTIONS[o['name']]}" for o in rows_ if not keeps_promise(o)]
+    text = COMPATIBILITY.format(count=len(rows_), kept=len(rows_) - len(broken), exceptions="\n".join(broken))
     return text + compatibility_table() + "\n"
 
 

@@ -28,7 +28,7 @@ NEAR_DUPLICATES = set(
 )
 SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]
 # Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist(), and, on a
-# CPU alone, attention that reads the free memory. Trellis' sparse blocks trace, with a variant for each list of voxels' spans.
+# CPU alone, attention that reads the free memory. Trellis' sparse blocks are compiled in pieces: sizes taken from voxels.
 HARD = {"hunyuan3d_v21", "seedvr2", "minimax_music3", "trellis2_shape"}
 # The model calls its blocks by other methods than `forward`, so that nothing of them is compiled.
 OTHER_METHODS = {"wan_animate2"}
