@@ -120,6 +120,7 @@ def matrix_table() -> str:
         lines.append(f"| {run['comfyui']} | {run['torch']} | {PARTS[run['part']]} | {counts} | {why} | {where} |")
     return "\n".join(lines)
 
+
 # Set-ups that do not keep the promise, and why.
 EXCEPTIONS = {
     "hunyuan3d_v21": "experts counted by value, a few graphs more each time",

@@ -63,7 +63,6 @@ class CacheFile:
         models: classes of the host's models.
         sizes: what they were compiled for.
         members: file below the cache folder -> sha256.
-        modules: what tracing the blocks takes apart, see `prepare.traced_modules`.
     """
 
     environment: dict[str, str]
@@ -71,7 +70,6 @@ class CacheFile:
     models: list[str]
     sizes: list[str]
     members: dict[str, str] = field(default_factory=dict)
-    modules: list[str] = field(default_factory=list)
 
 
 def write_cache_file(
@@ -81,14 +79,13 @@ def write_cache_file(
     pack: str,
     models: list[str],
     sizes: list[str],
-    modules: Iterable[str] = (),
 ) -> int:
     """Pack the folders of some kinds, a piece at a time: such a file can be larger than the memory that is left.
 
     Args:
         path: replaced when it exists, in one step.
         folders: names, see `CompiledKind.folder`.
-        pack, models, sizes, modules: for the header.
+        pack, models, sizes: for the header.
 
     Returns:
         How many files are in it.
@@ -113,7 +110,6 @@ def write_cache_file(
                     **environment(),
                     "models": models,
                     "sizes": sizes,
-                    "modules": list(modules),
                     "members": members,
                 }
                 archive.writestr(HEADER, json.dumps(header, indent=1))
@@ -205,7 +201,6 @@ def _read_header(archive: zipfile.ZipFile, path: Path) -> CacheFile:
         _texts(header["models"]),
         _texts(header["sizes"]),
         dict(zip(header["members"], _texts(list(header["members"].values())), strict=True)),
-        _texts(header["modules"]),
     )
     if sorted(names) != sorted([HEADER, *found.members]):
         raise ValueError("its list of members is another")

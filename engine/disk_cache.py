@@ -8,7 +8,6 @@ used for longest go first when all are too large; and one model's can be packed 
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import json
 import logging
 import os

@@ -2,8 +2,8 @@
 
 PyTorch starts them when the first graph is compiled and uses them once they have started; until then it compiles one kernel
 after the other in its own process (torch/_inductor/async_compile.py, `use_process_pool`), which makes the first graph the
-slowest. Here they are started beforehand, and the first kernel that is on no disk waits for them. After a restart there may be
-none such, and what starts a dozen processes takes the processor from the first images: they start when a block is traced.
+slowest. Here the first kernel that is on no disk waits for them, and who will wait for that has them started beforehand. After
+a restart there may be no such kernel, and what starts a dozen processes takes the processor from the first images.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-import torch
 
 from .scopes import SharedScope, late_method
 
@@ -43,15 +41,6 @@ def start_workers() -> None:
         AsyncCompile.use_process_pool()  # the first job makes the processes start
         for _ in range(min(get_compile_threads(), MOST)):  # while all of them are idle
             AsyncCompile.process_pool().submit(functools.partial(exec, f"import {', '.join(IMPORTS)}"))
-
-
-def expect_kernels() -> None:
-    """A block is traced, whose kernels may be on no disk."""
-    if torch.cuda.is_available():
-        try:
-            start_workers()
-        except Exception as error:  # PyTorch compiles in this process, as without us
-            logger.debug("no worker processes: %s", error)
 
 
 _read, _write = late_method(MODULE, "AsyncCompile", "triton")
@@ -92,6 +81,7 @@ def _no_processes(compiler: object) -> Iterator[None]:
 def _wait(compiler: type) -> None:
     began = time.perf_counter()
     try:
+        start_workers()
         compiler.wait_pool_ready(PATIENCE)
     except Exception as error:  # no processes: PyTorch compiles here, as without us
         logger.debug("no worker processes: %s", error)

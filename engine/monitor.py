@@ -18,8 +18,7 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from .disk_cache import current
 from .kernel_tuning import brief_benchmark, tuning_scope
-from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
-from .prepare import note_needs
+from .kernel_workers import kernel_scope, waiting_compile
 from .scopes import attention_scope, compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
 
@@ -185,7 +184,6 @@ class CompileEvent:
         if self._cache is not None:
             self._cache.exit(self.folder[0])
             self._cache = None
-            note_needs(from_disk=counters["inductor"]["fxgraph_cache_hit"] > self._hits)
 
     def stats(self) -> CompileStats:
         """What this call compiled, by PyTorch's own counters."""
@@ -227,7 +225,6 @@ def _on_compile_start(args: object = None) -> None:
     if monitor.calls and _is_compilation(args):
         monitor.compilations += 1
         with _told("a compilation is not watched"):
-            expect_kernels()
             monitor.calls[-1].start()
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)

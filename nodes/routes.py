@@ -7,10 +7,12 @@ import sys
 from ..engine import watch
 from ..engine.host.users_folder import get_ready, get_ready_again, open_users_cache
 from ..engine.report import report_json
+from ..engine.settings import CompileSettings
 
 logger = logging.getLogger("torch-compile-kit")
 EVENT = "torch-compile-kit.compiled"
 COMPILES = "TorchCompileKitModel"
+WARMS = "TorchCompileKitWarmup"
 # Seconds, at the least: by then the other packs are loaded.
 IDLE = 5.0
 
@@ -22,8 +24,8 @@ def register_routes() -> None:
     /torch-compile-kit/cache/clear (answers with the bytes removed; of application/json, which no page of another site can send
     without asking).
 
-    Has the process get ready to compile when a prompt is queued that will, and soon after the server's start where this user
-    has compiled before.
+    Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
+    this user has compiled before and nothing is queued.
 
     Does nothing where no server runs (tests, scripts).
     """
@@ -57,19 +59,26 @@ def register_routes() -> None:
 
     watch.listeners.append(tell_page)
     server.add_on_prompt_handler(prepare_for)
-    server.loop.call_soon(server.loop.call_later, IDLE, get_ready_again)  # from when the loop runs
+
+    def when_idle() -> None:
+        if not server.prompt_queue.get_tasks_remaining():  # beside a model that loads both would take twice as long
+            get_ready_again()
+
+    server.loop.call_soon(server.loop.call_later, IDLE, when_idle)  # from when the loop runs
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt that will compile is queued: get ready while its models load from disk. Returns the request unchanged."""
+    """When a prompt is queued that will wait for compiling: get ready while its models load. Returns the request unchanged."""
     prompt = request.get("prompt") if isinstance(request, dict) else None
-    nodes = prompt.values() if isinstance(prompt, dict) else ()
+    nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
+    warms = any(node.get("class_type") == WARMS for node in nodes)
     for node in nodes:
-        if not isinstance(node, dict) or node.get("class_type") != COMPILES:
-            continue
         inputs = node.get("inputs")
+        if node.get("class_type") != COMPILES or not isinstance(inputs, dict):
+            continue
         try:
-            get_ready(inputs.get("backend", "inductor") if isinstance(inputs, dict) else "inductor")
+            given = {name: inputs[name] for name in ("backend", "mode", "compile") if name in inputs}
+            get_ready(CompileSettings(**{**given, **({"compile": "at once"} if warms else {})}))
         except Exception as error:  # the prompt is the host's to judge, and the first compilation gets ready anyway
             logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
     return request

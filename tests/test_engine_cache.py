@@ -2,9 +2,7 @@
 
 import json
 import os
-import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -148,29 +146,6 @@ def test_a_choice_is_recalled(cache):
     assert cache.recall(NAMES[0], "attention") is None
     cache.remember(NAMES[0], "Net", "attention", "cudnn")
     assert cache.recall(NAMES[0], "attention") == "cudnn"
-
-
-@pytest.mark.parametrize(
-    ("name", "imported"),
-    [
-        ("torch._inductor.hooks", True), ("triton.runtime.cache", True), ("torch", False), ("sitecustomize", False),
-        ("torchx.y", False), ("torch._inductor.runtime.compile_tasks.c123", False), ("torch..a", False),
-    ],
-)  # fmt: skip
-def test_only_pytorchs_own_modules_are_imported_by_record(engine, name, imported):
-    assert bool(engine("prepare")._LATE.fullmatch(name)) is imported
-
-
-def test_sources_travel_by_the_names_of_their_modules(engine, cache, monkeypatch):
-    prepare = engine("prepare")
-    cache.root.mkdir(parents=True, exist_ok=True)
-    monkeypatch.setattr(prepare, "current", lambda: cache)
-    prepare._record(prepare.SOURCES, {json.__file__, "/elsewhere/gone.py"})
-    monkeypatch.setitem(sys.modules, "/home/somebody/custom_nodes/pack", json)
-    assert "json" in prepare.traced_modules() and not any("/" in name for name in prepare.traced_modules())
-    (cache.root / prepare.SOURCES).unlink()
-    prepare.expect_modules(["json", "a_module.that_is_not_here", "builtins"])
-    assert prepare._recorded(prepare.SOURCES) == {json.__file__}
 
 
 def test_it_knows_whether_this_machine_has_compiled_as_it_is_now(engine, cache, monkeypatch):
@@ -427,21 +402,3 @@ def test_a_kinds_folder_that_others_may_write_is_not_used(cache, caplog):
     assert variables() == before
     cache.exit(NAMES[0])
     assert "others may write" in caplog.text
-
-
-def test_instruction_sets_are_tried_in_a_folder_of_ours(engine, tmp_path, monkeypatch):
-    from torch._inductor import config, cpu_vec_isa
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    places = []
-
-    def check_build(_isa, _code):
-        places.append(Path(cache_dir()))
-        return True
-
-    monkeypatch.setattr(cpu_vec_isa.VecISA, "check_build", check_build)
-    before = variables()
-    with config.patch({"cpp.vec_isa_ok": None}), engine("vec_isa")._answering(cpu_vec_isa, set(), tmp_path) as made:
-        assert cpu_vec_isa.VecISA.check_build(cpu_vec_isa.VecAVX2(), "code")
-    assert len(made) == 1 and [place.parent for place in places] == [tmp_path]
-    assert variables() == before and not list(tmp_path.iterdir())

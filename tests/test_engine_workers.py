@@ -31,6 +31,7 @@ def compiler(async_compile, monkeypatch):
 def test_a_kernel_that_must_be_compiled_waits_and_one_from_disk_does_not(engine, compiler, async_compile, monkeypatch):
     cls, calls = compiler
     workers = engine("kernel_workers")
+    monkeypatch.setattr(workers, "start_workers", lambda: calls.append("begin"))
     before = cls.__dict__["triton"]
     with workers.kernel_scope.holding(compile=workers.waiting_compile()):
         cls().triton("first", "source", "cuda")
@@ -38,18 +39,8 @@ def test_a_kernel_that_must_be_compiled_waits_and_one_from_disk_does_not(engine,
         cls().triton("second", "source", "cuda")
         monkeypatch.setattr(cls, "_ready_future", object())  # they run: nothing is to be avoided
         cls().triton("third", "source", "cuda")
-    assert calls == ["wait", "start", "first", "second", "start", "third"]
+    assert calls == ["begin", "wait", "start", "first", "second", "start", "third"]
     assert cls.__dict__["triton"] is before
-
-
-def test_they_start_when_a_block_is_traced(engine, monkeypatch):
-    started, monitor = [], engine("monitor")
-    monkeypatch.setattr(monitor, "expect_kernels", lambda: started.append("workers"))
-    settings = engine("settings").CompileSettings(backend="eager")
-    net, x = Net(), torch.randn(2, 4, 8)
-    with torch.inference_mode(), monitor.watching, engine("binding").compiled_blocks(net, settings):
-        net(x)
-    assert started == ["workers"]
 
 
 def test_workers_that_do_not_start_stop_nothing(engine, compiler, monkeypatch):

@@ -70,7 +70,6 @@ def test_the_second_process_reads_every_graph_from_disk(first):
     assert all_hits(second)
     assert second["graphs"] == answer["graphs"]
     assert answer["order"] != second["order"] == [3, 1, 2, 0, 4]
-    assert second["probes"] == 0 < answer["probes"]
     assert "read from the cache on disk" in second["report"]
     print(f"\ncompile seconds: first {answer['seconds']:.1f}, second {second['seconds']:.1f}")
 

@@ -101,7 +101,7 @@ def attach(patcher, settings: CompileSettings):
     settings.check_backend()
     opened_kernels.register()
     plan = compile_plan(patcher, settings)
-    get_ready(settings.backend)
+    get_ready(settings)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))

@@ -10,7 +10,6 @@ from ..cache_file import SUFFIX, CacheFileError, is_device, load_cache_file, wri
 from ..cache_folders import check_private, make_private
 from ..disk_cache import folder_name
 from ..errors import InvalidSetting, shown
-from ..prepare import expect_modules, traced_modules
 from ..report import kinds_for
 from ..structure import structure_of
 from ..watch import watch_of
@@ -76,7 +75,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
     folders = {kind.folder for kind in kinds if kind.stats.graphs}
     folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
-    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes, traced_modules())
+    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
     return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"
 
 
@@ -100,7 +99,6 @@ def load_cache(filename: str) -> str:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text
-    expect_modules(found.modules)
     text = f"{filename}: {len(found.members)} files for {', '.join(found.models)}; {', '.join(found.sizes)}"
     logger.info("%s", text)
     return text

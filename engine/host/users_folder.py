@@ -9,6 +9,7 @@ import folder_paths
 
 from ..disk_cache import DiskCache, open_cache
 from ..prepare import prepare
+from ..settings import CompileSettings
 
 CACHE = "cache"
 
@@ -28,11 +29,15 @@ def get_ready_again() -> None:
     if (kit_folder() / CACHE).is_dir():
         cache = open_users_cache()
         if cache is not None and cache.has_current():
-            get_ready("inductor")
+            _prepare()
 
 
-def get_ready(backend: str) -> None:
-    """Open the cache, and prepare for the first compilation in the background; costs nothing the second time."""
+def get_ready(settings: CompileSettings) -> None:
+    """Open the cache, and prepare for the first compilation if somebody will wait for it; costs nothing the second time."""
     open_users_cache()
-    if backend == "inductor":
-        prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")
+    if settings.backend == "inductor" and settings.waits:
+        _prepare()
+
+
+def _prepare() -> None:
+    prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")
