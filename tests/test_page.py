@@ -55,7 +55,9 @@ def test_a_notice_goes_when_the_next_run_starts():
     assert play("compile_notice.js", scene) == [["a new size"], 0]
 
 
-@pytest.mark.parametrize("event, expected", [("execution_interrupted", "Cancelled"), ("execution_error", "Stopped by an error")])
+@pytest.mark.parametrize(
+    "event, expected", [("execution_interrupted", "Cancelled"), ("execution_error", "Stopped by an error")]
+)
 def test_an_old_report_does_not_stay_over_a_run_that_gave_none(event, expected):
     scene = f"""
         const node = created("3", "TorchCompileKitWarmup"), other = created("4", "TorchCompileKitBenchmark");
