@@ -51,6 +51,16 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
 
 
+def pytest_collection_modifyitems(config, items):
+    """Without a CUDA device its tests do not count, not even as skipped; `pytest -m gpu` runs them where there is one."""
+    if inprocess.has_gpu():
+        return
+    needing = [item for item in items if item.get_closest_marker("gpu")]
+    if needing:
+        config.hook.pytest_deselected(items=needing)
+        items[:] = [item for item in items if item not in set(needing)]
+
+
 @pytest.fixture(scope="session")
 def pack():
     """The pack as the host's own loader loads it: a package named by its path."""

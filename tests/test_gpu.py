@@ -1,0 +1,215 @@
+"""What only a CUDA device can show: `pytest -m gpu`. Elsewhere these tests are not collected (conftest.py)."""
+
+import pytest
+import torch
+from patch_kinds.weights import load_partly
+from patching import Runs
+from support import Net, relative_error
+from torch import nn
+from torch.nn import functional
+
+pytestmark = [pytest.mark.gpu, pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+MIB = 2**20
+# A copy is held up by some tenth of a second of nothing on its stream.
+_CYCLES = 200_000_000
+
+
+def device_at(index):
+    if index >= torch.cuda.device_count():
+        pytest.skip(f"this machine has no cuda:{index}")
+    return torch.device("cuda", index)
+
+
+@pytest.fixture(params=[0, 1], ids=["cuda:0", "cuda:1"])
+def device(request):
+    return device_at(request.param)
+
+
+class TestGraphs:
+    """Captured and replayed for real, the current device being the first one, as in the host's main thread."""
+
+    def calls(self, engine, device, graphs=None):
+        graphs = graphs or engine("graphs").ModelGraphs()
+        model = Net(count=2, width=64).to(device)
+        graphs.check_model(model, device)
+        for step in range(4):
+            x = torch.randn(3, 64, generator=torch.Generator().manual_seed(step)).to(device)
+            result = graphs.call("key", model, (x,), {}, {})
+            assert relative_error(result, model(x)) < 1e-5, f"call {step}: a replay gives what an earlier call gave"
+        return graphs
+
+    def test_each_replay_computes_from_its_own_input(self, engine, device):
+        graphs = self.calls(engine, device)
+        assert (graphs.captures, graphs.replays, graphs.failures) == (1, 2, {})
+
+    def test_two_devices_in_turn(self, engine):
+        """PyTorch's own capture stream belongs to whichever device comes first."""
+        device_at(1)
+        for index in (0, 1, 0):
+            assert self.calls(engine, torch.device("cuda", index)).captures == 1
+
+    def test_a_sampled_model(self, engine, tiny, device):
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        runs.patcher = tiny.build_patcher("flux", device)
+        expected = runs.run(runs.patcher)
+        compiled = runs.attach(runs.patcher, backend="cudagraphs")
+        for _ in range(2):
+            assert relative_error(runs.run(compiled), expected) < 1e-3
+        graphs = engine("graphs").graphs_of(runs.patcher.model.diffusion_model)
+        notes = engine("host.attachment").notes_about(compiled)
+        assert graphs.captures == 1 and graphs.replays >= 6, notes
+
+    def test_a_number_on_the_cpu_is_no_constant(self, engine):
+        graphs = engine("graphs").ModelGraphs(device=torch.device("cuda", 0))
+        x = torch.ones(4, device="cuda:0")
+        for step in range(4):
+            result = graphs.call("key", lambda x, factor: x * factor, (x, torch.tensor(float(step))), {}, {})
+            assert result[0].item() == step
+        assert graphs.captures == 0
+
+
+class Weights(nn.Module):
+    """A block of `size` bytes in pinned memory."""
+
+    def __init__(self, size, value):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), value, dtype=torch.uint8).pin_memory(), requires_grad=False)
+
+
+class TestStreaming:
+    """Buffers of streamed weights under cancel: copies are held up, so that they are under way when a buffer is given up."""
+
+    @pytest.fixture
+    def streaming(self, engine):
+        module = engine("host.streaming")
+        module.release_buffers()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        yield module
+        module.release_buffers()
+
+    @pytest.fixture
+    def fetch(self, streaming):
+        """A function: fetch a block of so many bytes; returns it and what streams it."""
+
+        def fetch(size, value=1):
+            block, device = Weights(size, value), torch.device("cuda", 0)
+            streamed = streaming.StreamedTensors(streaming.tensors_elsewhere(block, device), device, torch.float32)
+            streamed.fetch()
+            return block, streamed
+
+        return fetch
+
+    @staticmethod
+    def hold_up(streaming):
+        with torch.cuda.stream(streaming._slots_on(torch.device("cuda", 0))._slots[0]._stream):
+            torch.cuda._sleep(_CYCLES)
+
+    @staticmethod
+    def untouched(size):
+        """Whether new tensors, one of which gets the buffer's old memory, keep what is written to them."""
+        tensors = [torch.full((size,), 7, dtype=torch.uint8, device="cuda:0") for _ in range(3)]
+        torch.cuda.synchronize()
+        return all(bool((t == 7).all()) for t in tensors)
+
+    def test_cancelled_between_fetch_and_use(self, streaming, fetch):
+        self.hold_up(streaming)
+        _block, streamed = fetch(8 * MIB)
+        streamed.drop()
+        streaming.release_buffers()
+        del streamed
+        assert self.untouched(8 * MIB)
+
+    def test_growth_over_a_copy_that_nobody_waits_for(self, streaming, fetch):
+        self.hold_up(streaming)
+        kept = [fetch(8 * MIB), fetch(8 * MIB), fetch(24 * MIB, value=3)]  # two buffers: the third is the first, grown
+        assert self.untouched(8 * MIB)
+        ((_, placed),) = kept[2][1].resolve()
+        assert bool((placed["weight"] == 3).all())
+        for _block, streamed in kept:
+            streamed.drop()
+
+    def test_two_models_in_turn(self, streaming, fetch):
+        _, first = fetch(4 * MIB, value=1)
+        self.hold_up(streaming)
+        _, second = fetch(4 * MIB, value=2)
+        streaming.release_buffers()  # the first model's run ends
+        _, third = fetch(4 * MIB, value=3)
+        for streamed, value in ((first, 1), (second, 2), (third, 3)):
+            ((_, placed),) = streamed.resolve()
+            assert bool((placed["weight"] == value).all())
+            streamed.drop()
+
+    def test_a_cancelled_run_and_the_next(self, engine, tiny):
+        import comfy.model_management
+
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=3)
+        load_partly(runs.patcher, 0.2)
+        expected = runs.run(runs.patcher)
+        compiled = runs.attach(runs.patcher)
+        block, calls = runs.patcher.model.diffusion_model.single_blocks[1], []
+
+        def cancel(*_):
+            calls.append(1)
+            if len(calls) == 2:
+                raise comfy.model_management.InterruptProcessingException
+
+        for _ in range(3):
+            handle = block.register_forward_pre_hook(cancel)
+            with pytest.raises(comfy.model_management.InterruptProcessingException):
+                runs.run(compiled)
+            handle.remove()
+            calls.clear()
+            assert relative_error(runs.run(compiled), expected) < 1e-3
+        notes = engine("host.weights").notes_on(runs.patcher.model)
+        assert any("put in place" in note for note in notes), "nothing was streamed; this proves nothing"
+
+
+class TestAttention:
+    def test_the_chosen_kernel_gives_what_the_host_does(self, engine):
+        attention = engine("attention")
+
+        def attention_pytorch(q, k, v, heads, mask=None, *_args, **_kwargs):
+            q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
+            return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
+
+        survey = attention.AttentionSurvey("auto")
+        q, k, v = torch.randn(3, 1, 1024, 8 * 64, device="cuda", dtype=torch.half)
+        expected = survey(attention_pytorch, q, k, v, 8)
+        chosen = survey.best()
+        assert survey.complete and survey.calls.total() == 1
+        assert chosen == "host" or attention.override_for(chosen) is not None
+        for name in attention.KERNELS:
+            assert relative_error(attention.override_for(name)(attention_pytorch, q, k, v, 8), expected) < 5e-3, name
+
+    def test_a_measured_time_is_a_number(self, engine):
+        x = torch.randn(512, 512, device="cuda", dtype=torch.half)
+        seconds = engine("attention")._seconds_on_gpu(lambda: x @ x)
+        assert seconds is not None and seconds > 0
+
+
+NORMS = [(2, 64, 8, 8, 32), (1, 320, 7, 5, 32), (3, 48, 2, 2, 4), (1, 160, 9, 9, 1), (2, 30, 33, 3, 15), (2, 320, 64, 64, 32)]
+
+
+class TestGroupNorm:
+    """Our Triton kernels, compiled; `interpreted_kernels.py` has them in Triton's interpreter."""
+
+    @pytest.mark.parametrize("images, channels, height, width, groups", NORMS)
+    def test_beside_float64(self, engine, images, channels, height, width, groups):
+        kernels = engine("group_norm_kernels")
+        for offset in (0.0, 100.0):
+            x = torch.randn(images, channels, height, width, device="cuda").add(offset).half()
+            x = x.contiguous(memory_format=torch.channels_last)
+            scale, shift = torch.randn(2, channels, device="cuda", dtype=torch.half)
+            exact = functional.group_norm(x.double(), groups, scale.double(), shift.double())
+            for silu, expected, bound in ((False, exact, 5e-4), (True, functional.silu(exact), 1e-3)):
+                out = torch.full_like(x, torch.nan)
+                kernels.apply_factors(x, kernels.factors_of(x, groups, scale, shift, 1e-5), out, silu)
+                assert relative_error(out.double(), expected) < bound
+
+    @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 130, 3, 3), (4, 1, 7, 7), (3, 200, 1, 3)])
+    def test_weights_side_by_side(self, engine, shape):
+        weight = torch.randn(*shape, device="cuda", dtype=torch.half)
+        turned = engine("group_norm_kernels").channels_last_weight(weight)
+        assert torch.equal(turned, weight) and turned.is_contiguous(memory_format=torch.channels_last)
