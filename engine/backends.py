@@ -34,6 +34,8 @@ class _State(threading.local):
 
 
 state = _State()
+# A capture does not bear that another thread waits for the whole GPU, as measuring a kernel's variants does.
+gpu_lock = threading.Lock()
 
 
 @contextmanager
@@ -77,7 +79,9 @@ def _try_kernels(compiled: Callable, args: tuple) -> None:
     if not any(t.is_cuda for t in tensors):
         return
     try:
-        compiled(*args)
+        with gpu_lock:
+            compiled(*args)
+            torch.cuda.current_stream().synchronize()
     except Exception as error:  # the first real run does it then
         if never_swallowed(error):
             logger.debug("no memory to try kernels beforehand")

@@ -51,8 +51,6 @@ class Binding:
     Args:
         call: what holds for all blocks; its `poll` is called before each of them.
         weights_of: says how the weights of the given blocks get in place, where they are not.
-        captured: if the model is `plain`, it is replayed from CUDA graphs, for which less is worth compiling: see
-            `graph_choice`, and `channels_last` for what is done for convolutions instead.
     """
 
     def __init__(
@@ -61,9 +59,8 @@ class Binding:
         settings: CompileSettings,
         call: ModelCall,
         weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
-        captured: bool = False,
     ):
-        self._model, self._settings, self.call, self._captured = model, settings, call, captured
+        self._model, self._settings, self.call = model, settings, call
         self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
         self._free = [block for block in self._blocks if _is_free(block)]
         self._weights = weights_of(self._free) if weights_of is not None else None
@@ -81,17 +78,14 @@ class Binding:
         return self._weights is not None and self._weights.paged
 
     @contextmanager
-    def bound(self, captured: bool = True) -> Iterator[None]:
+    def bound(self) -> Iterator[None]:
         """While it lasts, the blocks run compiled.
 
         Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
         as ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
-
-        Args:
-            captured: this call can be captured, if the model can.
         """
         code = code_of(self._model)
-        runs = self._runs(code, captured and self._captured and self.plain)
+        runs = self._runs(code)
         if code.twins is None:
             code.twins = find_twins(self._model)
         bound: list[tuple[nn.Module, Callable | None]] = []
@@ -112,14 +106,15 @@ class Binding:
                 else:
                     block.__dict__["forward"] = found
 
-    def _runs(self, code: ModelCode, graphed: bool) -> dict[nn.Module, _Run]:
-        """How each block runs. In graphs some run eager, or are compiled in parts; their weights are put in place all the same,
-        since the block before has begun to fetch them."""
+    def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
+        """How each block runs. Some of a UNet's run eager, or are compiled in parts; their weights are put in place all the
+        same, since the block before has begun to fetch them."""
         if self._settings.backend == "cudagraphs":  # that one records eager code, see graphs.py
             code.left_out, code.parts = Counter(), Counter()
             return {}
-        left_out = [block for block in self._free if graphed and is_convolutional(block)]
-        parts = {block: found for block in self._free if graphed and (found := _free_parts(block))}
+        chooses = not self._settings.compiles_convolutions and not all(map(is_convolutional, self._free))
+        left_out = [block for block in self._free if chooses and is_convolutional(block)]
+        parts = {block: found for block in self._free if chooses and (found := _free_parts(block))}
         code.left_out = Counter(type(block).__name__ for block in left_out)
         code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
         eager = {*left_out, *parts}
@@ -190,7 +185,7 @@ def _placed(group: WeightGroup) -> Iterator[None]:
 
 
 def _free_parts(block: nn.Module) -> list[nn.Module]:
-    """What is compiled in place of a block in CUDA graphs; nothing if somebody has replaced one of its parts."""
+    """What is compiled in place of a block of images; nothing if somebody has replaced one of its parts."""
     parts = parts_of(block)
     return parts if all(map(_is_free, parts)) else []
 

@@ -187,6 +187,8 @@ class CompiledKind:
     def _ask(self, block: nn.Module, variant: tuple, args: tuple, kwargs: dict) -> None:
         if variant in self._waiting or self.limit_reached or self.failure is not None:
             return
+        if args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+            return  # a plain call asks
         self._asked[variant] += 1
         if self._asked[variant] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
             if self.patches:

@@ -1,7 +1,7 @@
-"""What is compiled of a model that is replayed from CUDA graphs.
+"""What of a UNet is compiled.
 
-Launches cost nothing there, so compiling is left with what fusing saves on the GPU, which for a UNet's convolutions and its
-smallest images is little beside the seconds that each graph of PyTorch's takes to make. Transformers keep all of theirs.
+What fusing saves on the GPU is little for its convolutions and its smallest images, beside the seconds that each graph of
+PyTorch's takes to make (SDXL: 14 graphs for all, 2 for what matters). Transformers keep all of theirs.
 The choice is the same for all sizes, so that a size that was not warmed needs no other code.
 """
 

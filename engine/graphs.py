@@ -19,7 +19,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .backends import gpu_lock
 from .binding import is_ours
+from .captured_launches import as_numbers
 from .failures import never_swallowed
 from .per_model import PerModel
 
@@ -75,6 +77,7 @@ class ModelGraphs:
         seen: calls that have run plainly once, and so have compiled what they need.
         failures: why a call cannot be captured.
         device: where the model computes.
+        code: see `call`.
         obstacle: what about the layers forbids replays now, or None.
         state: where the weights were, and what the layers ran, when the graphs were captured.
         functions: what the layers run in this sampling run.
@@ -90,6 +93,7 @@ class ModelGraphs:
     checked: bool = False
     device: torch.device | None = None
     obstacle: str | None = None
+    code: int = 0
     captures: int = 0
     replays: int = 0
     _pool: object = None
@@ -159,7 +163,14 @@ class ModelGraphs:
         return home
 
     def call(
-        self, key: Hashable, forward: Callable, args: tuple, kwargs: dict, fixed: dict, keep: Keep = lambda: nullcontext(True)
+        self,
+        key: Hashable,
+        forward: Callable,
+        args: tuple,
+        kwargs: dict,
+        fixed: dict,
+        keep: Keep = lambda: nullcontext(True),
+        code: int = 0,
     ) -> object:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
@@ -168,7 +179,12 @@ class ModelGraphs:
             args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
+            code: changes when more of the model is compiled, so that it is captured anew.
         """
+        if code != self.code:
+            self.code = code
+            self.graphs.clear()
+            self.seen.clear()
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(t.device != self.device for t in tensors):  # a number on the CPU becomes a constant of the graph
@@ -179,8 +195,11 @@ class ModelGraphs:
                 captured = self.graphs.get(key) if present else None
                 if captured is not None:
                     self.replays += 1
-                elif present:
-                    captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                elif present and gpu_lock.acquire(blocking=False):  # else code is tried on the GPU: the next call then
+                    try:
+                        captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                    finally:
+                        gpu_lock.release()
                 if captured is not None:
                     return captured.replay(tensors)
         result = forward(*args, **kwargs, **fixed)
@@ -205,7 +224,8 @@ class ModelGraphs:
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
-                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed"):
+                capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
+                with as_numbers(), capture:
                     output = forward(*args, **kwargs, **fixed)
         except Exception as error:
             if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):

@@ -34,6 +34,7 @@ class ModelCode:
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
         self.eager_calls = 0
+        self._generation = 0
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -66,6 +67,12 @@ class ModelCode:
             state is not None and settings.kind_key() in state.kinds and state.holds(block)
             for block, state in zip(blocks, states, strict=True)
         )
+
+    def generation(self) -> int:
+        """Changes when code has been made for the model, and nothing more is being made."""
+        if not any(kind.is_being_compiled for kind in self.kinds.values()):
+            self._generation = sum(kind.code.compiles for kind in self.kinds.values())
+        return self._generation
 
     def new_run(self) -> None:
         """A sampling run begins: failures that may have passed are forgotten."""

@@ -9,7 +9,7 @@ import torch
 from .errors import InvalidSetting
 
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
-MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+MODES = ("auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DYNAMIC = ("auto", "true", "false")
 BLOCK_SWAP = ("auto", "eager linears", "off")
 ATTENTION = ("auto", "host", "cudnn", "flash", "efficient")
@@ -38,7 +38,7 @@ class CompileSettings:
 
     Args:
         backend: a registered torch.compile backend, or `none` for "leave the model alone".
-        mode: one of PyTorch's four inductor modes.
+        mode: `auto` (`default`, with CUDA graphs where they pay) or one of PyTorch's four inductor modes.
         dynamic: `auto` and `true` make one code for all sizes, `false` one for each.
         fullgraph: fail instead of breaking the graph.
         cache_limit: compiled variants per block kind; 0 means `AUTOMATIC_CACHE_LIMIT`.
@@ -54,7 +54,7 @@ class CompileSettings:
     """
 
     backend: str = "inductor"
-    mode: str = "default"
+    mode: str = "auto"
     dynamic: str = "auto"
     fullgraph: bool = False
     cache_limit: int = 0
@@ -82,7 +82,7 @@ class CompileSettings:
                 raise InvalidSetting(name, value, f"choose one of {', '.join(choices)}.")
         if not 0 <= self.cache_limit <= MAX_CACHE_LIMIT:
             raise InvalidSetting("cache_limit", self.cache_limit, f"use 0 (automatic) or a number up to {MAX_CACHE_LIMIT}.")
-        if self.mode != "default" and self.backend not in ("inductor", "none"):
+        if self.mode not in ("auto", "default") and self.backend not in ("inductor", "none"):
             raise InvalidSetting(
                 "mode", self.mode, f"backend {self.backend} has no modes; set mode to default or backend to inductor."
             )
@@ -98,8 +98,18 @@ class CompileSettings:
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the whole model is to be captured in CUDA graphs."""
+        """Whether the whole model is to be captured in CUDA graphs, whatever that saves."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
+
+    @property
+    def may_have_graphs(self) -> bool:
+        """Whether it is captured where that pays."""
+        return self.wants_graphs or (self.backend == "inductor" and self.mode == "auto")
+
+    @property
+    def compiles_convolutions(self) -> bool:
+        """Whether blocks of convolutions are compiled: each costs seconds and saves little; who has kernels tuned wants it."""
+        return self.mode.startswith("max-autotune")
 
     @property
     def patterns(self) -> tuple[str, ...]:
@@ -135,14 +145,14 @@ class CompileSettings:
         """
         if self.backend != "inductor":
             return {}
-        options = dict(torch._inductor.list_mode_options(self.mode))
+        options = dict(torch._inductor.list_mode_options("default" if self.mode == "auto" else self.mode))
         options.pop("triton.cudagraphs", None)
         return options
 
     def describe(self) -> str:
         """One line for logs and reports."""
         parts = [self.backend]
-        if self.mode != "default":
+        if self.mode not in ("auto", "default"):
             parts.append(self.mode)
         parts.append(f"dynamic {self.dynamic}")
         if self.fullgraph:

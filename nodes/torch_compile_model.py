@@ -29,10 +29,10 @@ class TorchCompileModel(io.ComfyNode):
                 io.Combo.Input(
                     "mode",
                     options=list(choices.MODES),
-                    default="default",
-                    tooltip="default compiles fast and is close to the best. The max-autotune modes try many kernels: minutes "
-                    "of compiling for a few percent. reduce-overhead records the whole model in CUDA graphs: best for small "
-                    "models such as SD and SDXL; start ComfyUI with --disable-cuda-malloc for it. For backend inductor only.",
+                    default="auto",
+                    tooltip="auto records the whole model in CUDA graphs where the GPU waits for the CPU (SD, SDXL), else as "
+                    "default. reduce-overhead always records it, default never does. The max-autotune modes try many kernels: "
+                    "minutes of compiling for a few percent. For backend inductor only.",
                 ),
                 io.Combo.Input(
                     "dynamic",

@@ -15,17 +15,18 @@ from ..background import compiler
 from ..binding import Binding, plan_for
 from ..compiled_kind import ModelCall
 from ..discovery import BlockPlan
+from ..graphs import graphs_of
 from ..monitor import monitor, watching
 from ..registry import code_of
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
-from . import opened_kernels, weights
+from . import graph_payoff, opened_kernels, weights
 from .adapter import without_hosts_compiler, without_prefetch
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
-from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
+from .graphing import forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
 from .placement import keep_even, keep_host_order, spread_weights
 from .quantized import traceable_casts
 from .streaming import release_buffers
@@ -66,13 +67,16 @@ class BlockCompiler:
                 code_of(network).eager_calls += 1
                 return result
             scopes.enter_context(traceable_casts(network))
-            obstacle = no_graphs(device) if settings.wants_graphs else ""
-            if obstacle:
+            obstacle = no_graphs(device) if settings.may_have_graphs else ""
+            graphs = settings.may_have_graphs and obstacle is None
+            if obstacle and settings.wants_graphs:
                 note(self.notes, obstacle)
-            graphs = settings.wants_graphs and obstacle is None
-            captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
-            captured = captured and not crowding_of(network).crowded
-            binding = Binding(network, settings, call, weights_of, captured)
+            if graphs and not settings.wants_graphs:
+                graphs = graph_payoff.recall(network)
+                if graphs is None:
+                    code_of(network).eager_calls += 1
+                    return graph_payoff.measure(network, lambda: executor(*args, **kwargs))
+            binding = Binding(network, settings, call, weights_of)
             if not graphs and binding.paged:
                 scopes.enter_context(without_prefetch(network))
             scopes.enter_context(graphed(network, binding, device, self.notes) if graphs else binding.bound())
@@ -155,10 +159,11 @@ def notes_about(patcher) -> list[str]:
     notes += graphs_summary(network)
     code = code_of(network)
     if code.left_out:
-        instead = "; they run channels_last instead" if turns_convolutions(network) else ""
+        instead = (
+            "; in CUDA graphs they run channels_last" if graphs_of(network).captures and turns_convolutions(network) else ""
+        )
         notes.append(
-            f"In CUDA graphs blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the "
-            f"compile time{instead}."
+            f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time{instead}."
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")

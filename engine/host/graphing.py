@@ -26,6 +26,8 @@ from ..value_keys import NoKey, value_key
 from .paging import AllPages, address_of
 
 logger = logging.getLogger("torch-compile-kit")
+# Versions of PyTorch with which graphs were captured from memory of cudaMallocAsync, on a GPU.
+CAPTURES_ASYNC = {"2.11"}
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
@@ -38,11 +40,14 @@ def no_graphs(device: torch.device) -> str | None:
         return "CUDA graphs are off: they have not been measured on AMD's devices."
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
-        # Launchers do not find the memory that it gives in a recording, and what a recording that failed leaves behind ends the
-        # process when it is freed (CUDAMallocAsyncAllocator.cpp, `free_impl`).
+        # See captured_launches.py. A recording that fails there ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`), so
+        # only where it has been seen to work.
+        version = ".".join(torch.__version__.split(".")[:2])
+        if version in CAPTURES_ASYNC:
+            return None
         return (
-            "CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, compiled kernels cannot be recorded. Start ComfyUI "
-            "with --disable-cuda-malloc to have them."
+            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they have not been tried with PyTorch {version}. "
+            "Start ComfyUI with --disable-cuda-malloc to have them."
         )
     if allocator != "native":
         return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
@@ -80,11 +85,13 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
                 reason = f"the call depends on {error}, which may change unseen"
         if reason:
             note(notes, f"CUDA graphs are off: {reason}.")
-            with binding.bound(captured=False):
+            with binding.bound():
                 return forward(*args, transformer_options=options, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
         call = functools.partial(_run_bound, binding, network, notes, call)
-        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep)
+        if pages:
+            options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
+        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, code_of(network).generation())
 
     network.__dict__["forward"] = run
     try:
