@@ -170,7 +170,7 @@ class ModelGraphs:
         kwargs: dict,
         fixed: dict,
         keep: Keep = lambda: nullcontext(True),
-        code: int = 0,
+        code: Callable[[], int] = lambda: 0,
     ) -> object:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
@@ -179,12 +179,9 @@ class ModelGraphs:
             args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
-            code: changes when more of the model is compiled, so that it is captured anew.
+            code: tells a number that changes when more of the model has been compiled, so that it is captured anew.
         """
-        if code != self.code:
-            self.code = code
-            self.graphs.clear()
-            self.seen.clear()
+        self._renew(code())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(t.device != self.device for t in tensors):  # a number on the CPU becomes a constant of the graph
@@ -203,8 +200,15 @@ class ModelGraphs:
                 if captured is not None:
                     return captured.replay(tensors)
         result = forward(*args, **kwargs, **fixed)
+        self._renew(code())
         self.seen.add(key)
         return result
+
+    def _renew(self, code: int) -> None:
+        if code != self.code:
+            self.code = code
+            self.graphs.clear()
+            self.seen.clear()
 
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict

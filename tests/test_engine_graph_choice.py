@@ -38,14 +38,16 @@ class UNet(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("captured", "hooked", "kinds"), [(True, False, 1), (False, False, 2), (True, True, 2)])
-def test_convolutions_stay_eager_where_the_whole_model_is_replayed(engine, captured, hooked, kinds):
+@pytest.mark.parametrize(("tuned", "hooked", "kinds"), [(False, False, 1), (True, False, 2), (False, True, 1)])
+def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, hooked, kinds):
     net, x = UNet().requires_grad_(False), torch.randn(1, 8, 4, 4)
-    if hooked:  # nothing is captured then, and compiling is all there is to gain
+    if hooked:
         net.residual[0].register_forward_hook(lambda *_: None)
     settings = engine("settings").CompileSettings(backend="eager")
+    if tuned:
+        object.__setattr__(settings, "mode", "max-autotune")  # refused without inductor, which takes long
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, captured=captured) as plain:
+    with engine("binding").compiled_blocks(net, settings) as plain:
         assert torch.equal(net(x), expected)
     code = engine("registry").code_of(net)
     assert plain is not hooked and len(code.kinds) == kinds
@@ -79,11 +81,11 @@ class SmallUNet(torch.nn.Module):
         return x + torch.nn.functional.interpolate(half[:, :16], scale_factor=4.0)
 
 
-def test_in_a_unet_that_is_replayed_only_large_transformers_are_compiled(engine):
+def test_in_a_unet_only_large_transformers_are_compiled(engine):
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, captured=True):
+    with engine("binding").compiled_blocks(net, settings):
         assert torch.equal(net(x), expected)
     code = engine("registry").code_of(net)
     graphs = {kind.class_name: kind.stats.graphs for kind in code.kinds.values() if kind.stats.graphs}
@@ -96,7 +98,7 @@ def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
     net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, captured=True):
+    with engine("binding").compiled_blocks(net, settings):
         assert torch.equal(net(x), expected)
     assert dict(engine("registry").code_of(net).parts) == {"Block": 3}
 
@@ -107,23 +109,32 @@ def test_another_size_compiles_no_other_kinds(engine):
     for side in (16, 32, 64):
         x = torch.randn(1, 16, side, side)
         expected = net(x)
-        with engine("binding").compiled_blocks(net, settings, captured=True):
+        with engine("binding").compiled_blocks(net, settings):
             assert torch.equal(net(x), expected)
         kinds = engine("registry").code_of(net).kinds.values()
         graphs.append([kind.stats.graphs for kind in kinds if kind.stats.graphs])
-    assert graphs == [[1], [2], [2]]  # a static one, and one for all other sizes
+    assert graphs == [[1]] * 3
 
 
-def test_a_call_that_cannot_be_captured_runs_compiled(engine):
-    net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.residual = torch.nn.ModuleList(ConvolutionBlock(8) for _ in range(3))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.residual:
+            x = block(x)
+        return x
+
+
+def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
+    net, x = Convolutions(), torch.randn(1, 8, 4, 4)
     settings = engine("settings").CompileSettings(backend="eager")
-    expected = net(x)
-    binding = engine("binding").Binding(net, settings, engine("compiled_kind").ModelCall(), captured=True)
-    with binding.bound(captured=False):
-        assert binding.plain and torch.equal(net(x), expected)
+    with engine("binding").compiled_blocks(net, settings):
+        net(x)
     code = engine("registry").code_of(net)
-    compiled = {kind.class_name for kind in code.kinds.values() if kind.stats.graphs}
-    assert compiled == {"ConvolutionBlock", "ImageTransformer"} and not code.left_out and not code.parts
+    assert len(code.kinds) == 1 and not code.left_out
 
 
 def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):

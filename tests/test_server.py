@@ -43,7 +43,7 @@ BENCHMARK_INPUTS = {
 }
 CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
-    "mode": ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
+    "mode": ["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
     "dynamic": ["auto", "true", "false"],
     "block_swap": ["auto", "eager linears", "off"],
     "attention": ["auto", "host", "cudnn", "flash", "efficient"],

@@ -159,11 +159,10 @@ def notes_about(patcher) -> list[str]:
     notes += graphs_summary(network)
     code = code_of(network)
     if code.left_out:
-        instead = (
-            "; in CUDA graphs they run channels_last" if graphs_of(network).captures and turns_convolutions(network) else ""
-        )
+        turned = graphs_of(network).captures and turns_convolutions(network)
         notes.append(
-            f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time{instead}."
+            f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time"
+            f"{'; in CUDA graphs they run channels_last' if turned else ''}."
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")

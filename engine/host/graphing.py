@@ -40,8 +40,8 @@ def no_graphs(device: torch.device) -> str | None:
         return "CUDA graphs are off: they have not been measured on AMD's devices."
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
-        # See captured_launches.py. A recording that fails there ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`), so
-        # only where it has been seen to work.
+        # See captured_launches.py. A recording that fails there ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`),
+        # so only where it has been seen to work.
         version = ".".join(torch.__version__.split(".")[:2])
         if version in CAPTURES_ASYNC:
             return None
@@ -91,7 +91,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         call = functools.partial(_run_bound, binding, network, notes, call)
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
-        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, code_of(network).generation())
+        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, code_of(network).generation)
 
     network.__dict__["forward"] = run
     try:
