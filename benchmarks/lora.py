@@ -28,7 +28,7 @@ def lora_weights(network, seed: int) -> dict:
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name, weight in network.named_parameters():
-        if name.endswith(".weight") and weight.dim() == 2 and "blocks" in name:
+        if name.endswith(".weight") and weight.dim() == 2 and any(part in name for part in ("blocks", "layers")):
             layer = f"diffusion_model.{name.removesuffix('.weight')}"
             rows, columns = weight.shape
             found[f"{layer}.lora_A.weight"] = torch.randn(RANK, columns, generator=generator).bfloat16() / 64

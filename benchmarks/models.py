@@ -119,6 +119,10 @@ MODELS["sdxl_small"] = Model(
     ),
     torch.float32, (256, 256, 1), 5.0, (1, 77, 64), {"pooled_output": (1, 1280)}, channels=4, family="SDXL",
 )  # fmt: skip
+MODELS["wan_small"] = Model(
+    dict(MODELS["wan14"].config, dim=256, num_heads=2, ffn_dim=512, num_layers=2),
+    torch.float32, (128, 128, 5), 1.0, (1, 64, 4096), video=True,
+)  # fmt: skip
 MODELS["flux_fp8"] = replace(MODELS["flux"], quantization="plain")
 MODELS["flux_fp8_scaled"] = replace(MODELS["flux"], quantization="float8_e4m3fn")
 
@@ -130,7 +134,7 @@ def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device=device).manual_seed(1)
     weights = {}
     for key, shape in shapes.items():
-        tensor = _random(key, shape.shape, model.dtype, device, generator)
+        tensor = random_weight(key, shape.shape, model.dtype, device, generator)
         if model.quantization not in (None, "plain") and key.endswith(".weight") and tensor.dim() == 2 and "blocks" in key:
             weights |= _quantised(key, tensor, model.quantization)
         else:
@@ -160,7 +164,7 @@ def build(name: str, device: torch.device):
         generator = torch.Generator(device=device).manual_seed(1)
         for key, parameter in base_model.named_parameters():
             parameter.requires_grad_(False)
-            parameter.data = _random(key, parameter.shape, parameter.dtype, device, generator)
+            parameter.data = random_weight(key, parameter.shape, parameter.dtype, device, generator)
     base_model.to(device).eval()
     return comfy.model_patcher.ModelPatcher(base_model, load_device=device, offload_device=torch.device("cpu"))
 
@@ -173,7 +177,8 @@ def _load_quantised(name: str, device: torch.device):
     return comfy.sd.load_diffusion_model_state_dict(state_dict(name, device), model_options=options)
 
 
-def _random(key: str, shape, dtype, device, generator) -> torch.Tensor:
+def random_weight(key: str, shape, dtype, device, generator) -> torch.Tensor:
+    """One weight: small random matrices, norms of one, biases of zero."""
     if len(shape) >= 2:
         return torch.empty(shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
     if key.endswith(("scale", "weight")):
@@ -181,8 +186,8 @@ def _random(key: str, shape, dtype, device, generator) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def conditioning(name: str, tokens: int | None = None):
-    """(positive, negative) of the model's real shapes."""
+def conditioning(name: str, tokens: int | None = None, negative_tokens: int | None = None):
+    """(positive, negative) of the model's real shapes; the negative is as long as the positive if it is not said."""
     model = MODELS[name]
     generator = torch.Generator().manual_seed(2)
 
@@ -192,7 +197,8 @@ def conditioning(name: str, tokens: int | None = None):
     batch, length, width = model.text
     text = random(batch, tokens or length, width)
     extra = {key: random(*value) if isinstance(value, tuple) else value for key, value in model.extra.items()}
-    return [[text, extra]], [[-text, dict(extra)]]
+    negative = -text if negative_tokens in (None, text.shape[1]) else random(batch, negative_tokens, width)
+    return [[text, extra]], [[negative, dict(extra)]]
 
 
 def latent(name: str, size: tuple[int, int, int] | None = None) -> torch.Tensor:

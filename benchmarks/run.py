@@ -80,7 +80,7 @@ def environment(host: str, module: str = "benchmarks.run") -> dict:
     cuda = torch.cuda.is_available()
     return {
         "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else _cpu(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda if cuda else None,
         "python": platform.python_version(),
@@ -89,7 +89,8 @@ def environment(host: str, module: str = "benchmarks.run") -> dict:
     }
 
 
-def _cpu() -> str:
+def cpu_name() -> str:
+    """This machine's processor and how many cores it has."""
     information = Path("/proc/cpuinfo")
     lines = information.read_text().splitlines() if information.exists() else []
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())

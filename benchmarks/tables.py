@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from . import chart, details
+from . import chart, details, session_tables
 from .rows import NAMES, PEERS, RESULTS, ROOT, cell, error_of, newest, noise_of, number, ratio, rows
 
 
@@ -113,8 +113,10 @@ def replace(text: str, name: str, table: str) -> str:
     return f"{before}{begin}\n{table}\n{end}{after}"
 
 
-README = {"step time": step_time_table, "low vram": low_vram_table}
+README = {"sessions": session_tables.sessions_table, "low vram": low_vram_table}
 FIGURES = {
+    "prompts": session_tables.prompts_table,
+    "step time": step_time_table,
     "kernels": details.kernels_table,
     "cold": details.cold_table,
     "graphs": details.graphs_table,

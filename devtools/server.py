@@ -58,13 +58,24 @@ def free_port():
 
 
 class Server:
-    def __init__(self, host, base, gpu=False, python=sys.executable, port=None, arguments=(), environment=None):
+    """A ComfyUI process.
+
+    Args:
+        host: the folder of ComfyUI.
+        base: its base directory; made where it is not there.
+        arguments: more arguments of main.py.
+        environment: variables that are added to ours.
+        launcher: a command that starts the process, such as ("taskset", "-c", "0-3").
+    """
+
+    def __init__(self, host, base, gpu=False, python=sys.executable, port=None, arguments=(), environment=None, launcher=()):
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.base = prepare_base(base)
         self.log_file = self.base / "server.log"
         self.client_id = uuid.uuid4().hex
         command = [
+            *launcher,
             str(python),
             str(Path(host) / "main.py"),
             "--base-directory",
@@ -136,6 +147,9 @@ class Server:
 
     def get(self, path):
         return json.loads(self._request(path))
+
+    def post(self, path, body):
+        return json.loads(self._request(path, body))
 
     def queue(self, prompt, timeout=900):
         """Run a prompt and return its history entry, whether it succeeded or not; raises when it is not accepted."""

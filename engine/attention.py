@@ -26,6 +26,8 @@ KERNELS = {
 }
 # The only function of the host whose kernel may be exchanged: the user has not chosen another one (sage, xformers).
 HOST_FUNCTION = "attention_pytorch"
+# The choice where a checkpoint asks the host for an attention of its own.
+CHECKPOINT = "checkpoint"
 # Fewer than this share of time saved is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
@@ -77,7 +79,7 @@ def override_for(choice: str) -> Callable | None:
         choice: as `AttentionSurvey.best` gives it: a kernel, and the widths that it is for if it is not for all.
 
     Returns:
-        None for `host`, and for what is no choice.
+        None for `host`, for CHECKPOINT, and for what is no choice.
     """
     kernel, *widths = choice.split(" ")
     if kernel not in KERNELS or not all(width.isdecimal() for width in widths):
@@ -92,6 +94,8 @@ def in_words(choice: str) -> str:
     kernel, *widths = choice.split(" ")
     if kernel == "host":
         return "the kernel ComfyUI uses"
+    if kernel == CHECKPOINT:
+        return "the one that the checkpoint asks for"
     return f"{kernel}, for self-attention with {' or '.join(widths)} channels a head" if widths else kernel
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import channels_last
-from .compiled_kind import CompiledKind
+from .compiled_kind import CompiledKind, ModelCall
 from .discovery import BlockPlan, find_blocks
 from .graph_choice import Effort, is_convolutional, parts_of
 from .per_model import PerModel
@@ -36,6 +36,7 @@ class WeightGroups(Protocol):
 
     groups: dict[int, WeightGroup]
     may_stay: bool
+    paged: bool
 
     def drop(self) -> None: ...
 
@@ -48,8 +49,7 @@ class Binding:
     """The chosen blocks of a model for one call of it.
 
     Args:
-        poll: called before each block; may raise to stop (the host's interrupt).
-        inputs: shapes of what the model is called with; the first ever get code of their own in `dynamic` = auto.
+        call: what holds for all blocks; its `poll` is called before each of them.
         weights_of: says how the weights of the given blocks get in place, where they are not.
         captured: if the model is `plain`, it is replayed from CUDA graphs, for which less is worth compiling: see
             `graph_choice`, and `channels_last` for what is done for convolutions instead.
@@ -59,13 +59,11 @@ class Binding:
         self,
         model: nn.Module,
         settings: CompileSettings,
-        poll: Callable[[], None],
-        inputs: tuple = (),
+        call: ModelCall,
         weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
         captured: bool = False,
     ):
-        self._model, self._settings, self._poll, self._captured = model, settings, poll, captured
-        self._first_shape = code_of(model).first_inputs.setdefault(settings.kind_key(), inputs) == inputs
+        self._model, self._settings, self.call, self._captured = model, settings, call, captured
         self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
         self._free = [block for block in self._blocks if _is_free(block)]
         self._weights = weights_of(self._free) if weights_of is not None else None
@@ -76,6 +74,11 @@ class Binding:
         whole = len(self._free) == len(self._blocks)
         hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
         return whole and not hooked and (self._weights is None or self._weights.may_stay)
+
+    @property
+    def paged(self) -> bool:
+        """Whether blocks get weights that the host pages."""
+        return self._weights is not None and self._weights.paged
 
     @contextmanager
     def bound(self, captured: bool = True) -> Iterator[None]:
@@ -128,14 +131,14 @@ class Binding:
         for block in dict.fromkeys([*self._free, *kinds]):
             kind, group = kinds.get(block), groups.get(id(block))
             if kind is not None or group is not None:
-                runs[block] = _Run(self._poll, self._first_shape, kind, group, effort)
+                runs[block] = _Run(self.call, kind, group, effort)
         return runs
 
 
 @contextmanager
-def compiled_blocks(model: nn.Module, settings: CompileSettings, **options) -> Iterator[bool]:
+def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall | None = None, **options) -> Iterator[bool]:
     """While it lasts, the chosen blocks of `model` run compiled; yields `Binding.plain`, and takes the options of `Binding`."""
-    binding = Binding(model, settings, **options)
+    binding = Binding(model, settings, call or ModelCall(), **options)
     with binding.bound():
         yield binding.plain
 
@@ -148,8 +151,7 @@ class _Run:
         kind: its compiled code; None if it runs eager.
     """
 
-    poll: Callable[[], None]
-    first_shape: bool
+    call: ModelCall
     kind: CompiledKind | None
     group: WeightGroup | None
     effort: Effort | None
@@ -158,15 +160,15 @@ class _Run:
 def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():  # somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
-    run.poll()
+    run.call.poll()
     with nullcontext() if run.group is None else _placed(run.group):
         if run.kind is None or (run.effort is not None and run.effort.is_too_small(run.kind, block, args)):
             return type(block).forward(block, *args, **kwargs)
         if not channels_last.is_active():
-            return run.kind(block, run.first_shape, args, kwargs)
+            return run.kind(block, run.call, args, kwargs)
         with channels_last.paused():
             args, copies = channels_last.turned(args)
-            result = run.kind(block, run.first_shape, args, kwargs)
+            result = run.kind(block, run.call, args, kwargs)
             for image, copy in copies:
                 image.copy_(copy)
             return channels_last.turned_result(result)

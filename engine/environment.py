@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import logging
 import os
 import platform
@@ -12,7 +13,7 @@ from pathlib import Path
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
-from .inductor import VERSION
+from .inductor import version
 
 logger = logging.getLogger("torch-compile-kit")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
@@ -61,5 +62,13 @@ def environment() -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
         "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}",
-        "code of the pack": VERSION,
+        "comfy-kitchen": _version_of("comfy-kitchen"),
+        "code of the pack": version(),
     }
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch._dynamo import exc as dynamo_errors
 
+from .machine import Machine
+from .toolchain import diagnose
+
 
 @dataclass(frozen=True)
 class Failure:
@@ -17,22 +20,22 @@ class Failure:
         reason: first line of the error.
         cure: what the user can do.
         details: the full error, for those who ask.
+        may_pass: another try may succeed (a full disk, a compiler that was killed).
     """
 
     block: str
     reason: str
     cure: str
     details: str
+    may_pass: bool = False
 
     def message(self) -> str:
         return f"{self.block} could not be compiled and runs eager: {self.reason} {self.cure}"
 
 
-# By class name, so that names which only some PyTorch versions have need no import.
+# Errors without a text of their own, by class name; names that only some PyTorch versions have need no import.
 _CURES = {
-    "TritonMissing": "Install triton for this PyTorch (on Windows: pip install triton-windows).",
     "GPUTooOldForTriton": "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none.",
-    "InvalidCxxCompiler": "Install a C++ compiler (Linux: g++; Windows: Visual Studio Build Tools with the C++ workload).",
     "CppCompileError": "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete.",
     "Unsupported": "Its code has parts PyTorch cannot trace; set fullgraph to false, or leave it out with only_blocks.",
     "UserError": "Its code has parts PyTorch cannot trace; leave it out with only_blocks.",
@@ -67,14 +70,32 @@ def is_limit_hit(error: BaseException) -> bool:
     return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
 
 
-def describe_failure(block: str, error: Exception) -> Failure:
-    """Name the innermost cause that has a known cure."""
+def is_graph_break(error: BaseException) -> bool:
+    """Whether code could not be traced as one graph."""
+    return any(isinstance(e, dynamo_errors.Unsupported) for e in chain(error))
+
+
+def _may_pass(causes: list[BaseException]) -> bool:
+    names = {type(e).__name__ for e in causes}
+    return any(isinstance(e, OSError | EOFError) for e in causes) or bool(names & {"BrokenProcessPool", "SubprocException"})
+
+
+def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:
+    """Name the cause that has a known cure, which is for `machine`, this one if left out."""
     causes = chain(error)
+    found = diagnose(causes, machine)
+    if found is not None:
+        return Failure(block, _sentence(*found[:2]), found[2], str(error), _may_pass(causes))
     known = next((e for e in causes if type(e).__name__ in _CURES), None)
     shown = known or _unwrapped(error)
     lines = [line.strip() for line in str(shown).splitlines() if line.strip()]
-    reason = f"{type(shown).__name__}: {lines[0] if lines else 'no message'}"
-    if not reason.endswith("."):
-        reason += "."
-    cure = _CURES.get(type(known).__name__, _DEFAULT_CURE) if known else _DEFAULT_CURE
-    return Failure(block, reason, cure, str(error))
+    cure = _CURES[type(known).__name__] if known else _DEFAULT_CURE
+    return Failure(block, _sentence(shown, lines[0] if lines else "no message"), cure, str(error), _may_pass(causes))
+
+
+def _sentence(error: BaseException, line: str) -> str:
+    """The line of the error that says most; of a long command its beginning and its end."""
+    name = type(error).__name__
+    line = line if line.startswith(f"{name}:") else f"{name}: {line}"
+    line = line if len(line) <= 240 else f"{line[:160]} ... {line[-60:]}"
+    return line if line.endswith(".") else f"{line}."

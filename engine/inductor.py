@@ -8,7 +8,9 @@ queries and keys become one kernel (docs/figures.md, where the time goes).
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -17,12 +19,22 @@ from .epilogues import gelu_in_linear
 from .reductions import in_one_pass
 
 aten = torch.ops.aten
-# Part of the key of the cache on disk: PyTorch's own keys know the operators, not what we put in their place.
-VERSION = "4"
-# Operator -> the same in PyTorch's own operators, out of place; NotImplemented leaves the operator as it is.
+# What decides what is compiled beside PyTorch: its own keys know the operators, not what we put in their place.
+SOURCES = (
+    "attention.py", "epilogues.py", "inductor.py", "monitor.py", "reductions.py", "symbolic_sizes.py",
+    "host/opened_kernels.py", "host/token_order.py",
+)  # fmt: skip
+# Operator -> the same in PyTorch's own operators, out of place.
 REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
 # Called with the graph as Dynamo has traced it, to change it in place; True if it did.
 REWRITES: list[Callable[[fx.Graph], bool]] = []
+
+
+@functools.cache
+def version() -> str:
+    """A digest of our own code that compiled code depends on: part of the key of the cache on disk."""
+    folder = Path(__file__).parent
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()[:12]
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
@@ -30,13 +42,9 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     from torch._inductor.compile_fx import compile_fx  # seconds, see prepare.py
     from torch._inductor.decomposition import select_decomp_table
 
-    table = select_decomp_table()
-    replacements = dict(REPLACEMENTS)
-    if aten.gelu.default in table:
-        replacements[aten.gelu.default] = functools.partial(_gelu, table[aten.gelu.default])
-    decompositions = {**table, **{op: _on_cuda(op, function, table) for op, function in replacements.items()}}
-    options = options or {}
+    table, options = select_decomp_table(), options or {}
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
+        table = {**table, **REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
         options = {**_as_eager_rounds(), **options}
         # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
         own = options.get("max_autotune") or _needs_gradients(example_inputs)
@@ -46,7 +54,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
             graph.graph.lint()
             graph.recompile()
     with in_one_pass():
-        return compile_fx(graph, example_inputs, config_patches=options, decompositions=decompositions)
+        return compile_fx(graph, example_inputs, config_patches=options, decompositions=table)
 
 
 def _as_eager_rounds() -> dict:
@@ -63,17 +71,6 @@ def _as_eager_rounds() -> dict:
 
 def _needs_gradients(inputs: Sequence) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
-
-
-def _on_cuda(operator: torch._ops.OpOverload, function: Callable, table: dict) -> Callable:
-    otherwise = table.get(operator)
-
-    def decomposition(first, *args, **kwargs):
-        if _fuses(first.device):
-            return function(first, *args, **kwargs)
-        return NotImplemented if otherwise is None else otherwise(first, *args, **kwargs)
-
-    return decomposition
 
 
 def _fuses(device: torch.device) -> bool:

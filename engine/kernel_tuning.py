@@ -17,7 +17,7 @@ BRIEF = {"memory_warmup_iters": 5, "benchmark_iters": 20, "max_benchmark_duratio
 
 _read, _write = late_method("torch._inductor.runtime.benchmarking", "InductorBenchmarker", "benchmark_gpu")
 # How kernels are measured; entered only where inductor is in use.
-tuning_scope = SharedScope({"benchmark": (_read, _write)}, of_process=True)
+tuning_scope = SharedScope({"benchmark": (_read, _write)})
 
 
 def brief_benchmark() -> Callable | None:

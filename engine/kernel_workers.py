@@ -56,7 +56,7 @@ def expect_kernels() -> None:
 
 _read, _write = late_method(MODULE, "AsyncCompile", "triton")
 # How kernels are compiled: None while inductor is not in use.
-kernel_scope = SharedScope({"compile": (_read, _write)}, of_process=True)
+kernel_scope = SharedScope({"compile": (_read, _write)})
 
 
 def waiting_compile() -> Callable | None:

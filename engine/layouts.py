@@ -24,15 +24,40 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     return tuple(shapes)
 
 
-def sides_of_one(shapes: tuple) -> tuple:
-    """Where the shapes of `shapes_of` have a side of 1: PyTorch makes that a constant of the code, all other sides may vary."""
-    plain = [s[0] if s and isinstance(s[0], torch.Size) else s for s in shapes]
-    return tuple(tuple(side == 1 for side in shape) for shape in plain)
+class Changed:
+    """What a call that fails halfway has changed of its arguments, put back.
+
+    Args:
+        call: positional and keyword arguments; an empty tuple where nothing will run.
+    """
+
+    def __init__(self, call: tuple):
+        self._call = call
+        self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = []
+
+    def keep(self) -> None:
+        """Copy all tensors as they are now; without the memory for that, nothing can be put back."""
+        try:
+            found = {id(t): t for t in (tensors_in(*self._call) if self._call else ())}
+            self._kept = [(t, memory_of(t).clone()) for t in found.values()]
+        except torch.OutOfMemoryError:
+            self._kept = None
+
+    def put_back(self) -> bool:
+        """Whether all is as it was kept."""
+        for tensor, copy in self._kept or ():
+            memory = memory_of(tensor)
+            if not torch.equal(memory, copy):
+                memory.copy_(copy)
+        return self._kept is not None
 
 
-def copies_of(args: tuple, kwargs: dict) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Every tensor given to a module, with a copy of it as it is now."""
-    return [(t, t.clone()) for t in tensors_in(args, kwargs)]
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements that a tensor looks at, each once: expanded and overlapping ones cannot be written to themselves."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
+        return tensor.detach()
+    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.detach().as_strided((reach,), (1,))
 
 
 def copied_containers(value: object) -> object:

@@ -6,9 +6,11 @@ thread's stack; a compilation that starts then belongs to it. In the steady stat
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
 from torch._dynamo.callback import callback_handler
@@ -18,22 +20,24 @@ from .disk_cache import current
 from .kernel_tuning import brief_benchmark, tuning_scope
 from .kernel_workers import expect_kernels, kernel_scope, waiting_compile
 from .prepare import note_needs
-from .scopes import compile_scope
+from .scopes import attention_scope, compile_scope
 from .symbolic_sizes import TRACING, tracing_scope
 
+logger = logging.getLogger("torch-compile-kit")
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
 # mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. One argument is the
-# order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so it is PyTorch's default here.
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-    "attention_order": [1, 2, 0, 3, 4],
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
+# One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so
+# it is PyTorch's default here.
+ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -102,7 +106,7 @@ class CompileEvent:
 
     Args:
         block: class name of the block.
-        on_first: called before the first compilation, when nothing of the block has run yet.
+        on_first: called before the first compilation, when nothing of the block has run yet; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         folder: name of the kind's folder in the disk cache, and the class of its blocks.
     """
@@ -114,6 +118,7 @@ class CompileEvent:
         "_graphs",
         "_hits",
         "_known",
+        "_scopes",
         "_tunes",
         "block",
         "folder",
@@ -135,7 +140,9 @@ class CompileEvent:
         self.switches = switches
         self.folder = folder
         self._cache = None
+        self._scopes = ExitStack()
         self._tunes = False
+        self._began = 0.0
         self.started = False
         self.seconds = 0.0
 
@@ -151,16 +158,17 @@ class CompileEvent:
             self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         self._stop_tuning()
-        compile_scope.enter(**COMPILE_SWITCHES, **self.switches())
-        tracing_scope.enter(**TRACING)
-        kernel_scope.enter(compile=waiting_compile())
+        with ExitStack() as scopes:  # all of them or, after an error, none
+            scopes.enter_context(compile_scope.holding(**COMPILE_SWITCHES, **self.switches()))
+            scopes.enter_context(attention_scope.holding(attention_order=ATTENTION_ORDER))
+            scopes.enter_context(tracing_scope.holding(**TRACING))
+            scopes.enter_context(kernel_scope.holding(compile=waiting_compile()))
+            self._scopes = scopes.pop_all()
         self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
-        kernel_scope.exit()
-        tracing_scope.exit()
-        compile_scope.exit()
+        self._scopes.close()
         brief = brief_benchmark()
         if brief is not None:
             tuning_scope.enter(benchmark=brief)
@@ -209,20 +217,37 @@ class _Monitor(threading.local):
 monitor = _Monitor()
 
 
-def _on_compile_start(_args: object = None) -> None:
-    if monitor.calls:
-        expect_kernels()
+def _is_compilation(args: object) -> bool:
+    """PyTorch also calls back when it measures the variants of a kernel or records a CUDA graph (from 2.8 on)."""
+    trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
+    return trigger in ("DYNAMO", "LAZY_BACKWARD")
+
+
+def _on_compile_start(args: object = None) -> None:
+    if monitor.calls and _is_compilation(args):
         monitor.compilations += 1
-        monitor.calls[-1].start()
+        with _told("a compilation is not watched"):
+            expect_kernels()
+            monitor.calls[-1].start()
         if monitor.listener is not None:
             monitor.listener(monitor.calls[-1].block)
 
 
-def _on_compile_end(_args: object = None) -> None:
-    if monitor.calls:
-        monitor.calls[-1].end()
+def _on_compile_end(args: object = None) -> None:
+    if monitor.calls and _is_compilation(args):
+        with _told("a compilation was not watched"):
+            monitor.calls[-1].end()
         if monitor.listener is not None:
             monitor.listener(None)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """An error of ours inside PyTorch's callback would leave PyTorch counting a compilation for ever, for every pack."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", what)
 
 
 class _Watching:
@@ -250,8 +275,12 @@ class _Watching:
         with self._lock:
             self._users -= 1
             if not self._users:
-                callback_handler.remove_start_callback(_on_compile_start)
-                callback_handler.remove_end_callback(_on_compile_end)
+                for registered, callback in (
+                    (callback_handler.start_callbacks, _on_compile_start),
+                    (callback_handler.end_callbacks, _on_compile_end),
+                ):
+                    if callback in registered:  # a reset has forgotten them
+                        registered.remove(callback)
 
 
 watching = _Watching()

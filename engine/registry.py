@@ -22,17 +22,18 @@ from .warm_record import WarmRecord
 class ModelCode:
     """The compiled kinds of one diffusion model, per settings.
 
-    What CUDA graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the
-    work; of others only `parts` are compiled (see `graph_choice`).
+    `eager_calls` counts calls of the model in which blocks ran eager while their code was made in the background. What CUDA
+    graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of
+    others only `parts` are compiled (see `graph_choice`).
     """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple, CompiledKind] = {}
-        self.first_inputs: dict[tuple, tuple] = {}
         self.warm = WarmRecord()
         self.left_out: Counter[str] = Counter()
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
+        self.eager_calls = 0
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -66,6 +67,11 @@ class ModelCode:
             for block, state in zip(blocks, states, strict=True)
         )
 
+    def new_run(self) -> None:
+        """A sampling run begins: failures that may have passed are forgotten."""
+        for kind in self._kinds.values():
+            kind.forgive()
+
     def _find_kind(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> CompiledKind | None:
         forward = type(block).forward
         if not isinstance(forward, types.FunctionType):
@@ -78,7 +84,7 @@ class ModelCode:
             kind = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
             _kinds[key] = kind
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
-                kind.failure = Failure(
+                kind.code.failure = Failure(
                     kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
         kind.meet(block)

@@ -1,7 +1,8 @@
 """PyTorch settings that hold only while they are needed.
 
-Process-wide switches (torch 2.11; per thread from 2.12) are put back when the last user of a scope leaves it, also after an
-error. Worker threads (multi-GPU) may overlap, so the first one in saves the values and the last one out restores them.
+They are put back when the last user of a scope leaves it, also after an error. Threads may overlap (several GPUs, compiling in
+the background), so the first one in saves the values and the last one out restores them: for the process, or, where PyTorch
+keeps its settings for each thread (torch/utils/_config_module.py, from 2.12 on), for that thread.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ class SharedScope:
 
     Args:
         switches: name -> (read, write); what the runtime does not know is left out by the caller.
-        of_process: they belong to the process whatever the version of PyTorch.
+        of_thread: each thread has its own values.
     """
 
-    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]], of_process: bool = False):
+    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]], of_thread: bool = False):
         self._switches = switches
-        self._of_process = of_process
+        self._of_thread = of_thread
         self._saved: dict[int, dict[str, object]] = {}
         self._users: dict[int, int] = {}
 
@@ -44,7 +45,7 @@ class SharedScope:
 
     def enter(self, **values: object) -> None:
         with _lock:
-            scope = 0 if self._of_process else _thread_of_config()
+            scope = threading.get_ident() if self._of_thread else 0
             if not self._users.get(scope):
                 self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
             self._users[scope] = self._users.get(scope, 0) + 1
@@ -55,7 +56,7 @@ class SharedScope:
 
     def exit(self) -> None:
         with _lock:
-            scope = 0 if self._of_process else _thread_of_config()
+            scope = threading.get_ident() if self._of_thread else 0
             self._users[scope] -= 1
             if not self._users[scope]:
                 del self._users[scope]
@@ -63,17 +64,14 @@ class SharedScope:
                     self._switches[name][1](value)
 
 
-def _thread_of_config() -> int:
-    """Config is process-wide up to torch 2.11 and belongs to the thread after it."""
-    return threading.get_ident() if _CONFIG_PER_THREAD else 0
-
-
-def _version() -> tuple[int, int]:
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
-
-_CONFIG_PER_THREAD = _version() >= (2, 12)
+def _config_is_of_thread() -> bool:
+    """Whether a setting of PyTorch that is made in one thread is made in that thread alone."""
+    config, seen = torch._dynamo.config, []
+    with config.patch(recompile_limit=config.recompile_limit + 1):
+        asking = threading.Thread(target=lambda: seen.append(config.recompile_limit))
+        asking.start()
+        asking.join()
+        return seen != [config.recompile_limit]
 
 
 def _attributes(owner: object, names: tuple[str, ...]) -> dict:
@@ -116,9 +114,11 @@ compile_scope = SharedScope(
         **_attributes(shape_config, ("use_duck_shape",)),
         **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
-        **_attention_order(),
-    }
+    },
+    of_thread=_config_is_of_thread(),
 )
+# PyTorch's order of attention kernels, which is the process's.
+attention_scope = SharedScope(_attention_order())
 
 
 def _variable(name: str) -> tuple:
@@ -142,7 +142,7 @@ def _forget_folder() -> None:
 
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
 folder_scope = SharedScope(
-    {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}, of_process=True
+    {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}
 )
 
 _matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))

@@ -14,6 +14,7 @@ DYNAMIC = ("auto", "true", "false")
 BLOCK_SWAP = ("auto", "eager linears", "off")
 ATTENTION = ("auto", "host", "cudnn", "flash", "efficient")
 ON_FAILURE = ("run eager", "stop")
+COMPILE = ("in the background", "at once")
 MAX_CACHE_LIMIT = 4096
 # Enough to name each block of a large model; each pattern is compared with each of them.
 MAX_ONLY_BLOCKS = 10_000
@@ -27,6 +28,7 @@ _CHOICES = {
     "block_swap": BLOCK_SWAP,
     "attention": ATTENTION,
     "on_failure": ON_FAILURE,
+    "compile": COMPILE,
 }
 
 
@@ -37,7 +39,7 @@ class CompileSettings:
     Args:
         backend: a registered torch.compile backend, or `none` for "leave the model alone".
         mode: one of PyTorch's four inductor modes.
-        dynamic: `auto` (first shape static, everything after it dynamic), `true` or `false`.
+        dynamic: `auto` and `true` make one code for all sizes, `false` one for each.
         fullgraph: fail instead of breaking the graph.
         cache_limit: compiled variants per block kind; 0 means `AUTOMATIC_CACHE_LIMIT`.
         block_swap: how blocks run whose weights are not resident on the device.
@@ -45,6 +47,7 @@ class CompileSettings:
         on_failure: `run eager` or `stop`.
         allow_tf32, cudnn_benchmark: torch.backends switches, on only while the model samples.
         only_blocks: comma-separated fnmatch patterns of block paths; empty means all.
+        compile: whether calls whose code is not ready run eager meanwhile, or wait for it.
 
     Raises:
         InvalidSetting: a value is unknown, or two inputs contradict each other.
@@ -61,9 +64,10 @@ class CompileSettings:
     allow_tf32: bool = False
     cudnn_benchmark: bool = False
     only_blocks: str = ""
+    compile: str = "in the background"
 
     def __post_init__(self) -> None:
-        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap"}
+        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
         key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
         object.__setattr__(self, "_kind_key", key)
         if len(self.only_blocks) > MAX_ONLY_BLOCKS:
@@ -86,6 +90,11 @@ class CompileSettings:
     @property
     def enabled(self) -> bool:
         return self.backend != "none"
+
+    @property
+    def waits(self) -> bool:
+        """Whether code that is not ready is waited for; also by who has kernels tuned, which draws random numbers."""
+        return self.compile == "at once" or self.mode.startswith("max-autotune")
 
     @property
     def wants_graphs(self) -> bool:

@@ -78,14 +78,13 @@ def _may_vary(value: VariableTracker) -> bool:
     return isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
-# A class is the process's whatever the version of PyTorch. Dynamo traces on one thread at a time (`compile_lock`).
+# A class is the process's. Dynamo traces on one thread at a time (`compile_lock`).
 tracing_scope = SharedScope(
     {
         "call_function": (
             lambda: InstructionTranslatorBase.call_function,
             lambda value: setattr(InstructionTranslatorBase, "call_function", value),
         )
-    },
-    of_process=True,
+    }
 )
 TRACING = {"call_function": _traceable_call} if _call_function is not None else {}

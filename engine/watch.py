@@ -77,8 +77,8 @@ class Watch:
         self._stats[settings] = now
         return now - before
 
-    def note_warming(self, asked: Asked | None) -> None:
-        """A warmup ran; `asked` if the user asked for just that."""
+    def note_warming(self, asked: Asked) -> None:
+        """A warmup ran this."""
         self.warmed = True
         self._know(asked)
 
@@ -101,8 +101,8 @@ class Watch:
         self._know(asked)
         return sentence
 
-    def _know(self, asked: Asked | None) -> None:
-        if asked is not None and asked not in self.known:
+    def _know(self, asked: Asked) -> None:
+        if asked not in self.known:
             self.known.append(asked)
 
 
@@ -116,28 +116,24 @@ watch_of = PerModel(lambda _model: Watch())
 
 
 @contextmanager
-def warming(asked_for: bool = True) -> Iterator[None]:
-    """While it lasts, this thread compiles beforehand.
-
-    Args:
-        asked_for: the sizes and prompts are the user's own.
-    """
-    _state.warming = asked_for
+def warming() -> Iterator[None]:
+    """While it lasts, this thread compiles beforehand."""
+    _state.warming = True
     try:
         yield
     finally:
-        _state.warming = None
+        _state.warming = False
 
 
 def is_warming() -> bool:
     """Whether this thread runs a warmup."""
-    return getattr(_state, "warming", None) is not None
+    return getattr(_state, "warming", False)
 
 
 def report_compilation(model: nn.Module, name: str, asked: Asked, added: CompileStats, dynamic: str) -> None:
     """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page of surprises."""
     if is_warming():
-        watch_of(model).note_warming(asked if _state.warming else None)
+        watch_of(model).note_warming(asked)
         return
     sentence = watch_of(model).notice(asked, added, dynamic)
     if sentence:

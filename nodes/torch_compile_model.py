@@ -38,8 +38,8 @@ class TorchCompileModel(io.ComfyNode):
                     "dynamic",
                     options=list(choices.DYNAMIC),
                     default="auto",
-                    tooltip="auto: the first size gets its own fastest code, all others share one more. true: one code for "
-                    "every size. false: new code, and a wait, for each size and prompt length.",
+                    tooltip="auto and true: one code for every size and prompt length (a batch of one has its own). false: new "
+                    "code for each, a percent faster at best.",
                 ),
                 io.Boolean.Input(
                     "fullgraph",
@@ -95,6 +95,13 @@ class TorchCompileModel(io.ComfyNode):
                     advanced=True,
                     tooltip="Compile only these blocks: comma-separated patterns of block paths, for example "
                     "double_blocks.*, single_blocks.1?. Empty compiles every block found.",
+                ),
+                io.Combo.Input(
+                    "compile",
+                    options=list(choices.COMPILE),
+                    default="in the background",
+                    tooltip="in the background: images go on uncompiled until the code is ready, also at a new size or with a "
+                    "new patch. at once: the first image waits for it. The max-autotune modes always wait.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],

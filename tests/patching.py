@@ -24,7 +24,7 @@ class Runs:
 
     def attach(self, patcher, **settings):
         """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
-        chosen = self.engine("settings").CompileSettings(**{"backend": "eager", **settings})
+        chosen = self.engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **settings})
         return self.engine("host.attachment").attach(patcher, chosen)
 
     def run(self, patcher, positive=None, negative=None):

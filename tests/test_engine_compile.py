@@ -6,7 +6,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, Net, nothing, relative_error, torch_settings
+from support import Block, Net, relative_error, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -15,9 +15,9 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 def compiled(engine):
     """compiled(net, **settings) runs as `with`; the default backend traces only, which is fast."""
 
-    def run(net, inputs=(), **settings):
+    def run(net, call=None, **settings):
         chosen = engine("settings").CompileSettings(**{"backend": "eager", **settings})
-        return engine("binding").compiled_blocks(net, chosen, poll=nothing, inputs=inputs)
+        return engine("binding").compiled_blocks(net, chosen, call)
 
     return run
 
@@ -61,32 +61,18 @@ def test_two_models_of_one_kind_share_code(compiled, added):
     assert added(first) == 1 and added(second) == 1  # the same one
 
 
-def test_shapes_in_auto_make_one_static_and_two_dynamic_graphs(compiled, added):
+def test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own(compiled, added):
     net = Net()
 
     def run(batch, tokens):
-        with compiled(net, inputs=(batch, tokens), dynamic="auto"):
+        with compiled(net, dynamic="auto"):
             net(torch.randn(batch, tokens, 8))
         return added(net)
 
     assert run(2, 4) == 1
-    assert run(2, 6) == 1
-    assert [run(*shape) for shape in [(2, 7), (3, 4), (4, 9), (5, 5), (8, 8), (2, 4)]] == [0] * 6
+    assert [run(*shape) for shape in [(2, 6), (2, 7), (3, 4), (4, 9), (5, 5), (8, 8), (2, 4)]] == [0] * 7
     assert run(1, 6) == 1
     assert run(1, 12) == 0
-
-
-def test_blocks_that_meet_two_shapes_in_the_first_call_get_static_code_for_both(compiled, added, engine):
-    """A UNet runs the same blocks at several resolutions, Z-Image its refiner and its layers on different lengths."""
-    net = Net()
-    with compiled(net, inputs="first"):
-        net(torch.randn(2, 4, 8))
-        net(torch.randn(2, 6, 8))
-    assert added(net) == 2
-    with compiled(net, inputs="second"):
-        net(torch.randn(2, 6, 8))
-        net(torch.randn(2, 9, 8))
-    assert added(net) == 1
 
 
 def test_shapes_in_true_and_false(compiled, added):

@@ -1,10 +1,11 @@
 """When compiling fails: the right result, said once; or a clear stop."""
 
 import logging
+import subprocess
 
 import pytest
 import torch
-from support import Block, Net, nothing
+from support import Block, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -42,7 +43,7 @@ def run(engine, backend, monkeypatch):
     def call(net, x, backend="aot_eager_failing", **chosen):
         with engine("monitor").watching:
             chosen = settings.CompileSettings(backend=backend, **chosen)
-            with engine("binding").compiled_blocks(net, chosen, poll=nothing):
+            with engine("binding").compiled_blocks(net, chosen):
                 return net(x)
 
     return call
@@ -125,10 +126,20 @@ def test_missing_tools_have_a_cure(engine):
         pass
 
     describe = engine("failures").describe_failure
-    assert "triton-windows" in describe("Block", TritonMissing("no triton")).cure
+    assert "Triton" in describe("Block", TritonMissing("no triton")).cure
     wrapped = RuntimeError("backend failed")
     wrapped.__cause__ = InvalidCxxCompiler("none found")
     assert "g++" in describe("Block", wrapped).cure
+
+
+def test_a_compiler_that_fails_inside_pytorch_has_a_cure(engine, run, backend):
+    tcc = "D:\\python_embeded\\Lib\\site-packages\\triton\\runtime\\tcc\\tcc.exe"
+    backend["error"] = subprocess.CalledProcessError(1, [tcc, "cuda_utils.c", *(f"-I{n}" * 20 for n in range(20))])
+    net, x = Net(), torch.randn(2, 4, 8)
+    assert torch.equal(run(net, x), Net.forward(net, x))
+    (failure,) = failures(engine, net)
+    assert "tcc.exe" in failure.reason and "non-zero exit status 1" in failure.reason and len(failure.message()) < 1000
+    assert "include" in failure.cure and "only_blocks" not in failure.cure
 
 
 def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import Block, nothing
+from support import Block
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -45,7 +45,7 @@ def test_convolutions_stay_eager_where_the_whole_model_is_replayed(engine, captu
         net.residual[0].register_forward_hook(lambda *_: None)
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, poll=nothing, captured=captured) as plain:
+    with engine("binding").compiled_blocks(net, settings, captured=captured) as plain:
         assert torch.equal(net(x), expected)
     code = engine("registry").code_of(net)
     assert plain is not hooked and len(code.kinds) == kinds
@@ -83,7 +83,7 @@ def test_in_a_unet_that_is_replayed_only_large_transformers_are_compiled(engine)
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, poll=nothing, captured=True):
+    with engine("binding").compiled_blocks(net, settings, captured=True):
         assert torch.equal(net(x), expected)
     code = engine("registry").code_of(net)
     graphs = {kind.class_name: kind.stats.graphs for kind in code.kinds.values() if kind.stats.graphs}
@@ -96,7 +96,7 @@ def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
     net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("binding").compiled_blocks(net, settings, poll=nothing, captured=True):
+    with engine("binding").compiled_blocks(net, settings, captured=True):
         assert torch.equal(net(x), expected)
     assert dict(engine("registry").code_of(net).parts) == {"Block": 3}
 
@@ -107,7 +107,7 @@ def test_another_size_compiles_no_other_kinds(engine):
     for side in (16, 32, 64):
         x = torch.randn(1, 16, side, side)
         expected = net(x)
-        with engine("binding").compiled_blocks(net, settings, poll=nothing, inputs=(side,), captured=True):
+        with engine("binding").compiled_blocks(net, settings, captured=True):
             assert torch.equal(net(x), expected)
         kinds = engine("registry").code_of(net).kinds.values()
         graphs.append([kind.stats.graphs for kind in kinds if kind.stats.graphs])
@@ -118,7 +118,7 @@ def test_a_call_that_cannot_be_captured_runs_compiled(engine):
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    binding = engine("binding").Binding(net, settings, poll=nothing, captured=True)
+    binding = engine("binding").Binding(net, settings, engine("compiled_kind").ModelCall(), captured=True)
     with binding.bound(captured=False):
         assert binding.plain and torch.equal(net(x), expected)
     code = engine("registry").code_of(net)

@@ -4,6 +4,7 @@ import types
 
 import pytest
 import sympy
+import torch
 
 
 def features_of(elements, hint):
@@ -14,18 +15,23 @@ def features_of(elements, hint):
         numel=sympy.Integer(4096),
         get_reduction_hint=lambda *_: ReductionHint[hint],
         is_reduction=lambda: True,
+        strict_reduction_rblock=lambda: None,  # PyTorch 2.15
     )
 
 
 @pytest.fixture
 def chosen(engine):
-    """chosen(elements, hint, cooperative) of whoever decides now."""
+    """chosen(elements, hint, cooperative) of whoever decides now, on a CUDA device; `sizes` are those of the kernel's tiles."""
     from torch._inductor.sizevars import SizeVarAllocator
     from torch._inductor.virtualized import V
 
-    def ask(elements, hint="INNER", cooperative=False):
+    def ask(elements, hint="INNER", cooperative=False, sizes=("x",), strict=None, device="cuda"):
         features = features_of(elements, hint)
-        with V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
+        features.strict_reduction_rblock = lambda: strict
+        features.has_strict_multirow_reduction = lambda: False
+        graph = types.SimpleNamespace(sizevars=SizeVarAllocator(), current_device=torch.device(device))
+        with V.set_graph_handler(graph):
+            V.choices.triton_kernel_kwargs(None, features, [dict.fromkeys(sizes, 64)], {})
             return bool(V.choices.should_use_persistent_reduction(features, cooperative))
 
     return ask
@@ -36,8 +42,8 @@ def chosen(engine):
     [
         ((1024,), True, True), ((3072,), False, True), ((5120,), False, True), ((8193,), False, False),
         ((3072, "OUTER"), False, False), ((3072, "INNER", True), False, False), ((sympy.Symbol("s0"),), False, False),
-        ((128, "DEFAULT"), False, True), ((512, "DEFAULT"), False, False), ((128, "OUTER"), False, False),
-        ((128, "DEFAULT", True), False, False),
+        ((128, "DEFAULT"), False, False), ((128, "OUTER"), False, False), ((512, "INNER", False, ("x", "y")), True, True),
+        ((5120, "INNER", False, ("x", "y")), False, False),
     ],
 )  # fmt: skip
 def test_rows_of_a_transformer_are_read_once(engine, chosen, asked, before, after):
@@ -47,35 +53,17 @@ def test_rows_of_a_transformer_are_read_once(engine, chosen, asked, before, afte
     assert chosen(*asked) is before
 
 
-@pytest.fixture
-def kwargs_of(engine, monkeypatch):
-    """kwargs_of(sizes, elements, hint, **given): what a kernel is made with, and the hint that it then has."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.sizevars import SizeVarAllocator
-    from torch._inductor.virtualized import V
-
-    monkeypatch.setattr(InductorChoices, "should_use_cooperative_reduction", staticmethod(lambda _features: False))
-
-    def ask(sizes, elements, hint, **given):
-        features = features_of(elements, hint)
-        with engine("reductions").in_one_pass(), V.set_graph_handler(types.SimpleNamespace(sizevars=SizeVarAllocator())):
-            found = V.choices.triton_kernel_kwargs(None, features, [sizes], {"features": 1, **given})
-        return {name: value for name, value in found.items() if name != "features"}, features.get_reduction_hint().name
-
-    return ask
+def test_rows_whose_rounding_is_strict_keep_their_blocks(engine, chosen):
+    with engine("reductions").in_one_pass():
+        assert chosen(3072) is True
+        assert chosen(3072, "INNER", False, ("x",), sympy.Integer(64)) is False
 
 
-def test_tiled_kernels_keep_their_loop(kwargs_of):
-    override = "override_persistent_reduction"
-    assert kwargs_of({"x": 64, "r0_": 5120}, 5120, "INNER") == ({}, "INNER")
-    assert kwargs_of({"x": 64, "y": 64, "r0_": 5120}, 5120, "INNER") == ({override: False}, "INNER")
-    assert kwargs_of({"x": 64, "y": 64, "r0_": 5120}, 5120, "INNER", **{override: True}) == ({override: True}, "INNER")
-
-
-def test_norms_of_heads_have_blocks_of_one_size(kwargs_of, engine):
-    assert kwargs_of({"x": 64, "r0_": 128}, 128, "DEFAULT") == ({}, "OUTER_TINY")
-    assert kwargs_of({"x": 64, "y": 64, "r0_": 128}, 128, "DEFAULT")[1] == "DEFAULT"
-    assert kwargs_of({"x": 64, "r0_": 512}, 512, "DEFAULT") == ({}, "DEFAULT")
+@pytest.mark.parametrize(("device", "hip"), [("cpu", None), ("xpu", None), ("cuda", "7.0"), ("cuda", None)])
+def test_only_where_it_has_been_measured(engine, chosen, monkeypatch, device, hip):
+    monkeypatch.setattr(torch.version, "hip", hip)
+    with engine("reductions").in_one_pass():
+        assert chosen(3072, device=device) is (device == "cuda" and hip is None)
 
 
 def test_the_choices_of_others_stay(engine):
@@ -91,7 +79,6 @@ def test_the_choices_of_others_stay(engine):
 
 
 def test_inductor_runs_with_them(engine, monkeypatch):
-    import torch
     from torch._inductor.choices import InductorChoices
     from torch._inductor.virtualized import V
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import Block, Net, nothing, relative_error, torch_settings
+from support import Block, Net, relative_error, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -49,7 +49,7 @@ def test_one_graph_for_the_first_size_and_one_for_all_others(engine, block):
     def run(batch, tokens):
         x = torch.randn(batch, tokens, 8)
         expected = net(x)
-        blocks = engine("binding").compiled_blocks(net, settings, poll=nothing, inputs=(batch, tokens))
+        blocks = engine("binding").compiled_blocks(net, settings)
         with engine("monitor").watching, blocks:
             assert relative_error(net(x), expected) < 1e-6
         stats = [kind.stats for kind in engine("registry").code_of(net).kinds.values()]

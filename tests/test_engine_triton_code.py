@@ -24,6 +24,7 @@ def kernels(engine, monkeypatch):
         return types.SimpleNamespace(run=lambda *_args, **_kwargs: None)
 
     monkeypatch.setattr(inductor, "_fuses", lambda _device: True)
+    monkeypatch.setattr(engine("reductions"), "is_nvidia", lambda _device: True)
     monkeypatch.setattr(AsyncCompile, "triton", compile_kernel)
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda *_: "none")
     for module in (codegen, sys.modules["torch._inductor.scheduler"]):

@@ -57,7 +57,7 @@ def test_it_holds_for_the_first_run_of_new_code_only(engine, benchmarker, fails)
     settings = engine("settings").CompileSettings(backend="eager")
     object.__setattr__(settings, "backend", f"notes_the_benchmark_{fails}")
     for _ in range(2):
-        with torch.inference_mode(), engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
+        with torch.inference_mode(), engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
             net(x)
     assert compiling[0] is before and hasattr(running[0], "_is_brief")
     assert fails or running[-1] is before  # the second run tunes nothing

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import Net, nothing
+from support import Net
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_they_start_when_a_block_is_traced(engine, monkeypatch):
     monkeypatch.setattr(monitor, "expect_kernels", lambda: started.append("workers"))
     settings = engine("settings").CompileSettings(backend="eager")
     net, x = Net(), torch.randn(2, 4, 8)
-    with torch.inference_mode(), monitor.watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
+    with torch.inference_mode(), monitor.watching, engine("binding").compiled_blocks(net, settings):
         net(x)
     assert started == ["workers"]
 
@@ -72,7 +72,7 @@ def test_it_holds_only_while_a_block_compiles(engine, async_compile):
     torch._dynamo.register_backend(backend, name="notes_the_compiler")
     settings = engine("settings").CompileSettings(backend="eager")
     object.__setattr__(settings, "backend", "notes_the_compiler")
-    with torch.inference_mode(), engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing):
+    with torch.inference_mode(), engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
         net(x)
     assert len(seen) == 1 and seen[0] is not before and hasattr(seen[0], "_waits")
     assert async_compile.AsyncCompile.__dict__["triton"] is before

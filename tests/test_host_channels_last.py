@@ -62,7 +62,7 @@ def reference(engine, monkeypatch):
 
 
 def attached(engine, patcher):
-    settings = engine("settings").CompileSettings(backend="eager")
+    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
     object.__setattr__(settings, "mode", "reduce-overhead")  # refused without inductor, which takes long
     return engine("host.attachment").attach(patcher, settings)
 

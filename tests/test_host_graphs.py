@@ -264,7 +264,7 @@ def test_with_an_allocator_that_forbids_it_all_blocks_are_compiled(tiny, engine,
     monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
-    settings = engine("settings").CompileSettings(backend="eager")
+    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
     object.__setattr__(settings, "mode", "reduce-overhead")
     compiled = engine("host.attachment").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6

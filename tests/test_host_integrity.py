@@ -30,7 +30,7 @@ def latent(tiny):
 def attach(engine):
     """attach(patcher, **settings): the patcher as the node returns it. The default backend traces only."""
     return lambda patcher, **chosen: engine("host.attachment").attach(
-        patcher, engine("settings").CompileSettings(**{"backend": "eager", **chosen})
+        patcher, engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **chosen})
     )
 
 
@@ -108,7 +108,7 @@ def test_the_warmup_leaves_the_random_state(flux, attach, engine, conditioning, 
     [("flux", "inductor", 1.0), ("qwen_image", "inductor", 4.0), ("wan", "aot_eager", 4.0), ("sdxl", "aot_eager", 4.0)],
 )
 def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine, name, backend, cfg):
-    settings = engine("settings").CompileSettings(backend=backend)
+    settings = engine("settings").CompileSettings(backend=backend, compile="at once")
     first, second = (engine("host.attachment").attach(tiny.build_patcher(name), settings) for _ in range(2))
     prompts, length = tiny.conditioning(name), 5 if name == "wan" else 1
     empty = tiny.empty_latent(name, 64, 64, length)

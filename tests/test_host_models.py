@@ -55,7 +55,7 @@ def sample(patcher, conditioning, latent, cfg, seed, steps=3, sampler="euler", s
 def test_compiled_equals_eager_and_stays_warm(name, engine, tiny, model_files):
     backend, cfg, (width, height, length), where, graphs = MODELS[name]
     attachment, plan_of_size = engine("host.attachment"), engine("warmup_plan").Size(width, height, length)
-    settings = engine("settings").CompileSettings(backend=backend)
+    settings = engine("settings").CompileSettings(backend=backend, compile="at once")
     patcher = loaded(name, tiny, model_files)
     conditioning, latent = tiny.conditioning(name), tiny.empty_latent(name, width, height, length)
     expected = sample(patcher, conditioning, latent, cfg, seed=1)

@@ -11,9 +11,10 @@ import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ..attention import in_words
+from ..background import compiler
 from ..binding import Binding, plan_for
+from ..compiled_kind import ModelCall
 from ..discovery import BlockPlan
-from ..layouts import shapes_of
 from ..monitor import monitor, watching
 from ..registry import code_of
 from ..report import stats_for
@@ -21,6 +22,7 @@ from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
 from . import opened_kernels, weights
+from .adapter import without_hosts_compiler, without_prefetch
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
 from .graphing import crowding_of, forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
@@ -50,13 +52,19 @@ class BlockCompiler:
         device = args[0].device
         with ExitStack() as scopes:
             scopes.enter_context(watching)
+            scopes.enter_context(without_hosts_compiler())
             switches = sampling_switches(settings.allow_tf32, settings.cudnn_benchmark)
             if switches:
                 scopes.enter_context(sampling_scope.holding(**switches))
             weights_of = functools.partial(weights.weights_of, base_model, settings.block_swap, device)
-            inputs = shapes_of(tuple(args), kwargs)
-            args = with_attention(settings.attention, executor, tuple(args), kwargs)
+            call = ModelCall(settings.waits or is_warming(), raise_if_interrupted)
             network = base_model.diffusion_model
+            args, measure = with_attention(settings.attention, executor, tuple(args), kwargs, call.waits)
+            if measure is not None:
+                result = executor(*args, **kwargs)
+                measure()
+                code_of(network).eager_calls += 1
+                return result
             scopes.enter_context(traceable_casts(network))
             obstacle = no_graphs(device) if settings.wants_graphs else ""
             if obstacle:
@@ -64,7 +72,9 @@ class BlockCompiler:
             graphs = settings.wants_graphs and obstacle is None
             captured = graphs and settings.mode == "reduce-overhead" and not settings.patterns
             captured = captured and not crowding_of(network).crowded
-            binding = Binding(network, settings, raise_if_interrupted, inputs, weights_of, captured)
+            binding = Binding(network, settings, call, weights_of, captured)
+            if not graphs and binding.paged:
+                scopes.enter_context(without_prefetch(network))
             scopes.enter_context(graphed(network, binding, device, self.notes) if graphs else binding.bound())
             compilations = monitor.compilations
             try:
@@ -72,6 +82,7 @@ class BlockCompiler:
             except BaseException:  # what a run compiled that was stopped is not news in the next one
                 watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 raise
+            code_of(network).eager_calls += bool(call.eager)
             if monitor.compilations != compilations or is_warming():
                 added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 asked = asked_of(base_model, settings, args, kwargs)
@@ -96,15 +107,14 @@ def attach(patcher, settings: CompileSettings):
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     keep_host_order(clone)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
+    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, _clean_up)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         keep_even(clone)
-        clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-        clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, lambda _patcher: release_buffers())
-    if settings.wants_graphs:
-        for event, action in ((CallbacksMP.ON_PRE_RUN, new_run), (CallbacksMP.ON_DETACH, forget_graphs)):
-            clone.remove_callbacks_with_key(event, KEY)
-            clone.add_callback_with_key(event, KEY, _on_network(action))
+    for event, action in ((CallbacksMP.ON_PRE_RUN, _new_run), (CallbacksMP.ON_DETACH, forget_graphs)):
+        clone.remove_callbacks_with_key(event, KEY)
+        clone.add_callback_with_key(event, KEY, _on_network(action))
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
 
@@ -118,6 +128,17 @@ def eager_clone(patcher):
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     return clone
+
+
+def _clean_up(patcher) -> None:
+    """After each sampling run, also after one that failed."""
+    release_buffers()
+    weights.forget_weights(patcher.model)
+
+
+def _new_run(network, *args: object) -> None:
+    code_of(network).new_run()
+    new_run(network, *args)
 
 
 def _on_network(action):
@@ -141,6 +162,10 @@ def notes_about(patcher) -> list[str]:
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
+    if code.eager_calls:
+        notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
+    if compiler.busy:
+        notes.append("More code is being made in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 
 

@@ -5,6 +5,8 @@ Their meaning is that of comfy_kitchen/backends/eager/{rope,adaln}.py; code that
 
 from __future__ import annotations
 
+import functools
+import logging
 import operator
 from collections.abc import Iterator
 
@@ -16,6 +18,7 @@ from torch.nn import functional
 from ..inductor import REPLACEMENTS, REWRITES
 from .token_order import heads_of_a_token_together
 
+logger = logging.getLogger("torch-compile-kit")
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 
@@ -158,11 +161,42 @@ def _rotated(graph: fx.Graph, tensors: list[fx.Node], dim: int, freqs: fx.Node, 
 
 
 def register() -> None:
-    """Tell inductor of those that this host's comfy-kitchen has."""
-    for name, function in OPENED.items():
-        packet = getattr(torch.ops.comfy_kitchen, name, None)
-        if packet is not None:
-            REPLACEMENTS[packet.default] = function
+    """Tell inductor of those that this host's comfy-kitchen has, and that mean what they mean here."""
+    for name in _known():
+        REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = OPENED[name]
     for rewrite in (rotate_before_joining, heads_of_a_token_together):
         if rewrite not in REWRITES:
             REWRITES.append(rewrite)
+
+
+@functools.cache
+def _known() -> list[str]:
+    """Of OPENED, the kernels that do what their code here does, as seen on small tensors: another version may differ."""
+    present = [name for name in OPENED if hasattr(torch.ops.comfy_kitchen, name)]
+    known = [name for name in present if _is_as_opened(name)]
+    others = sorted(set(present) - set(known))
+    if others:
+        logger.info("comfy-kitchen's %s are not as this pack knows them: they stay kernels of their own", ", ".join(others))
+    return known
+
+
+def _is_as_opened(name: str) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given: list[object] = [random(1, 2, 6, 8) for _ in range(1 if name.endswith(("1", "adaln")) else 2)]
+    if name.endswith("adaln"):
+        given += [random(1, 1, 1, 8), random(1, 1, 1, 8), 1e-6]
+    else:
+        given.append(random(1, 1, 6, 4, 2, 2))
+        given += [random(8) for _ in given[:-1]] if name.startswith("rms") else []
+    try:
+        with torch.no_grad():
+            theirs, ours = (function(*given) for function in (getattr(torch.ops.comfy_kitchen, name), OPENED[name]))
+        theirs, ours = ((r,) if isinstance(r, torch.Tensor) else r for r in (theirs, ours))
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(theirs, ours, strict=True))
+    except (RuntimeError, TypeError, ValueError) as error:  # it takes other arguments, or returns something else
+        logger.debug("comfy-kitchen's %s: %s", name, error)
+        return False

@@ -10,18 +10,13 @@ import comfy.ops
 import torch
 from torch import nn
 
+from .adapter import PageCalls, host
+
 try:
     from comfy_aimdo import model_vbar
 except ImportError:
     model_vbar = None
 
-try:
-    from comfy.model_prefetch import cleanup_prefetched_modules
-    from comfy.ops import cast_modules_with_vbar, resolve_cast_module_with_vbar
-except ImportError:  # hosts without dynamic VRAM, or with another kind of it: layers never have `_v` that we could place
-    cast_modules_with_vbar = None
-
-SUPPORTED = cast_modules_with_vbar is not None
 PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
 
 
@@ -32,10 +27,12 @@ class PagedLayers:
         layers: modules with the host's `_v`, `weight` and `bias`.
         device: where to.
         dtype: what layers compute in that cast their weights.
+        calls: the host's functions for it.
     """
 
-    def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype):
+    def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype, calls: PageCalls):
         self._layers = layers
+        self._calls = calls
         self._device = device
         self._dtype = dtype
         self._stream = None
@@ -45,7 +42,7 @@ class PagedLayers:
         """Fault the pages in, and start the copies of what has no page on the host's offload stream."""
         if not self._fetched:
             self._fetched = True
-            self._stream = cast_modules_with_vbar(self._layers, None, self._device, None, True)
+            self._stream = self._calls.cast(self._layers, None, self._device, None, True)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """Wait (on the device) for the copies and return the weights per layer, LoRA and casts applied."""
@@ -54,7 +51,7 @@ class PagedLayers:
         for layer in self._layers:
             quantized = isinstance(layer.weight, comfy.ops.QuantizedTensor)
             dtype = self._dtype if type(layer).comfy_cast_weights and not quantized else _stored_dtype(layer)
-            weight, bias = resolve_cast_module_with_vbar(layer, dtype, self._device, dtype, self._dtype, quantized)
+            weight, bias = self._calls.resolve(layer, dtype, self._device, dtype, self._dtype, quantized)
             placed.append((layer, {"weight": parameter(weight), "bias": parameter(bias)}))
         return placed
 
@@ -66,7 +63,7 @@ class PagedLayers:
                 if self._stream is not None:
                     self._stream.wait_stream(comfy.model_management.current_stream(self._device))
             finally:
-                cleanup_prefetched_modules(self._layers)
+                self._calls.clean_up(self._layers)
 
 
 class AllPages:
@@ -84,7 +81,7 @@ class AllPages:
         self.new_run(network)
 
     def __bool__(self) -> bool:
-        return SUPPORTED and bool(self._layers)
+        return host().pages is not None and bool(self._layers)
 
     def new_run(self, network: nn.Module) -> None:
         """The host may want other weights in the pages (a LoRA): look at each layer again."""
@@ -135,7 +132,7 @@ class AllPages:
 
     def clean_up(self) -> None:
         """After a call that has failed halfway: the host leaves a layer that it was fetching as it is, pin and all."""
-        cleanup_prefetched_modules(self._layers)
+        host().pages.clean_up(self._layers)
 
 
 def _is_resident(layer: nn.Module) -> bool:

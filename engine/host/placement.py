@@ -19,6 +19,7 @@ from comfy.patcher_extension import CallbacksMP
 
 from ..binding import plan_for
 from ..per_model import PerModel
+from .adapter import host
 
 KEY = "torch-compile-kit.placement"
 # Models whose pages were allocated in our order, by device.
@@ -27,7 +28,7 @@ _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 def spread_weights(executor, patcher, *args, **kwargs):
     """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
-    if not hasattr(patcher, "_load_list"):
+    if not host().list_of_layers:
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
     if getattr(patcher, "is_dynamic", bool)():
@@ -45,7 +46,7 @@ def spread_weights(executor, patcher, *args, **kwargs):
 
 def keep_even(patcher) -> None:
     """From now on this patcher and its clones list the layers evenly when the host loads or unloads a part of them."""
-    if hasattr(patcher, "_load_list"):
+    if host().list_of_layers:
         patcher.__dict__["_load_list"] = functools.partial(_even_load_list, weakref.ref(patcher))
         patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
         patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _keep_clone_even)
@@ -120,6 +121,8 @@ _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before a
 
 def _even_by_rank(ranks: dict, items: list) -> list:
     """For dynamic VRAM: an item is (is large, -size, size, name, module, parameters), the first are kept."""
+    if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another host's
+        return items
     return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
 
 
@@ -142,6 +145,8 @@ class _RankedSize(int):
 
 def _even_by_size(ranks: dict, items: list) -> list:
     """For partial loading: an item is (size when moving, size, name, module, parameters), the last are kept."""
+    if not all(len(i) >= 3 and isinstance(i[0], int) and isinstance(i[2], str) for i in items):  # another host's
+        return items
     ordered = []
     for size, *rest in items:
         ranked = _RankedSize(size)
@@ -157,9 +162,9 @@ def _forget_pages(base_model, device: torch.device) -> None:
         return
     for module in base_model.modules():
         if "_v" in module.__dict__:
-            for name in ("_v", "_v_weight", "_v_bias"):
-                module.__dict__.pop(name, None)
             module._v_signature = None
+        for name in ("_v", "_v_weight", "_v_bias", "_v_block", "_comfy_graph"):
+            module.__dict__.pop(name, None)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, nullcontext
 import comfy.ops
 
 from ..scopes import SharedScope
+from .adapter import host
 
 _QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
 _host_cast = comfy.ops.cast_bias_weight
@@ -41,6 +42,6 @@ def traceable_casts(network) -> AbstractContextManager:
     if network not in _quantized:
         _quantized[network] = bool(_QUANTIZED) and any(isinstance(p, _QUANTIZED) for p in network.parameters())
     # Another pack's replacement of the function stays in charge.
-    if _quantized[network] and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
+    if _quantized[network] and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
         return _scope.holding(cast=cast_bias_weight)
     return nullcontext()

@@ -257,25 +257,3 @@ def _percents(conditioning: tuple[list, list]) -> list[float]:
         for hook in getattr(options.get("hooks"), "hooks", ()):
             found += [frame.start_percent for frame in hook.hook_keyframe.keyframes]
     return found
-
-
-def twice_as_long(conditioning: list) -> list:
-    """The prompts at twice their length, their masks with them."""
-    longer = []
-    for tokens, options in conditioning:
-        length = tokens.shape[1]
-        grown = {
-            name: torch.cat((value, value), 1)
-            if isinstance(value, torch.Tensor)
-            and value.shape[1:] == (length,)
-            and ("attention" in name or not value.is_floating_point())
-            else value
-            for name, value in options.items()
-        }
-        longer.append([torch.cat((tokens, tokens), 1), grown])
-    return longer
-
-
-def has_prompt(conditioning: tuple[list, list]) -> bool:
-    """Whether there is text of a length in it: `[batch, tokens, channels]`."""
-    return all(isinstance(t, torch.Tensor) and t.dim() == 3 and t.shape[1] > 1 for entries in conditioning for t, _ in entries)

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..binding import modules_at
-from ..failures import never_swallowed
 from ..registry import code_of
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
 from ..settings import CompileSettings
@@ -25,13 +24,11 @@ from .fingerprint import fingerprint, may_be_skipped
 from .progress import WarmupProgress
 from .sampling import (
     STEPS,
-    has_prompt,
     labelled_latent,
     latent_shape,
     naming_the_size,
     ranges_of,
     sample_once,
-    twice_as_long,
 )
 
 
@@ -89,10 +86,6 @@ class _Warmup:
                 progress.begin(label, index, index * in_each)
                 with warming():
                     self._at_size(label, latent, progress.step)
-            if self._prompts_may_compile():
-                progress.begin("other prompt lengths", len(latents) - 1, total - in_each)
-                with warming(asked_for=False):
-                    self._other_prompts(latents[0][1], progress.step)
         self.report.kinds, self.report.parts = kinds_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
         self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]
@@ -110,28 +103,6 @@ class _Warmup:
         # With shared code one size stands for all.
         if calls.joined and (self.settings.dynamic == "false" or (latent["samples"].shape[0] == 1) not in self.apart):
             sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step, apart=True, steps=self.steps)
-
-    def _prompts_may_compile(self) -> bool:
-        """In `auto` code of the first size is for one length of prompt; that for all others may not be there yet."""
-        return (
-            self.settings.dynamic == "auto"
-            and has_prompt(self.conditioning)
-            and any(kind.lacks_shared_code() for kind in kinds_for(self.model, self.settings))
-        )
-
-    def _other_prompts(self, latent: dict, on_step: Callable[[], None]) -> None:
-        longer = tuple(map(twice_as_long, self.conditioning))
-        try:
-            self._unless_known(
-                "other prompt lengths",
-                latent,
-                longer,
-                lambda: sample_once(self.patcher, longer, self.cfg, latent, on_step, steps=self.steps),
-            )
-        except Exception as error:
-            if never_swallowed(error):
-                raise
-            self.report.notes.append(f"Prompts of other lengths are not warmed, the model refused one: {error}")
 
     def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
         """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""

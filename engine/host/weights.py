@@ -17,6 +17,7 @@ from torch import nn
 from ..eager_layers import EagerLayers, linears
 from ..errors import InvalidSetting
 from . import paging, streaming
+from .adapter import host
 
 # What tells the host's layers where their weights come from. Hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
@@ -34,13 +35,14 @@ class LayerGroup:
 
     def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype):
         layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]
-        _settle(layers)
+        self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
-        self._paged = paging.PagedLayers(paged, device, dtype) if paged and paging.SUPPORTED else None
+        calls = host().pages
+        self._paged = paging.PagedLayers(paged, device, dtype, calls) if paged and calls is not None else None
         tensors = streaming.tensors_elsewhere(block, device)
         self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
         # On a host that pages in a way we do not know, its layers look after themselves, outside the graph.
-        unknown = [] if paging.SUPPORTED else paged
+        unknown = [] if calls is not None else paged
         self.foreign = [m for m in block.modules() if _is_foreign(m) or m in unknown]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *self.foreign}
@@ -52,6 +54,11 @@ class LayerGroup:
     def moves(self) -> bool:
         """Whether weights travel, as opposed to being on the device."""
         return self._paged is not None or self._streamed is not None
+
+    @property
+    def paged(self) -> bool:
+        """Whether the host pages some of the weights, and would fetch them ahead itself."""
+        return self._paged is not None
 
     @property
     def in_pages(self) -> bool:
@@ -124,13 +131,17 @@ def _casts(layer: nn.Module) -> bool:
     return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
 
 
-def _settle(layers: list[nn.Module]) -> None:
-    """Write down on each layer what it has from its class, since guards tell the two apart; changes no behaviour."""
-    for layer in layers:
-        for name in _DEFAULTS:
-            if name not in layer.__dict__ and hasattr(type(layer), name):
-                value = getattr(type(layer), name)
-                layer.__dict__[name] = list(value) if isinstance(value, list) else value
+def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Write down on each layer what it has from its class, since guards tell the two apart; changes no behaviour.
+
+    Returns:
+        What was written, see `forget_weights`.
+    """
+    missing = [(m, name) for m in layers for name in _DEFAULTS if name not in m.__dict__ and hasattr(type(m), name)]
+    for layer, name in missing:
+        value = getattr(type(layer), name)
+        layer.__dict__[name] = list(value) if isinstance(value, list) else value
+    return missing
 
 
 def _is_foreign(module: nn.Module) -> bool:
@@ -153,6 +164,7 @@ class ModelWeights:
         self.token = token
         dtype = base_model.get_dtype_inference()
         groups = [LayerGroup(block, device, dtype) for block in blocks]
+        self._settled = [entry for group in groups for entry in group.settled]
         moving = [group for group in groups if group.moves]
         foreign = sorted({type(m).__name__ for group in groups for m in group.foreign})
         self.notes: list[str] = []
@@ -173,9 +185,20 @@ class ModelWeights:
         self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
 
     @property
+    def paged(self) -> bool:
+        """Whether the host pages some of the weights."""
+        return any(getattr(group, "paged", False) for group in self.groups.values())
+
+    @property
     def may_stay(self) -> bool:
         """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
         return all(getattr(group, "in_pages", False) for group in self.groups.values())
+
+    def leave(self) -> None:
+        """Take off the layers what `_settle` has written."""
+        for layer, name in self._settled:
+            if layer.__dict__.get(name) in ([], getattr(type(layer), name)):  # nobody has made another thing of it
+                layer.__dict__.pop(name, None)
 
     def drop(self) -> None:
         """Give up what was fetched ahead and not used."""
@@ -193,6 +216,14 @@ def weights_of(base_model, block_swap: str, device: torch.device, blocks: list[n
     if known is None or known.token != token:
         known = _weights[base_model] = ModelWeights(token, blocks, base_model, device, block_swap)
     return known
+
+
+def forget_weights(base_model) -> None:
+    """A sampling run is over: leave the model as the host has made it."""
+    known = _weights.get(base_model)
+    if known is not None:
+        known.leave()
+        known.token = None
 
 
 def notes_on(base_model) -> list[str]:

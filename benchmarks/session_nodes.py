@@ -1,0 +1,107 @@
+"""A custom node file for the sessions' server: prompts without a text encoder, and when each step of a sampler was done.
+
+A step is over when the GPU has done it: the callback of the sampler is called as soon as the work is queued, so an event is
+recorded there, and its time is read after the prompt. The first step begins where the sampler does, after the host has
+loaded the model as far as it does that beforehand. Nothing is waited for, so the host runs ahead as it does without us.
+"""
+
+import importlib.util
+import itertools
+import os
+import sys
+import time
+
+import comfy.samplers
+import torch
+from aiohttp import web
+from server import PromptServer
+
+_file = os.path.join(os.path.dirname(os.path.realpath(__file__)), "models.py")
+_spec = importlib.util.spec_from_file_location("session_models", _file)
+models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(models)
+
+_samplings = []  # for each sampling since they were last asked for, its marks: the beginning, and the end of each step
+_ballast = []
+GIB = 1024**3
+
+
+def _mark():
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _seconds(before, after) -> float:
+    return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
+
+
+_sample = comfy.samplers.KSAMPLER.sample
+
+
+def sample(self, model_wrap, sigmas, extra_args, callback, *args, **kwargs):
+    marks = [_mark()]
+    _samplings.append(marks)
+
+    def step_done(*arguments):
+        marks.append(_mark())
+        return callback(*arguments) if callback is not None else None
+
+    return _sample(self, model_wrap, sigmas, extra_args, step_done, *args, **kwargs)
+
+
+comfy.samplers.KSAMPLER.sample = sample
+
+
+@PromptServer.instance.routes.get("/session/steps")
+async def steps(_request: web.Request) -> web.Response:
+    """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far."""
+    taken = list(_samplings)
+    _samplings.clear()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    answer = {"samplings": [[_seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in taken]}
+    if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
+        answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
+        answer["breaks"] = sum(dynamo.counters["graph_break"].values())
+    return web.json_response(answer)
+
+
+@PromptServer.instance.routes.post("/session/free")
+async def free(request: web.Request) -> web.Response:
+    """Take memory with a plain allocation until so many GiB are free; answers with what is free then."""
+    wanted = (await request.json())["gib"]
+    _ballast.append(torch.empty(max(0, int(torch.cuda.mem_get_info()[0] - wanted * GIB)), dtype=torch.uint8, device="cuda"))
+    torch.cuda.synchronize()
+    return web.json_response({"free_gib": torch.cuda.mem_get_info()[0] / GIB})
+
+
+class SessionPrompts:
+    """What text encoders give for a prompt of so many tokens."""
+
+    INPUT_TYPES = classmethod(
+        lambda cls: {"required": {"name": (list(models.MODELS),), "tokens": ("INT",), "negative_tokens": ("INT",)}}
+    )
+    RETURN_TYPES = ("CONDITIONING", "CONDITIONING")
+    FUNCTION = "encode"
+    CATEGORY = "sessions"
+
+    def encode(self, name, tokens, negative_tokens):
+        return models.conditioning(name, tokens, negative_tokens)
+
+
+class SessionModel:
+    """A small model whose configuration the host's loader does not know."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"name": (list(models.MODELS),)}})
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "load"
+    CATEGORY = "sessions"
+
+    def load(self, name):
+        return (models.build(name, torch.device("cpu")),)
+
+
+NODE_CLASS_MAPPINGS = {"SessionPrompts": SessionPrompts, "SessionModel": SessionModel}

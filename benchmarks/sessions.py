@@ -1,0 +1,257 @@
+"""What a person waits for: whole prompts on a real ComfyUI server as users start it, from pressing Run to the saved image.
+
+    python -m benchmarks.sessions --host COMFYUI --kjnodes KJNODES --out benchmarks/results/NAME.json
+    python -m benchmarks.sessions --host COMFYUI --tiny --out FILE      # small models on the CPU
+
+A session is a list of prompts (session_prompts.py) that go one by one through the queue of a server, with the page's
+connection open; seconds are those from sending a prompt to the server's `execution_success`. Cold: the server has a user
+folder, a home and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there. Warm:
+the same session once more, in new servers that find what the first has left. Every variant has a server of its own with only
+its pack in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from devtools.prompts import MODEL_NODE
+from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError, error_of
+
+from . import run, session_prompts
+from .session_prompts import COMPILERS, SESSIONS
+
+REAL = ["flux", "sdxl", "z_image", "wan14", "sd15"]
+TINY = ["flux_small", "sdxl_small", "wan_small"]
+NODES = Path(__file__).resolve().with_name("session_nodes.py")
+# Where a process keeps compiled code, if the environment does not move it; each has a place in the session's folder.
+ELSEWHERE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
+KEPT = ("user", "home", "tmp")
+
+
+class OutOfTimeError(Exception):
+    """The clock of --limit ran out."""
+
+
+class Bench:
+    """The machine's folder, the clock and the rows of one call."""
+
+    def __init__(self, options):
+        self.options = options
+        self.base = options.folder.resolve()
+        self.deadline = time.monotonic() + options.limit
+        self.log = options.out.with_suffix(".log")
+        self.known = {"environments": [], "rows": []}
+        if options.out.exists():
+            self.known = json.loads(options.out.read_text())
+        (self.base / "custom_nodes").mkdir(parents=True, exist_ok=True)
+        self._link("session_nodes.py", NODES)
+        if options.kjnodes:
+            self._link("kjnodes", options.kjnodes.resolve())
+        (self.base / "page").mkdir(exist_ok=True)
+        (self.base / "page" / "index.html").write_text("<title>sessions</title>")
+
+    def _link(self, name: str, target: Path) -> None:
+        link = self.base / "custom_nodes" / name
+        link.unlink(missing_ok=True)
+        link.symlink_to(target, target_is_directory=target.is_dir())
+
+    def left(self) -> float:
+        """Seconds until the limit; raises when there are none."""
+        left = self.deadline - time.monotonic()
+        if left <= 0:
+            raise OutOfTimeError
+        return left
+
+    def save(self) -> None:
+        run.save(self.options.out, self.known)
+
+    @contextlib.contextmanager
+    def server(self, variant: str, cores: int):
+        """A server as users start it, with the pack that the variant needs and ours that takes the times."""
+        packs = ["session_nodes.py"]
+        if variant == "kjnodes":
+            packs.append("kjnodes")
+        elif COMPILERS[variant] == MODEL_NODE:
+            packs.append(PACK_NAME)
+        arguments = [
+            "--front-end-root",
+            str(self.base / "page"),
+            "--disable-all-custom-nodes",
+            "--whitelist-custom-nodes",
+            *packs,
+        ]
+        for folder in KEPT:
+            (self.base / folder).mkdir(exist_ok=True)
+        own = {"HOME": str(self.base / "home"), "TMPDIR": str(self.base / "tmp")}
+        launcher = ("taskset", "-c", f"0-{cores - 1}") if cores else ()
+        began = time.perf_counter()
+        server = Server(
+            self.options.host, self.base, not self.options.tiny, arguments=arguments, environment=own, launcher=launcher
+        )
+        try:
+            server.wait_until_ready(min(300, self.left()))
+            server.seconds_to_start = time.perf_counter() - began
+            self._describe(server)
+            with server.progress():  # the page is open
+                yield server
+        finally:
+            server.stop()
+            with open(self.log, "a", encoding="utf-8") as log:
+                log.write(f"\n===== {variant}, {cores or 'all'} cores\n{server.log()}")
+
+    def _describe(self, server) -> None:
+        """What the results file says about the machine, from the first server."""
+        command = " ".join(["python -m benchmarks.sessions", *sys.argv[1:]])
+        if any(where["command"] == command for where in self.known["environments"][-1:]):
+            return
+        stats = server.get("/system_stats")
+        name, _, allocator = stats["devices"][0]["name"].partition(" : ")  # "cuda:0 NVIDIA H200 : cudaMallocAsync", or "cpu"
+        where = {
+            "date": datetime.date.today().isoformat(),
+            "device": name.partition(" ")[2] or run.cpu_name(),
+            "torch": stats["system"]["pytorch_version"],
+            "python": stats["system"]["python_version"].split()[0],
+            "comfyui": stats["system"]["comfyui_version"],
+            "kjnodes": _version_of(self.options.kjnodes),
+            "command": command,
+        }
+        self.known["environments"].append({**where, "allocator": allocator} if allocator else where)
+
+    def session(self, model: str, variant: str, cache: str, cores: int) -> None:
+        """All prompts of a model's session; a variant that dies is a result."""
+        for folder in (*KEPT, "output", "temp") if cache == "cold" else ("output", "temp"):
+            shutil.rmtree(self.base / folder, ignore_errors=True)
+        numbered = [(n, p) for n, p in enumerate(SESSIONS[model].prompts, 1) if n in (self.options.prompts or range(1, 99))]
+        restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
+        common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores}
+        common["free_gib"] = self.options.free
+        for some in (numbered[:restart], numbered[restart:]):
+            if not some:
+                continue
+            self.left()
+            with self.server(variant, cores) as server:
+                if self.options.free:
+                    print(server.post("/session/free", {"gib": self.options.free}), flush=True)
+                info = server.get("/object_info")
+                settings = self.options.settings
+                if COMPILERS[variant] == MODEL_NODE:
+                    common["settings"] = session_prompts.settings_for(info, settings)
+                for number, prompt in some:
+                    nodes = session_prompts.graph(model, prompt, number, variant, info, settings)
+                    row = {**common, "number": number, "prompt": prompt.name, **self._run(server, nodes)}
+                    row["server_start"] = round(server.seconds_to_start, 1)
+                    self.known["rows"].append(row)
+                    self.save()
+                    print(_line(row), flush=True)
+                    if row.get("over"):
+                        return
+
+    def _run(self, server, nodes: dict) -> dict:
+        """What one prompt took, or how it died."""
+        posted = time.time()
+        allowed = min(self.options.prompt_limit, self.left())
+        try:
+            entry = server.finished(server.start(nodes), allowed)
+        except PromptRejectedError as error:
+            return {"died": f"refused: {json.dumps(error.node_errors or error.answer)[:300]}"}
+        except ServerError as error:
+            if server.process.poll() is None:
+                self.left()
+                return {"died": f"no result after {allowed:.0f} s", "over": True}
+            return {"died": f"server ended: {str(error)[-300:]}", "over": True}
+        answer = server.get("/session/steps")
+        if (error := error_of(entry)) is not None:
+            return {"died": f"{error['exception_type']}: {error['exception_message'][:200]}"}
+        done = next(data["timestamp"] for kind, data in entry["status"]["messages"] if kind == "execution_success") / 1000
+        *before, steps = [[round(seconds, 4) for seconds in steps] for steps in answer.pop("samplings")]
+        warmup = {"warmup_steps": before} if before else {}
+        return {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps, **warmup, **answer}
+
+
+def _version_of(folder: Path | None) -> str | None:
+    file = folder and folder / "pyproject.toml"
+    if not file or not file.exists():
+        return None
+    return next(line.partition('"')[2].strip('"') for line in file.read_text().splitlines() if line.startswith("version"))
+
+
+def _line(row: dict) -> str:
+    where = f"{row['model']} {row['variant']} {row['cache']} cores {row['cores'] or 'all'} free {row['free_gib'] or 'all'}"
+    if "died" in row:
+        return f"{where} | {row['number']} {row['prompt']}: {row['died']}"
+    first, *others = row["steps"]
+    usual = sorted(others)[len(others) // 2]
+    return (
+        f"{where} | {row['number']} {row['prompt']}: {row['seconds']:.2f} s; steps: first {first:.3f}, "
+        f"longest {row['longest_step']:.3f}, median {usual:.4f}; graphs {row.get('graphs', '-')}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
+    parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
+    parser.add_argument("--models", nargs="+", choices=list(SESSIONS))
+    parser.add_argument("--variants", nargs="+", choices=list(COMPILERS), default=list(COMPILERS))
+    parser.add_argument("--caches", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
+    parser.add_argument("--cores", type=int, nargs="+", default=[0], help="0: all; 4 starts the server on the first four")
+    parser.add_argument("--prompts", type=int, nargs="+", help="only these of each session, by their number from 1")
+    parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
+    parser.add_argument("--prompt-limit", type=float, default=300, help="seconds after which a prompt counts as dead")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "kit-sessions", help="models and servers' files"
+    )
+    parser.add_argument("--delete", action="store_true", help="remove a model's weights when its sessions are over")
+    parser.add_argument("--make", action="store_true", help="only write the models' files")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    options = parser.parse_args()
+    options.host = str(Path(options.host).resolve())
+    for name in ELSEWHERE:
+        os.environ.pop(name, None)
+    bench = Bench(options)
+    try:
+        for model in options.models or (TINY if options.tiny else REAL):
+            _sessions(bench, model)
+    except OutOfTimeError:
+        print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
+
+
+def _sessions(bench: Bench, model: str) -> None:
+    options = bench.options
+    folder = bench.base / "models"
+    command = [sys.executable, "-m", "benchmarks.session_files", "--host", options.host, "--model", model]
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
+    try:
+        subprocess.run(
+            [*command, "--folder", str(folder)], cwd=run.ROOT, check=True, timeout=bench.left(), env={**os.environ, **hidden}
+        )
+    except subprocess.TimeoutExpired:
+        raise OutOfTimeError from None
+    if options.make:
+        return
+    for cores in options.cores:
+        for variant in options.variants:
+            if variant == "kjnodes" and not options.kjnodes:
+                continue
+            for cache in options.caches:
+                if variant == "eager" and cache == "warm":
+                    continue  # it compiles nothing
+                bench.session(model, variant, cache, cores)
+    if options.delete:
+        for file in folder.glob(f"*/{model}.safetensors"):
+            file.unlink()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""What torch.compile is given as a backend: the chosen one, with what compiling ahead of the first call needs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from .failures import never_swallowed
+from .inductor import inductor
+
+logger = logging.getLogger("torch-compile-kit")
+
+
+class NotRun(Exception):
+    """Raised in place of running code that was only to be compiled."""
+
+
+class _State(threading.local):
+    """Of a thread.
+
+    Args:
+        runs: how often compiled code has run.
+        ahead: code is compiled and does not run.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.ahead = False
+
+
+state = _State()
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then."""
+    state.ahead = True
+    try:
+        yield
+    finally:
+        state.ahead = False
+
+
+@functools.cache  # PyTorch compares backends by identity before it uses code of theirs
+def backend_of(name: str) -> Callable:
+    """A backend of torch.compile that counts the runs of what it compiles.
+
+    Args:
+        name: a registered backend; `inductor` is ours, see `inductor.py`.
+    """
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: object) -> Callable:
+        make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+        compiled = make(graph, example_inputs, **options)
+
+        def run(*args: object) -> object:
+            if state.ahead:
+                _try_kernels(compiled, args)
+                raise NotRun
+            state.runs += 1
+            return compiled(*args)
+
+        return run
+
+    backend.__name__ = name
+    return backend
+
+
+def _try_kernels(compiled: Callable, args: tuple) -> None:
+    """Have kernels loaded and their variants measured: on a GPU that is a good part of the first run."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if not any(t.is_cuda for t in tensors):
+        return
+    try:
+        compiled(*args)
+    except Exception as error:  # the first real run does it then
+        if never_swallowed(error):
+            logger.debug("no memory to try kernels beforehand")
+        else:
+            logger.debug("kernels were not tried beforehand: %s", error)

@@ -1,0 +1,214 @@
+"""Compile while images go on: a thread makes the code for calls that ran eager, and nobody waits for it.
+
+It works on stand-ins (`stand_in.py`), so it holds no weights, and what it compiles does not run (`backends.py`). What PyTorch
+saves and restores around a compilation is the sampler's meanwhile, so this thread leaves it alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from .failures import never_swallowed
+from .scopes import SharedScope
+from .stand_in import StandIn
+
+logger = logging.getLogger("torch-compile-kit")
+# Of memory that is free beside what a job takes; else it waits.
+MARGIN = 512 * 2**20
+PATIENCE = 5.0
+ATTEMPTS = 20
+
+
+class Kind(Protocol):
+    """What can be compiled for: see `compiled_kind.CompiledKind`."""
+
+    def compile_ahead(self, stand_in: StandIn) -> None: ...
+
+
+@dataclass
+class Job:
+    """One call for which code is wanted.
+
+    Args:
+        kind: whose code; a job whose kind is gone is over.
+        done: called on the thread, also when nothing came of it.
+        inference, grad: of the thread that called, which guards compare.
+    """
+
+    kind: weakref.ref[Kind]
+    stand_in: StandIn
+    done: Callable[[], None]
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    attempts: int = 0
+
+
+class Compiler:
+    """The thread, started when there is something to do and over when there is not."""
+
+    def __init__(self) -> None:
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._current: Job | None = None
+
+    def ask(self, kind: Kind, stand_in: StandIn, done: Callable[[], None]) -> None:
+        """Compile for a call, as soon as all that was asked for before is done; returns at once."""
+        with self._changed:
+            self._jobs.append(Job(weakref.ref(kind), stand_in, done))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
+                self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being compiled, or waits to be."""
+        with self._changed:
+            return self._thread is not None
+
+    def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
+        """Until nothing is left to do.
+
+        Args:
+            poll: called ten times a second; may raise to stop waiting.
+
+        Returns:
+            Whether that came in time.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        while self.busy and (end is None or time.monotonic() < end):
+            if poll is not None:
+                poll()
+            with self._changed:
+                self._changed.wait(0.1)
+        return not self.busy
+
+    def finish(self, kind: Kind, poll: Callable[[], None]) -> None:
+        """Somebody waits for code of `kind`: what is being made of it is made, and nothing else is begun for it.
+
+        Args:
+            poll: called ten times a second; may raise to stop waiting.
+        """
+        with self._changed:
+            dropped = [job for job in self._jobs if job.kind() is kind]
+            self._jobs = collections.deque(job for job in self._jobs if job.kind() is not kind)
+        for job in dropped:
+            job.done()
+        while (current := self._current) is not None and current.kind() is kind:
+            poll()
+            with self._changed:
+                self._changed.wait(0.1)
+
+    def _run(self) -> None:
+        _ours.add(threading.get_ident())
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    again = self._work(job)
+                except Exception:  # never the thread: what waits behind it would wait for ever
+                    logger.exception("compiling in the background stopped for one kind of block")
+                    again = False
+                self._put_back(job) if again else job.done()
+        finally:
+            _ours.discard(threading.get_ident())
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._current = self._jobs.popleft() if self._jobs else None
+            if self._current is None:
+                self._thread = None
+            self._changed.notify_all()
+            return self._current
+
+    def _put_back(self, job: Job) -> None:
+        """There was no memory: once more behind the others, and not at once."""
+        with self._changed:
+            self._jobs.append(job)
+            alone = len(self._jobs) == 1
+        if alone:
+            time.sleep(PATIENCE)
+
+    def _work(self, job: Job) -> bool:
+        """Whether to try again later."""
+        kind = job.kind()
+        if kind is None:
+            return False
+        job.attempts += 1
+        last = job.attempts >= ATTEMPTS
+        if not _has_room(job.stand_in):
+            return not last
+        device = job.stand_in.device
+        with ExitStack() as scopes:
+            scopes.enter_context(torch.inference_mode(job.inference))
+            scopes.enter_context(torch.set_grad_enabled(job.grad))
+            scopes.enter_context(_leaves_alone.holding(**_ignoring()))
+            if device.type == "cuda":
+                scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            try:
+                kind.compile_ahead(job.stand_in)
+            except Exception as error:
+                if never_swallowed(error):
+                    logger.debug("no memory to compile in the background")
+                    return not last
+                if isinstance(error, AssertionError) and "state changed while dynamo tracing" in str(error):
+                    return not last  # the sampler's thread has switched something (TF32) meanwhile
+                raise
+        return False
+
+
+def _has_room(stand_in: StandIn) -> bool:
+    device = stand_in.device
+    if device.type != "cuda":
+        return True
+    free, _total = torch.cuda.mem_get_info(device)
+    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return free + reserved > 2 * stand_in.nbytes + MARGIN
+
+
+# Threads that compile: what they would put back, or set up for all, is not theirs.
+_ours: set[int] = set()
+
+
+def _switch(owner: object, name: str) -> tuple:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+_RESTORED = {
+    "python": (random, "setstate"),
+    "cpu": (torch.random, "set_rng_state"),
+    "cuda": (torch.cuda, "set_rng_state"),
+    "precision": (torch._C, "_set_fp32_precision_setter"),
+    "guard": (torch._C, "_ensureCUDADeviceGuardSet"),
+}
+# PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
+# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. The last is for machines without a GPU:
+# tracing gives the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h), and the next one crashes.
+_leaves_alone = SharedScope({name: _switch(*found) for name, found in _RESTORED.items() if hasattr(*found)})
+
+
+def _ignoring() -> dict[str, Callable]:
+    """Those functions, which do nothing for our thread."""
+
+    def ignoring(owner: object, name: str) -> Callable:
+        found = getattr(owner, name)
+
+        def restore(*args: object, **kwargs: object) -> object:
+            return None if threading.get_ident() in _ours else found(*args, **kwargs)
+
+        return restore
+
+    return {name: ignoring(*found) for name, found in _RESTORED.items() if hasattr(*found)}
+
+
+compiler = Compiler()

@@ -1,0 +1,145 @@
+"""A block and the arguments of a call without their data: all that compiling looks at, in the memory of one tensor.
+
+The thread that compiles must not hold weights, nor touch a block whose weights another thread moves. So it gets a copy of the
+block's tree, whose tensors have shapes, strides and kinds of the real ones, and one storage for all.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What guards know of a tensor."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    inference: bool
+    parameter: bool
+    requires_grad: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Form:
+        return cls(
+            tensor.shape,
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+            tensor.is_inference(),
+            isinstance(tensor, nn.Parameter),
+            tensor.requires_grad,
+        )
+
+    @property
+    def nbytes(self) -> int:
+        if 0 in self.shape:
+            return 0
+        return (1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))) * self.dtype.itemsize
+
+    def made_in(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        with torch.inference_mode(self.inference):
+            tensor = torch.empty(0, dtype=self.dtype, device=self.device)
+            tensor.set_(storage, 0, self.shape, self.stride)
+            return nn.Parameter(tensor, self.requires_grad) if self.parameter else tensor.requires_grad_(self.requires_grad)
+
+
+class StandIn:
+    """The forms of a call of a block; `made` gives one that can be compiled for.
+
+    Args:
+        block: as its forward would see it now, weights in place.
+        args, kwargs: of the call.
+    """
+
+    def __init__(self, block: nn.Module, args: tuple, kwargs: dict):
+        self._forms: dict[int, _Form | torch.Tensor] = {}  # by `id`: the caller keeps all of them until we are done here
+        self._block = self._without_data(block, {})
+        self._call = pytree.tree_map(self._form, (args, kwargs))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first tensor of the call is; the CPU if there is none."""
+        return next((f.device for f in self._forms.values()), torch.device("cpu"))
+
+    @property
+    def nbytes(self) -> int:
+        """Of the memory that `made` takes, on the device."""
+        return max((f.nbytes for f in self._forms.values() if isinstance(f, _Form)), default=0)
+
+    def made(self) -> tuple[nn.Module, tuple, dict]:
+        """The block and the arguments, with tensors of zeros that share their memory.
+
+        Raises:
+            torch.OutOfMemoryError: there is not even memory for the largest.
+        """
+        sizes: dict[torch.device, int] = {}
+        for form in self._forms.values():
+            if isinstance(form, _Form):
+                sizes[form.device] = max(sizes.get(form.device, 0), form.nbytes)
+        storages = {d: torch.zeros(n, dtype=torch.uint8, device=d).untyped_storage() for d, n in sizes.items()}
+        self._made = {
+            key: form.made_in(storages[form.device]) if isinstance(form, _Form) else form for key, form in self._forms.items()
+        }
+        self._fill(self._block)
+        args, kwargs = pytree.tree_map(self._tensor, self._call)
+        return self._block, args, kwargs
+
+    def _form(self, leaf: object) -> object:
+        """A mark in the place of a tensor; one object stays one object."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in self._forms:
+            plain = type(leaf) in _PLAIN and leaf.layout is torch.strided and not leaf.is_nested
+            self._forms[id(leaf)] = _Form.of(leaf) if plain else _copied(leaf)
+        return _Mark(id(leaf))
+
+    def _tensor(self, leaf: object) -> object:
+        return self._made[leaf.key] if isinstance(leaf, _Mark) else leaf
+
+    def _without_data(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+        if id(module) in known:
+            return known[id(module)]
+        other = known[id(module)] = type(module).__new__(type(module))
+        entries = dict(module.__dict__)
+        for table in ("_parameters", "_buffers"):
+            entries[table] = {name: self._form(tensor) for name, tensor in entries[table].items()}
+        entries["_modules"] = {
+            name: None if child is None else self._without_data(child, known) for name, child in module._modules.items()
+        }
+        forward = entries.get("forward")
+        if isinstance(forward, types.MethodType) and forward.__self__ is module:
+            entries["forward"] = types.MethodType(forward.__func__, other)
+        elif isinstance(forward, functools.partial):  # our own, see binding
+            del entries["forward"]
+        other.__dict__.update(entries)
+        return other
+
+    def _fill(self, block: nn.Module) -> None:
+        for module in block.modules():
+            for table in (module._parameters, module._buffers):
+                for name, mark in table.items():
+                    table[name] = self._tensor(mark)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of another class (quantised): what it is made of is its own affair."""
+    copy = tensor.detach().clone()
+    return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """Stands where a tensor was; equal for one and the same."""
+
+    key: int

@@ -1,0 +1,234 @@
+"""Code made in the background: calls run eager until it is ready, then find it; nothing else is touched by it."""
+
+import gc
+import random
+import threading
+import weakref
+
+import pytest
+import torch
+from support import Block, Net, torch_settings
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+@pytest.fixture
+def behind(engine):
+    """behind(net, *args, **settings): a call of the model that waits for nothing; its result, and whether it ran eager."""
+    kinds, compiler = engine("compiled_kind"), engine("background").compiler
+
+    def run(net, *args, waits=False, **chosen):
+        settings = engine("settings").CompileSettings(**{"backend": "eager", **chosen})
+        call = kinds.ModelCall(waits=waits)
+        with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, call):
+            return net(*args[:1], **(args[1] if len(args) > 1 else {})), bool(call.eager)
+
+    yield run
+    assert compiler.wait(60)
+
+
+@pytest.fixture
+def made(engine):
+    """made(net): waits for the thread; the number of graphs that there are then."""
+
+    def wait(net):
+        assert engine("background").compiler.wait(120)
+        return sum(kind.stats.graphs for kind in engine("registry").code_of(net).kinds.values())
+
+    return wait
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_calls_run_eager_until_their_code_is_there(behind, made, backend):
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = net(x)
+    result, eager = behind(net, x, backend=backend)
+    assert eager and torch.equal(result, expected)
+    assert made(net) == 1
+    result, eager = behind(net, x, backend=backend)
+    assert not eager and torch.allclose(result, expected, atol=1e-5)
+    result, eager = behind(net, torch.randn(3, 6, 8), backend=backend)
+    assert not eager, "one code for all sizes"
+    _, eager = behind(net, torch.randn(1, 6, 8), backend=backend)
+    assert eager and made(net) == 2
+    assert not behind(net, torch.randn(1, 9, 8), backend=backend)[1] and made(net) == 2
+
+
+def test_who_waits_uses_what_was_made_and_the_other_way_round(behind, made):
+    net, x = Net(), torch.randn(2, 4, 8)
+    behind(net, x)
+    assert made(net) == 1
+    behind(net, x, waits=True)
+    assert made(net) == 1
+    other, y = Net(width=16), torch.randn(2, 4, 16)
+    behind(other, y, waits=True)
+    assert made(other) == 1
+    assert not behind(other, y)[1] and made(other) == 1
+
+
+def test_a_kind_does_not_change_over_in_the_middle_of_a_call(behind, engine, made):
+    ran = []
+
+    class Noting(Block):
+        def forward(self, x):
+            note(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    compiler = engine("background").compiler
+
+    @torch._dynamo.disable
+    def wait():
+        compiler.wait(60)
+
+    def note(compiling):
+        if not compiling:
+            wait()  # the code is ready before the second block runs
+            ran.append("eager")
+
+    net, x = Net(block=Noting), torch.randn(2, 4, 8)
+    behind(net, x)
+    assert ran == ["eager"] * 3
+    assert made(net) == 1 and not behind(net, x)[1] and len(ran) == 3
+
+
+def test_a_patch_asks_for_code_of_its_own_and_counts_from_its_first_call(behind, made):
+    net, x = Net(), torch.randn(2, 4, 8)
+    patched = {"transformer_options": {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}}
+    expected = net(x, **patched)
+    behind(net, x)
+    made(net)
+    for _ in range(3):
+        result, _ = behind(net, x, patched)
+        assert torch.equal(result, expected)
+        made(net)
+    assert not behind(net, x, patched)[1]
+    assert torch.equal(behind(net, x)[0], net(x))
+
+
+def test_a_patch_that_differs_for_each_step_is_given_up(behind, made, engine):
+    net, x = Net(), torch.randn(2, 4, 8)
+    for step in range(12):
+        factor = float(step + 2)
+        options = {"patches": {"attn1_output_patch": [Times(factor)]}}
+        result, _ = behind(net, x, {"transformer_options": options})
+        made(net)
+        assert torch.allclose(result, net(x, transformer_options=options))
+    assert made(net) <= 12
+
+
+class Times:
+    """A patch whose factor is a constant of its code."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, y, _options):
+        return y * self.factor
+
+
+def test_random_states_and_settings_are_left_alone(behind, made, engine):
+    """PyTorch puts random states back when it has compiled; what others have drawn meanwhile must stay drawn."""
+    net, x, entered, go_on = Net(), torch.randn(2, 4, 8), threading.Event(), threading.Event()
+
+    def backend(graph, _inputs):
+        entered.set()
+        assert go_on.wait(60)
+        return graph
+
+    torch._dynamo.register_backend(backend, name="waits_for_the_test")
+    before = torch_settings()
+    settings = engine("settings").CompileSettings(backend="eager")
+    object.__setattr__(settings, "backend", "waits_for_the_test")
+    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, engine("compiled_kind").ModelCall(False)):
+        net(x)
+        assert entered.wait(60)
+        torch.manual_seed(7)
+        random.seed(7)
+        drawn, python = torch.randn(4), random.random()
+        go_on.set()
+        made(net)
+        assert not torch.equal(torch.randn(4), drawn) and random.random() != python
+    assert torch_settings() == before
+
+
+def test_a_model_that_goes_is_not_kept(behind, made, engine):
+    net = Net()
+    gone = weakref.ref(net), weakref.ref(net.blocks[0].inner.weight)
+    behind(net, torch.randn(2, 4, 8))
+    del net
+    gc.collect()
+    assert engine("background").compiler.wait(60)
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is None
+
+
+def test_code_that_is_no_single_graph_is_made_when_it_is_called(behind, made):
+    class Breaking(Block):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    net, x = Net(block=Breaking), torch.randn(2, 4, 8)
+    expected = net(x)
+    assert torch.equal(behind(net, x)[0], expected)
+    made(net)
+    assert torch.equal(behind(net, x)[0], expected)
+    assert made(net) >= 1
+
+
+def test_what_cannot_be_compiled_is_said_and_runs_eager(behind, made, engine, caplog):
+    def failing(_graph, _inputs):
+        raise ValueError("no such kernel")
+
+    torch._dynamo.register_backend(failing, name="fails_in_the_background")
+    settings = engine("settings").CompileSettings(backend="eager")
+    object.__setattr__(settings, "backend", "fails_in_the_background")
+    net, x = Net(), torch.randn(2, 4, 8)
+    for _ in range(2):
+        with (
+            engine("monitor").watching,
+            engine("binding").compiled_blocks(net, settings, engine("compiled_kind").ModelCall(False)),
+        ):
+            assert torch.equal(net(x), Net.forward(net, x))
+        made(net)
+    (kind,) = engine("registry").code_of(net).kinds.values()
+    assert kind.failure is not None and "no such kernel" in kind.failure.message()
+    assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
+
+
+def test_memory_that_is_short_postpones_it(behind, made, engine, monkeypatch):
+    background, tries = engine("background"), []
+    monkeypatch.setattr(background, "PATIENCE", 0.01)
+    monkeypatch.setattr(background, "_has_room", lambda _stand_in: tries.append(1) or len(tries) > 3)
+    net, x = Net(), torch.randn(2, 4, 8)
+    behind(net, x)
+    assert made(net) == 1 and len(tries) == 4
+
+
+def test_an_error_of_the_thread_itself_ends_nothing(behind, made, engine, monkeypatch):
+    net, x = Net(), torch.randn(2, 4, 8)
+    stand_in = engine("stand_in").StandIn
+    with monkeypatch.context() as patch:
+        patch.setattr(stand_in, "made", lambda _self: 1 / 0)
+        behind(net, x)
+        assert made(net) == 0
+    behind(net, x)
+    assert made(net) == 1
+
+
+def test_a_stand_in_has_the_forms_and_none_of_the_data(engine):
+    block = Block().requires_grad_(False)
+    wide = torch.randn(2, 3, 8).transpose(0, 1)
+    found, args, kwargs = engine("stand_in").StandIn(block, (wide, wide), {"scale": torch.ones(1).expand(3)}).made()
+    assert type(found) is Block and found is not block and found.inner is not block.inner
+    assert [n for n, _ in found.named_parameters()] == [n for n, _ in block.named_parameters()]
+    for mine, theirs in zip(found.parameters(), block.parameters(), strict=True):
+        assert (mine.shape, mine.stride(), mine.dtype, type(mine)) == (
+            theirs.shape,
+            theirs.stride(),
+            theirs.dtype,
+            type(theirs),
+        )
+        assert mine.data_ptr() != theirs.data_ptr() and mine.is_inference() == theirs.is_inference()
+    assert args[0] is args[1] and args[0].stride() == wide.stride() and kwargs["scale"].stride() == (0,)
+    assert len({p.untyped_storage().data_ptr() for p in [*found.parameters(), *args]}) == 1

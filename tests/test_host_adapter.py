@@ -1,0 +1,153 @@
+"""What is done with a host that is not as known: its own way, said once; and with its own compiler."""
+
+import logging
+
+import pytest
+from paging import paged
+from patching import Runs
+from support import relative_error
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def look(engine):
+    """Looks at the host as it is now, and forgets it after the test."""
+    adapter = engine("host.adapter")
+    adapter.host.cache_clear()
+    yield adapter.host
+    adapter.host.cache_clear()
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    return Runs(tiny, engine, "flux", cfg=1.0)
+
+
+def renamed(patch):
+    """A host in which what we call has another name."""
+    import comfy.model_prefetch
+    import comfy.ops
+
+    patch.delattr(comfy.model_prefetch, "cleanup_prefetched_modules")
+    patch.delattr(comfy.ops, "resolve_cast_module_with_vbar")
+
+
+def with_other_arguments(patch):
+    """A host whose function takes one argument more."""
+    import comfy.model_prefetch
+
+    original = comfy.model_prefetch.cleanup_prefetched_modules
+    patch.setattr(
+        comfy.model_prefetch, "cleanup_prefetched_modules", lambda queue, core, modules: original(*([modules] if queue else []))
+    )
+
+
+def without_list(patch):
+    """A host that lists its layers for other arguments."""
+    from comfy.model_patcher import ModelPatcher
+
+    original = ModelPatcher._load_list
+    patch.setattr(ModelPatcher, "_load_list", lambda self, units, *rest: original(self, *rest))
+
+
+def test_this_host_is_known(look, caplog):
+    with caplog.at_level(logging.WARNING, "torch-compile-kit"):
+        assert look().pages is not None and look().traceable_cast and look().list_of_layers and not look().unknown
+    assert not caplog.records
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("change", [renamed, with_other_arguments])
+def test_a_host_with_other_pages_samples_in_its_own_way(change, flux, look, caplog, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with monkeypatch.context() as patch:
+        change(patch)
+        with caplog.at_level(logging.WARNING, "torch-compile-kit"):
+            assert look().pages is None
+            look()
+    said = [record.getMessage() for record in caplog.records if "none that this pack knows" in record.getMessage()]
+    assert len(said) == 1 and "dynamic VRAM" in said[0]
+    # The host itself goes on with its own functions, as it would under their new names.
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(list(pages.layers)[::2])
+        result = flux.run(flux.attach(flux.patcher))
+        assert pages.pinned == pages.faults == 0  # on a CPU the host itself takes the weights from where they are
+    assert relative_error(result, expected) < 1e-5
+    breaks = sum(kind.stats.graph_breaks for kind in flux.kinds)
+    assert not flux.failures and breaks > 0, "layers run eager between the graphs of a block"
+
+
+def test_a_host_that_lists_layers_in_another_way_keeps_its_order(flux, look, caplog, monkeypatch, engine):
+    with monkeypatch.context() as patch:
+        without_list(patch)
+        assert not look().list_of_layers
+    attached = flux.attach(flux.patcher)
+    assert "_load_list" not in attached.__dict__
+    expected = flux.run(flux.patcher)
+    assert relative_error(flux.run(attached), expected) < 1e-5
+
+
+def test_takes(engine):
+    takes = engine("host.adapter").takes
+    assert takes(lambda a, b, c=1: None, "a", "b") and takes(lambda a, **rest: None, "a")
+    assert not takes(lambda b, a: None, "a", "b") and not takes(lambda a, b, c: None, "a", "b")
+    assert not takes(lambda a: None, "a", "b") and not takes(None, "a") and not takes(lambda *a: None, "a")
+
+
+class Seen(Exception):
+    """Stands for an error of the model, or for the user's cancel."""
+
+
+@pytest.mark.parametrize("end", [None, RuntimeError, "interrupt"])
+def test_the_hosts_compiler_is_off_for_our_model_alone(flux, end, monkeypatch):
+    """The interface of core's compiler: an option that is looked at in each call of a model (comfy/model_prefetch.py, 0.34)."""
+    import comfy.cli_args
+    import comfy.model_management
+
+    args, seen = comfy.cli_args.args, []
+    monkeypatch.setattr(args, "disable_comfy_compiler", False, raising=False)
+    network = flux.patcher.model.diffusion_model
+    block = network.double_blocks[0]
+
+    def look_at_option(_module, _args):
+        seen.append(args.disable_comfy_compiler)
+        if end is not None and args.disable_comfy_compiler:
+            raise comfy.model_management.InterruptProcessingException if end == "interrupt" else end("stopped")
+
+    attached = flux.attach(flux.patcher)
+    handle = block.register_forward_pre_hook(look_at_option)
+    try:
+        flux.run(flux.patcher)
+        assert seen and not any(seen), "another model keeps it"
+        seen.clear()
+        try:
+            flux.run(attached)
+        except (RuntimeError, comfy.model_management.InterruptProcessingException):
+            assert end is not None
+        assert seen and all(seen) and args.disable_comfy_compiler is False
+        seen.clear()
+        flux.run(flux.patcher)
+        assert seen and not any(seen)
+    finally:
+        handle.remove()
+
+
+@pytest.mark.pages
+def test_the_host_fetches_no_block_ahead_that_we_fetch(flux, monkeypatch):
+    import comfy.model_prefetch
+
+    wanted = []
+    network = flux.patcher.model.diffusion_model
+    with network.register_forward_hook(
+        lambda _m, _a, kwargs, _r: wanted.append(kwargs["transformer_options"].get("prefetch_dynamic_vbars")), with_kwargs=True
+    ):
+        monkeypatch.setattr(type(flux.patcher), "is_dynamic", lambda _self: True, raising=False)
+        monkeypatch.setattr(flux.patcher.model, "dynamic_vbars", {}, raising=False)
+        flux.run(flux.patcher)
+        assert wanted and all(wanted)
+        wanted.clear()
+        with paged(monkeypatch, flux.patcher.model):
+            flux.run(flux.attach(flux.patcher))
+        assert wanted and not any(wanted)
+    assert comfy.model_prefetch.PREFETCH_QUEUES == []
