@@ -7,34 +7,66 @@ import subprocess
 import sys
 import tempfile
 
-from .setup import ROOT, SetupError, set_up
+from . import hosts, matrix, suite, venvs
+from .commands import ROOT, SetupError
+from .setup import set_up
 
 INSIDE = "TORCH_COMPILE_KIT_INSIDE"
 
 
-def parse(argv):
-    parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
+def add_choices(parser, comfyui, python, torch):
+    """The options that choose a host and an interpreter; the arguments are their defaults."""
     parser.add_argument(
         "--comfyui",
         metavar="FOLDER",
-        default=os.environ.get("COMFYUI_PATH"),
-        help="use this ComfyUI instead of the pinned one (or set COMFYUI_PATH)",
+        default=comfyui,
+        help="use this ComfyUI, or this version of it, instead of the pinned one (or set COMFYUI_PATH)",
     )
     parser.add_argument(
         "--python",
         metavar="PATH",
-        default=os.environ.get("COMFYUI_PYTHON"),
+        default=python,
         help="use this interpreter as it is instead of a venv of ours (or set COMFYUI_PYTHON)",
     )
+    parser.add_argument(
+        "--torch",
+        choices=venvs.TORCH,
+        default=torch,
+        help=f"a venv with the newest of this PyTorch instead of {venvs.PINNED}",
+    )
+
+
+def add_part(group, part, text):
+    group.add_argument(f"--{part}", dest="part", action="store_const", const=part, default="whole", help=text)
+
+
+def parse(argv):
+    """(options, arguments for pytest)."""
+    parser = argparse.ArgumentParser(prog="dev.py", description="Run Torch Compile Kit in a real ComfyUI.")
+    add_choices(parser, os.environ.get("COMFYUI_PATH"), os.environ.get("COMFYUI_PYTHON"), None)
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("setup", help="only set up")
-    commands.add_parser("demo", help="the shipped workflow without and with our nodes, on tiny models")
-    commands.add_parser("test", help="all tests; further arguments go to pytest", add_help=False)
-    serve = commands.add_parser("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
+
+    def command(name, **more):
+        # Before or behind the command; there, a default would undo what stands before. Pytest has options that begin alike.
+        added = commands.add_parser(name, allow_abbrev=False, **more)
+        add_choices(added, *[argparse.SUPPRESS] * 3)
+        return added
+
+    command("setup", help="only set up")
+    command("demo", help="the shipped workflow without and with our nodes, on tiny models")
+    test = command("test", help="all tests; further arguments go to pytest", add_help=False)
+    table = command("matrix", help="all tests, and how they ended as a line of the compatibility table")
+    for chosen in (test.add_mutually_exclusive_group(), table.add_mutually_exclusive_group()):
+        add_part(chosen, "core", "the core of the suite, as for other versions of ComfyUI")
+        add_part(chosen, "newest", f"what newer versions can break, on ComfyUI {hosts.NEWEST[0]} and PyTorch {venvs.NEWEST}")
+    serve = command("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
     serve.add_argument("--port", type=int, default=8188)
     options, rest = parser.parse_known_args(argv)
     if rest and options.command != "test":
         parser.error("unrecognized arguments: " + " ".join(rest))
+    if getattr(options, "part", None) == "newest":
+        options.comfyui = options.comfyui or hosts.NEWEST[0]
+        options.torch = options.torch or (None if options.python else venvs.NEWEST)
     return options, rest
 
 
@@ -43,7 +75,7 @@ def main(argv):
     if os.environ.get(INSIDE):
         return inside(options)
     try:
-        python, host = set_up(options.comfyui, options.python)
+        python, host = set_up(options.comfyui, options.python, options.torch)
     except SetupError as error:
         print(f"dev.py: {error}", file=sys.stderr)
         return 2
@@ -51,13 +83,24 @@ def main(argv):
         print(f"ComfyUI: {host}\nPython:  {python}")
         return 0
     environment = {**os.environ, "COMFYUI_PATH": str(host)}
+    if options.command not in ("test", "matrix"):
+        return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
+    # Above tests/ pytest would import our __init__.py once more, as a package of tests.
+    pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
+    part = suite.arguments(options.part, hosts.version_in(host))
     if options.command == "test":
-        # Above tests/ pytest would import our __init__.py once more, as a package of tests.
-        command = ["-m", "pytest", f"--confcutdir={ROOT / 'tests'}", *(rest or in_parallel())]
-    else:
-        command = [str(ROOT / "dev.py"), *argv]
-        environment[INSIDE] = "1"
-    process = subprocess.Popen([str(python), *command], cwd=ROOT, env=environment)
+        return run([*pytest, *(rest or in_parallel()), *part], environment)
+    junit = matrix.junit_file(options.part)
+    code = run([*pytest, *in_parallel(), *part, f"--junitxml={junit}"], environment)
+    # Anything else is no result: interrupted, nothing collected, wrongly called.
+    if code in (0, 1):
+        matrix.record(junit, python, host, options.part, " ".join(["python dev.py", *argv]))
+    return code
+
+
+def run(command, environment):
+    """Run a command until it ends, also when this process is told to end; its exit status."""
+    process = subprocess.Popen([str(word) for word in command], cwd=ROOT, env=environment)
     signal.signal(signal.SIGTERM, lambda *_: process.terminate())
     while True:
         try:

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -152,7 +152,7 @@ class Compiler:
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
-            scopes.enter_context(_leaves_alone.holding(**_ignoring()))
+            scopes.enter_context(_apart())
             if device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
             try:
@@ -176,39 +176,62 @@ def _has_room(stand_in: StandIn) -> bool:
     return free + reserved > 2 * stand_in.nbytes + MARGIN
 
 
-# Threads that compile: what they would put back, or set up for all, is not theirs.
+# The threads that compile.
 _ours: set[int] = set()
 
 
-def _switch(owner: object, name: str) -> tuple:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+def _is_ours() -> bool:
+    return threading.get_ident() in _ours
 
 
-_RESTORED = {
+def _not_by_us(found: Callable) -> Callable:
+    """A function that does nothing for our threads."""
+    return lambda *args, **kwargs: None if _is_ours() else found(*args, **kwargs)
+
+
+# PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
+# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. And on machines without a GPU tracing gives
+# the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
+_APART = {
     "python": (random, "setstate"),
     "cpu": (torch.random, "set_rng_state"),
     "cuda": (torch.cuda, "set_rng_state"),
     "precision": (torch._C, "_set_fp32_precision_setter"),
     "guard": (torch._C, "_ensureCUDADeviceGuardSet"),
 }
-# PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
-# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. The last is for machines without a GPU:
-# tracing gives the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h), and the next one crashes.
-_leaves_alone = SharedScope({name: _switch(*found) for name, found in _RESTORED.items() if hasattr(*found)})
+_fx = torch.fx._symbolic_trace
 
 
-def _ignoring() -> dict[str, Callable]:
-    """Those functions, which do nothing for our thread."""
+def _is_fx_symbolic_tracing() -> bool:
+    """In place of PyTorch's code for it, with its module's names: that something is traced with FX is a fact of the process up
+    to 2.14, and compiled code of all threads refuses to run meanwhile. It concerns the thread that traces."""
+    return _is_fx_tracing_flag and torch_compile_kit_traces() and not torch.compiler.is_compiling()  # noqa: F821
 
-    def ignoring(owner: object, name: str) -> Callable:
-        found = getattr(owner, name)
 
-        def restore(*args: object, **kwargs: object) -> object:
-            return None if threading.get_ident() in _ours else found(*args, **kwargs)
+def _switch(owner: object, name: str) -> tuple:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
-        return restore
 
-    return {name: ignoring(*found) for name, found in _RESTORED.items() if hasattr(*found)}
+_switches = {key: _switch(*found) for key, found in _APART.items() if hasattr(*found)}
+if hasattr(_fx, "_is_fx_tracing_flag"):  # others keep it for each thread
+    _switches["tracing"] = _switch(_fx.is_fx_symbolic_tracing, "__code__")
+    _switches["traces"] = (lambda: None), (lambda found: _name_in_fx(found))
+
+
+def _name_in_fx(found: Callable | None) -> None:
+    if found is None:
+        _fx.__dict__.pop("torch_compile_kit_traces", None)
+    else:
+        _fx.__dict__["torch_compile_kit_traces"] = found
+
+
+_apart_scope = SharedScope(_switches)
+
+
+def _apart() -> AbstractContextManager:
+    """While it lasts, what our thread does to the process stays with it."""
+    values = {key: _not_by_us(getattr(*found)) for key, found in _APART.items() if hasattr(*found)}
+    return _apart_scope.holding(traces=_is_ours, **values, tracing=_is_fx_symbolic_tracing.__code__)
 
 
 compiler = Compiler()

@@ -174,6 +174,11 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
             return channels_last.turned_result(result)
 
 
+def is_ours(forward: object) -> bool:
+    """Whether a module's `forward` is one that `Binding` has put there; others may be partials too."""
+    return isinstance(forward, functools.partial) and forward.func is _run_block
+
+
 @contextmanager
 def _placed(group: WeightGroup) -> Iterator[None]:
     try:

@@ -9,14 +9,18 @@ code does not read and no patch can see.
 from __future__ import annotations
 
 import dis
+import logging
 import types
 from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from . import attention
+from .options_flow import Flow
+from .options_uses import Lost
 from .patch_code import OVERRIDE, is_filled, keys_of_patch
 
+logger = logging.getLogger("torch-compile-kit")
 # Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
 BOOKKEEPING = frozenset(
     {
@@ -40,14 +44,22 @@ AROUND_BLOCKS = frozenset(
 def keys_read(block: nn.Module) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` names and so may depend on.
 
-    Looks through the methods of its class and of the classes below it, and the functions they name. A position key named
-    next to `patches_replace` or `attn1_patch` is a patch lookup and does not count.
+    Looks through the methods of its class and of the classes below it, the functions they name, and all that they hand the
+    options to (`options_flow.py`): if that cannot be told, anything may be read. A position key named next to
+    `patches_replace` or `attn1_patch` is a patch lookup and does not count.
     """
     for module in block.modules():
         found = module.__dict__.get("forward") if module is not block else None
         if found is not None and not isinstance(found, types.FunctionType | types.MethodType):
             return BOOKKEEPING  # a callable of another kind, which may read anything
-    return frozenset(key for code in _codes_of_block(block) for key in _keys_in_code(code))
+    flow = Flow()
+    try:
+        flow.follow(block)
+    except Lost as lost:
+        logger.debug("%s reads any option: %s", type(block).__name__, lost)
+        return BOOKKEEPING
+    read = {key for code in _codes_of_block(block) | flow.codes for key in _keys_in_code(code)}
+    return frozenset(read | BOOKKEEPING.intersection(flow.names))
 
 
 def strings_in(block: nn.Module) -> frozenset[str]:

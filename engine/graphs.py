@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import types
+import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -17,6 +19,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .binding import is_ours
 from .failures import never_swallowed
 from .per_model import PerModel
 
@@ -25,6 +28,7 @@ logger = logging.getLogger("torch-compile-kit")
 MAX_GRAPHS = 8
 # The host makes tensors up to 16 KiB anew for each run, and those of layers that it does not page.
 SMALL = 2**20
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclass
@@ -32,19 +36,31 @@ class Captured:
     """One captured call.
 
     Args:
+        device: where it was captured, and is replayed.
         inputs: the tensors to fill before a replay, in the order of the flattened arguments.
         output: what the call returns, overwritten by each replay.
     """
 
+    device: torch.device
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     output: object
 
     def replay(self, tensors: list[torch.Tensor]) -> object:
-        for static, given in zip(self.inputs, tensors, strict=True):
-            static.copy_(given)
-        self.graph.replay()
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
+        with torch.cuda.device(self.device):  # another one may be the current one
+            for static, given in zip(self.inputs, tensors, strict=True):
+                static.copy_(given)
+            self.graph.replay()
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs on `device` are captured on, one for all, as their shared memory asks for.
+
+    PyTorch's own default (`torch.cuda.graph`) belongs to whichever device came first: on others it records nothing.
+    """
+    return torch.cuda.Stream(device)
 
 
 # What `call` keeps the weights in place with, if they can stay anywhere at all.
@@ -58,8 +74,10 @@ class ModelGraphs:
     Args:
         seen: calls that have run plainly once, and so have compiled what they need.
         failures: why a call cannot be captured.
+        device: where the model computes.
         obstacle: what about the layers forbids replays now, or None.
         state: where the weights were, and what the layers ran, when the graphs were captured.
+        functions: what the layers run in this sampling run.
         homes: small tensors of our own that stand in for those that the host makes anew for each run.
     """
 
@@ -67,8 +85,10 @@ class ModelGraphs:
     seen: set[Hashable] = field(default_factory=set)
     failures: dict[Hashable, str] = field(default_factory=dict)
     state: list | None = None
+    functions: list | None = None
     homes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
     checked: bool = False
+    device: torch.device | None = None
     obstacle: str | None = None
     captures: int = 0
     replays: int = 0
@@ -98,8 +118,9 @@ class ModelGraphs:
         """
         if self.checked:
             return
-        self.checked = True
-        state: list[object] = []
+        self.checked, self.device = True, device
+        state: list[object] = [device]
+        functions: list[object] = []
         homes: dict[tuple[str, str], torch.Tensor] = {}
         for path, module in model.named_modules():
             place = places(module) if places is not None else None
@@ -112,11 +133,13 @@ class ModelGraphs:
                     if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
                         tensor = homes[path, name] = self._settled(table, name, tensor, self.homes.get((path, name)))
                     state += _addresses(tensor)
-            forward = module.__dict__.get("forward")
-            state.append(None if isinstance(forward, functools.partial) else forward)  # partials are our own, see binding
-            state += [*module._forward_hooks.values(), *module._forward_pre_hooks.values(), id(module), place]
+            state += [_weakly(module), place]
+            functions += [type(module), type(module).forward, *functions_of(module)]
+            state += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
             if module._forward_hooks or module._forward_pre_hooks:
                 self.obstacle = "a layer has a forward hook"
+        self.functions = functions
+        state += functions
         if self.state != state:
             if self.graphs:
                 logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")
@@ -141,15 +164,16 @@ class ModelGraphs:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
         Args:
-            key: everything but tensors that the call depends on.
+            key: all that the call depends on but what is in the tensors: `value_key` of the arguments and more.
             args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
         """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = tuple(repr(leaf) for leaf in leaves if not isinstance(leaf, torch.Tensor))
-        key = (key, others, repr(spec), *((t.shape, t.dtype, t.device, t.stride()) for t in tensors))
+        if any(t.device != self.device for t in tensors):  # a number on the CPU becomes a constant of the graph
+            self.failures["device"] = "an input is on another device"
+            return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
             with keep() as present:
                 captured = self.graphs.get(key) if present else None
@@ -173,17 +197,20 @@ class ModelGraphs:
         args, kwargs = pytree.tree_unflatten(own, spec)
         while len(self.graphs) >= MAX_GRAPHS:
             self.graphs.pop(next(iter(self.graphs)))
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
+        device = self.device
+        stream = capture_stream(device)
         try:
-            torch.cuda.synchronize()
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="relaxed"):
-                output = forward(*args, **kwargs, **fixed)
+            with torch.cuda.device(device):
+                if self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize(device)
+                with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed"):
+                    output = forward(*args, **kwargs, **fixed)
         except Exception as error:
             if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):
                 raise
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(device)
             if isinstance(error, torch.OutOfMemoryError):  # a plain call needs no memory of its own beside
                 self.drop()
             self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -192,8 +219,30 @@ class ModelGraphs:
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
-        self.graphs[key] = Captured(graph, static, output)
+        self.graphs[key] = Captured(device, graph, static, output)
         return self.graphs[key]
+
+
+def functions_of(module: nn.Module) -> list[tuple]:
+    """What somebody else has put over the methods of this one module: (name, what tells it from others)."""
+    return [
+        (name, _weakly(getattr(value, "__func__", value)), _weakly(getattr(value, "__self__", None)))
+        for name, value in module.__dict__.items()
+        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not _is_own(module, name, value)
+    ]
+
+
+def _is_own(module: nn.Module, name: str, value: Callable) -> bool:
+    """The host leaves the class's own forward there when it takes an object patch back."""
+    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
+
+
+def _weakly(value: object) -> tuple:
+    """Equal for the same object only, also when another one has its address later, and does not keep it alive."""
+    try:
+        return id(value), weakref.ref(value)
+    except TypeError:  # built in
+        return id(value), value
 
 
 def _kind(tensor: torch.Tensor) -> tuple:

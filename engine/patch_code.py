@@ -18,7 +18,7 @@ _ARGUMENT = {
     "attn1": 3, "attn2": 3,
 }  # fmt: skip
 _BY_NAME = ("extra_options", "transformer_options")
-_FRAMES = {"locals", "vars", "eval", "exec", "_getframe", "currentframe"}
+FRAMES = {"locals", "vars", "eval", "exec", "_getframe", "currentframe"}
 
 _known: weakref.WeakKeyDictionary[types.FunctionType, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
 
@@ -71,7 +71,7 @@ def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -
     mentioned = {*code.co_varnames, *code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     host = function.__globals__.get("__name__", "").partition(".")[0] in ("comfy", "torch")
     nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
-    if not host and (nested or mentioned.intersection((*_BY_NAME, *_FRAMES))):
+    if not host and (nested or mentioned.intersection((*_BY_NAME, *FRAMES))):
         return False
     forwards = any(i.opname.startswith("CALL_FUNCTION_EX") for i in dis.get_instructions(code))
     if not host and forwards:
@@ -101,7 +101,7 @@ def is_filled(cell: types.CellType) -> bool:
 
 def _lookups(code: types.CodeType, names: set[str]) -> frozenset[str] | None:
     """The literal keys looked up in the variables `names`; None when one of them is used in another way."""
-    if names.intersection(code.co_cellvars) or _FRAMES.intersection(code.co_names):
+    if names.intersection(code.co_cellvars) or FRAMES.intersection(code.co_names):
         return None
     found = set()
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("PUSH_NULL", "RESUME", "NOP")]

@@ -60,7 +60,7 @@ class SharedScope:
             self._users[scope] -= 1
             if not self._users[scope]:
                 del self._users[scope]
-                for name, value in self._saved.pop(scope).items():
+                for name, value in reversed(self._saved.pop(scope).items()):  # one may rest on another before it
                     self._switches[name][1](value)
 
 

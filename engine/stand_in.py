@@ -1,7 +1,8 @@
-"""A block and the arguments of a call without their data: all that compiling looks at, in the memory of one tensor.
+"""A block and the arguments of a call without their data: all that compiling looks at, in little memory.
 
 The thread that compiles must not hold weights, nor touch a block whose weights another thread moves. So it gets a copy of the
-block's tree, whose tensors have shapes, strides and kinds of the real ones, and one storage for all.
+block's tree, whose tensors have shapes, strides and kinds of the real ones, and one storage for all weights. Arguments have one
+each: a block may work in place on them, and PyTorch compiles differently for what then shares memory.
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ class StandIn:
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict):
         self._forms: dict[int, _Form | torch.Tensor] = {}  # by `id`: the caller keeps all of them until we are done here
         self._block = self._without_data(block, {})
+        self._weights = set(self._forms)
         self._call = pytree.tree_map(self._form, (args, kwargs))
 
     @property
@@ -75,21 +77,25 @@ class StandIn:
     @property
     def nbytes(self) -> int:
         """Of the memory that `made` takes, on the device."""
-        return max((f.nbytes for f in self._forms.values() if isinstance(f, _Form)), default=0)
+        forms = {key: form for key, form in self._forms.items() if isinstance(form, _Form)}
+        largest = max((forms[key].nbytes for key in forms.keys() & self._weights), default=0)
+        return largest + sum(forms[key].nbytes for key in forms.keys() - self._weights)
 
     def made(self) -> tuple[nn.Module, tuple, dict]:
-        """The block and the arguments, with tensors of zeros that share their memory.
+        """The block and the arguments, with tensors of zeros.
 
         Raises:
-            torch.OutOfMemoryError: there is not even memory for the largest.
+            torch.OutOfMemoryError: there is no memory for them.
         """
+        forms = {key: form for key, form in self._forms.items() if isinstance(form, _Form)}
         sizes: dict[torch.device, int] = {}
-        for form in self._forms.values():
-            if isinstance(form, _Form):
-                sizes[form.device] = max(sizes.get(form.device, 0), form.nbytes)
-        storages = {d: torch.zeros(n, dtype=torch.uint8, device=d).untyped_storage() for d, n in sizes.items()}
+        for key in forms.keys() & self._weights:
+            sizes[forms[key].device] = max(sizes.get(forms[key].device, 0), forms[key].nbytes)
+        shared = {device: _zeros(size, device) for device, size in sizes.items()}
         self._made = {
-            key: form.made_in(storages[form.device]) if isinstance(form, _Form) else form for key, form in self._forms.items()
+            **self._forms,
+            **{key: forms[key].made_in(shared[forms[key].device]) for key in forms.keys() & self._weights},
+            **{key: forms[key].made_in(_zeros(forms[key].nbytes, forms[key].device)) for key in forms.keys() - self._weights},
         }
         self._fill(self._block)
         args, kwargs = pytree.tree_map(self._tensor, self._call)
@@ -130,6 +136,10 @@ class StandIn:
             for table in (module._parameters, module._buffers):
                 for name, mark in table.items():
                     table[name] = self._tensor(mark)
+
+
+def _zeros(size: int, device: torch.device) -> torch.UntypedStorage:
+    return torch.zeros(size, dtype=torch.uint8, device=device).untyped_storage()
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

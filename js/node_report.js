@@ -1,5 +1,6 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
+import { api } from "/scripts/api.js";
 
 const WIDGET = "torch_compile_kit_report";
 // Node id: what stands there before the first run.
@@ -40,8 +41,29 @@ function show(node, text) {
   });
 }
 
+// Nodes that have begun and not reported yet.
+const running = new Set();
+
+function begin(node) {
+  if (!(node?.comfyClass in PLACEHOLDERS)) return;
+  running.add(node);
+  show(node, "Running.");
+}
+
+function stop(text) {
+  for (const node of running) show(node, text);
+  running.clear();
+}
+
 app.registerExtension({
   name: "torch-compile-kit.node-report",
+
+  setup() {
+    api.addEventListener("executing", ({ detail }) => begin(detail && (app.rootGraph ?? app.graph)?.getNodeById(detail)));
+    api.addEventListener("execution_start", () => running.clear());
+    api.addEventListener("execution_interrupted", () => stop("Cancelled: no report."));
+    api.addEventListener("execution_error", () => stop("Stopped by an error: no report."));
+  },
 
   nodeCreated(node) {
     if (!(node.comfyClass in PLACEHOLDERS)) return;
@@ -49,6 +71,7 @@ app.registerExtension({
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
+      running.delete(this);
       if (output?.text) show(this, output.text.join("\n"));
     };
   },

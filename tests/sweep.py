@@ -1,16 +1,23 @@
-"""Every set-up of the zoo, compiled block by block and compared with eager.
+"""Set-ups of the zoo, compiled block by block and compared with eager.
 
-As a script it writes benchmarks/results/compatibility.json, from which the README's table is made:
-    python tests/sweep.py --host COMFYUI [--backend eager] [names...]
+As a script it runs the named ones, or all, and puts their rows into a file; rows of others stay:
+    python tests/sweep.py --host COMFYUI [--backend eager] [--out benchmarks/results/compatibility.json] [names...]
 """
 
 from __future__ import annotations
 
+import json
+import sys
 import time
+import types
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from pathlib import Path
 
 import torch
-import zoo
+
+# The name under which the script loads the engine; without the nodes, which need the host's server.
+KIT = "torch_compile_kit_sweep"
 
 
 @dataclass
@@ -23,6 +30,9 @@ class Outcome:
         graphs_after: compiled at the other sizes, prompt lengths and batches, all together.
         error: largest absolute difference to eager, over the largest absolute value of eager.
         eager: class -> why it is not compiled.
+        idle: classes of blocks that no run called: parts for other inputs, or called by another method than `forward`.
+        seconds: of the processor, on one thread; the clock on the wall depends on what else runs.
+        host, torch: versions of ComfyUI and PyTorch.
     """
 
     name: str
@@ -37,8 +47,11 @@ class Outcome:
     breaks: int = 0
     error: float = 0.0
     eager: dict[str, str] = field(default_factory=dict)
+    idle: list[str] = field(default_factory=list)
     recompiles: list[str] = field(default_factory=list)
     seconds: float = 0.0
+    host: str = ""
+    torch: str = ""
 
 
 def runs_of(setup) -> list[dict]:
@@ -65,7 +78,7 @@ def run_setup(engine, setup, backend: str = "eager", **settings) -> Outcome:
 
 
 def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
-    began = time.perf_counter()
+    began = time.process_time()
     attachment, report = engine("host.attachment"), engine("report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, "compile": "at once", **settings})
     model = setup.build()
@@ -102,9 +115,17 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
-    outcome.eager = {kind.class_name: kind.failure.reason for kind in report.kinds_for(network, chosen) if kind.failure}
-    outcome.seconds = round(time.perf_counter() - began, 1)
+    kinds = report.kinds_for(network, chosen)
+    outcome.eager = {kind.class_name: kind.failure.reason for kind in kinds if kind.failure}
+    outcome.idle = sorted(set(outcome.classes) - {kind.class_name for kind in kinds if kind.compiles})
+    outcome.seconds = round(time.process_time() - began, 1)
+    outcome.host, outcome.torch = host_version(), torch.__version__.partition("+")[0]
     return outcome
+
+
+def host_version() -> str:
+    """The version of ComfyUI, for example `0.30.0`."""
+    return import_module("comfyui_version").__version__
 
 
 def clear_state(network) -> None:
@@ -123,7 +144,7 @@ def call(model, inputs: dict, compiler=None) -> torch.Tensor:
 
 
 def as_row(outcome: Outcome) -> str:
-    state = "eager: " + ", ".join(outcome.eager) if outcome.eager else "ok"
+    state = "eager: " + ", ".join(outcome.eager) if outcome.eager else "ok" if outcome.graphs else "nothing compiled"
     return (
         f"{outcome.name:28} {outcome.blocks:3} blocks {outcome.share:4.0%} {outcome.kinds:3} kinds {outcome.graphs:3} graphs "
         f"+{outcome.graphs_after} +{outcome.graphs_again} {outcome.breaks} breaks {outcome.error:.1e} "
@@ -131,42 +152,65 @@ def as_row(outcome: Outcome) -> str:
     )
 
 
-def main() -> None:
-    import argparse
-    import json
-    from importlib import import_module
-    from pathlib import Path
+def write(file: Path, outcomes: list[Outcome]) -> None:
+    """Put the rows of `outcomes` into `file`, in the zoo's order; rows of set-ups that did not run stay."""
+    import zoo
 
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--host", required=True)
+    found = {row["name"]: row for row in (json.loads(file.read_text()) if file.exists() else [])}
+    found |= {outcome.name: asdict(outcome) for outcome in outcomes}
+    file.write_text(json.dumps([found[name] for name in zoo.ALL if name in found], indent=1) + "\n")
+
+
+def enter(host: Path) -> None:
+    """Make the host's modules importable, and the engine without the nodes, which need the host's server."""
+    sys.path.insert(0, str(host))
+    sys.argv = [sys.argv[0], "--cpu", "--use-pytorch-cross-attention"]
+    import_module("comfy.options").enable_args_parsing()
+    sys.modules[KIT] = package = types.ModuleType(KIT)
+    package.__path__ = [str(Path(__file__).resolve().parent.parent)]
+
+
+def main() -> int:
+    import argparse
+
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--host", type=Path, required=True, help="the folder of ComfyUI")
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--dynamic", default="auto")
-    parser.add_argument("--out")
+    parser.add_argument("--out", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
-    outcomes = []
-    shared = import_module("torch_compile_kit.engine.registry")._kinds
-    with torch.inference_mode():
-        for name in options.names or zoo.SETUPS:
-            torch._dynamo.reset()
-            shared.clear()  # models of one structure share compiled code, and its counts
-            try:
+    enter(options.host.resolve())
+    import zoo
+
+    outcomes, failed = [], []
+    shared = import_module(f"{KIT}.engine.registry")._kinds
+    for name in options.names or zoo.SETUPS:
+        torch._dynamo.reset()
+        shared.clear()  # models of one structure share compiled code, and its counts
+        try:
+            with torch.inference_mode():
                 outcome = run_setup(
-                    lambda module: import_module(f"torch_compile_kit.engine.{module}"),
+                    lambda module: import_module(f"{KIT}.engine.{module}"),
                     zoo.SETUPS[name],
                     options.backend,
                     dynamic=options.dynamic,
                 )
-            except Exception as error:
-                print(f"{name:28} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-                continue
-            outcomes.append(outcome)
-            print(as_row(outcome), flush=True)
-            for line in [*outcome.recompiles[:4], *outcome.eager.values()] if options.names else []:
-                print("    ", line, flush=True)
-    if options.out:
-        Path(options.out).write_text(json.dumps([asdict(o) for o in outcomes], indent=1) + "\n")
+        except Exception as error:
+            failed.append(name)
+            print(f"{name:28} FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
+            continue
+        outcomes.append(outcome)
+        print(as_row(outcome), flush=True)
+        for line in [*outcome.recompiles[:4], *outcome.eager.values()] if options.names else []:
+            print("    ", line, flush=True)
+        if options.out:
+            write(options.out, [outcome])
+    print(
+        f"{len(outcomes)} ran, {len(failed)} failed: {' '.join(failed)}; this ComfyUI lacks {' '.join(zoo.LACKING) or 'none'}"
+    )
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

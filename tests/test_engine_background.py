@@ -231,4 +231,61 @@ def test_a_stand_in_has_the_forms_and_none_of_the_data(engine):
         )
         assert mine.data_ptr() != theirs.data_ptr() and mine.is_inference() == theirs.is_inference()
     assert args[0] is args[1] and args[0].stride() == wide.stride() and kwargs["scale"].stride() == (0,)
-    assert len({p.untyped_storage().data_ptr() for p in [*found.parameters(), *args]}) == 1
+    assert len({p.untyped_storage().data_ptr() for p in found.parameters()}) == 1
+    assert len({t.untyped_storage().data_ptr() for t in [*found.parameters(), args[0], kwargs["scale"]]}) == 3
+
+
+def test_a_block_that_works_in_place_on_halves_of_its_precision(behind, made):
+    """PyTorch compiles for memory that two arguments share, if one is written to: stand-ins must share none."""
+
+    class InPlace(Block):
+        def forward(self, x, context):
+            x += self.inner(self.norm(x))
+            context.mul_(2.0)
+            return x + context.to(x.dtype).mean()
+
+    class Two(Net):
+        def forward(self, x, context):
+            for block in self.blocks:
+                x = block(x, context=context)
+            return x
+
+    net = Two(block=InPlace)
+    given = torch.randn(2, 4, 8), torch.randn(2, 3, 8).bfloat16()
+    expected = net(given[0].clone(), given[1].clone())
+    for eager in (True, False):
+        result, found = behind(net, given[0].clone(), {"context": given[1].clone()}, backend="aot_eager")
+        assert torch.allclose(result, expected, atol=1e-5) and found is eager
+        assert made(net) == 1
+
+
+def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, engine):
+    """PyTorch refuses to run compiled code while the process traces with FX, whichever thread does (up to 2.13)."""
+    tracing, go_on = threading.Event(), threading.Event()
+
+    def backend(graph, inputs):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        def traced(*args):
+            tracing.set()
+            assert go_on.wait(60)
+            return graph(*args)
+
+        make_fx(traced)(*inputs)
+        return graph
+
+    torch._dynamo.register_backend(backend, name="traces_slowly")
+    settings = engine("settings").CompileSettings(backend="eager")
+    object.__setattr__(settings, "backend", "traces_slowly")
+    others = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    others(torch.ones(3))
+    net, x = Net(), torch.randn(2, 4, 8)
+    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, engine("compiled_kind").ModelCall(False)):
+        expected = net(x)
+        assert tracing.wait(60)
+        try:
+            assert torch.equal(others(torch.ones(3)), torch.full((3,), 3.0))
+            assert torch.equal(net(x), expected)
+        finally:
+            go_on.set()
+    made(net)

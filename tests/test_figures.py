@@ -43,11 +43,42 @@ def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
     for file, made in (("README.md", tables.README), ("docs/figures.md", tables.FIGURES)):
         text = (ROOT / file).read_text()
         for name, table in made.items():
-            assert f"<!-- {name} -->\n{table()}\n<!-- end {name} -->" in text
+            around = "" if name in tables.INLINE else "\n"
+            begin, end = f"<!-- {name} -->{around}", f"{around}<!-- end {name} -->"
+            assert begin + table() + end in text
             if not table():  # sessions that nobody has measured yet
                 continue
-            edited = text.replace(table(), table().replace("0", "7"))
+            edited = text.replace(begin + table(), begin + "7" + table().replace("0", "7"))
             assert edited != text and tables.replace(edited, name, table()) == text
+
+
+def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(tables, tmp_path, monkeypatch):
+    run = {
+        "comfyui": "0.33.0",
+        "torch": "2.15.0+cu132",
+        "python": "3.12.1",
+        "device": "CPU",
+        "date": "2026-11-22",
+        "part": "core",
+        "passed": 7,
+        "failed": ["tests.a::b", "tests.a::c"],
+        "skipped": {"a GPU has them": 3, "x | y": 1},
+        "left_out": ["dynamic VRAM"],
+    }
+    (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.matrix_table().splitlines()[2] == (
+        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
+        "| 2026-11-22, Python 3.12.1, CPU |"
+    )
+
+
+def test_the_number_of_set_ups_and_the_exceptions_are_those_of_the_results(tables):
+    rows = tables.outcomes()
+    assert len({row["name"] for row in rows}) == len(rows) and all(row["host"] and row["torch"] for row in rows)
+    assert {row["name"] for row in rows if not tables.keeps_promise(row)} == set(tables.EXCEPTIONS)
+    for file in (ROOT / "README.md", ROOT / "docs" / "compatibility.md"):
+        assert f"{len(rows)} " in file.read_text().replace("<!-- end set-ups -->", "")
 
 
 def test_the_chart_shows_the_ratios_of_the_table_beside_it(tables):
@@ -66,7 +97,7 @@ def test_every_results_file_says_where_it_comes_from(tables):
         content = json.loads(file.read_text())
         if file.name == "compatibility.json":
             continue
-        for where in content["environments"]:
+        for where in content.get("environments") or content["runs"]:
             assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
 
 

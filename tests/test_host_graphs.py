@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from capturing import capture_again
 from paging import paged
 from patching import Runs
 from support import relative_error
 from torch import nn
-from torch.utils import _pytree as pytree
 
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
 
@@ -14,33 +14,8 @@ pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("infe
 @pytest.fixture
 def flux(tiny, engine, monkeypatch):
     """A tiny Flux whose calls go through the decisions of `graphed`; what is captured runs the model again."""
-    runs = Runs(tiny, engine, "flux", cfg=1.0, steps=3)
-    graphs = engine("graphs")
-
-    class Again:
-        def __init__(self, run):
-            self.run = run
-
-        def replay(self, tensors):
-            return self.run(tensors)
-
-    def capture(self, key, forward, leaves, spec, tensors, fixed):
-        def run(given):
-            given = iter(given)
-            args, kwargs = pytree.tree_unflatten(
-                [next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec
-            )
-            return forward(*args, **kwargs, **fixed)
-
-        self.captures += 1
-        self.graphs[key] = Again(run)
-        return self.graphs[key]
-
-    monkeypatch.setattr(graphs.ModelGraphs, "_capture", capture)
-    # On a CPU the wrapper leaves graphs alone; here everything but the capture is as on a GPU.
-    monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda device: None)
-    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
-    return runs
+    capture_again(engine, monkeypatch)
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
 
 
 def graphs_of(runs):

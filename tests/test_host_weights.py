@@ -175,19 +175,24 @@ def test_blocks_that_another_pack_moves_are_compiled_as_they_arrive(flux):
     """Hooks around a block that bring its weights and take them away again (WanVideoWrapper, wanBlockswap)."""
     network = flux.patcher.model.diffusion_model
     expected = flux.run(flux.patcher)
+    kept = {p: p.detach().clone() for block in network.single_blocks for p in block.parameters()}
 
     def bring(block, _):
-        block.to(torch.float32)
+        for p in block.parameters():
+            p.data = kept[p].clone()
 
     def take(block, _, output):
-        block.to("cpu")
+        for p in block.parameters():
+            p.data = torch.full_like(p, torch.nan)
         return output
 
     for block in network.single_blocks:
+        take(block, None, None)
         block.register_forward_pre_hook(bring)
         block.register_forward_hook(take)
     assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
     assert flux.graphs == 2 and not flux.failures
+    assert all(p.isnan().all() for p in kept)
 
 
 def test_weights_are_spread_evenly_over_the_blocks(flux, engine):

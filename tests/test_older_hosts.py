@@ -7,25 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from devtools import setup
+from devtools import hosts, suite
 
 ROOT = Path(__file__).resolve().parent.parent
-CORE = ["test_host_integrity.py", "test_host_lora.py", "test_host_weights.py"]
-# These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
-WITHOUT_PAGES = {"0.18.2", "0.16.3"}
-# Minutes of compiling that say little about a host.
-LONG = "with_and_without_warmup and not flux"
 
 
 @pytest.mark.host
-@pytest.mark.parametrize("version", [v for v in setup.HOSTS if v != setup.COMFYUI_VERSION])
+@pytest.mark.parametrize("version", [v for v in hosts.HOSTS if v != hosts.COMFYUI_VERSION])
 def test_core_of_the_suite(version):
-    host = setup.host_folder(version, sys.executable)
-    chosen = ["-k", f"not ({LONG})", *(["-m", "not pages"] if version in WITHOUT_PAGES else [])]
+    folder = hosts.host_folder(version, sys.executable)
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--confcutdir=tests", *chosen, *(f"tests/{name}" for name in CORE)],
+        [sys.executable, "-m", "pytest", "-q", "--confcutdir=tests", *suite.arguments("core", version)],
         cwd=ROOT,
-        env={**os.environ, "COMFYUI_PATH": str(host)},
+        env={**os.environ, "COMFYUI_PATH": str(folder)},
         capture_output=True,
         text=True,
     )

@@ -12,17 +12,17 @@ from dataclasses import dataclass
 import comfy.model_management
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..binding import Binding
 from ..block_options import BOOKKEEPING, keys_read
 from ..channels_last import run_channels_last
 from ..errors import BlockCompileError
 from ..failures import never_swallowed
-from ..graphs import ModelGraphs, graphs_of
+from ..graphs import ModelGraphs, functions_of, graphs_of
 from ..layouts import copied_containers
 from ..per_model import PerModel
 from ..registry import code_of
+from ..value_keys import NoKey, value_key
 from .paging import AllPages, address_of
 
 logger = logging.getLogger("torch-compile-kit")
@@ -34,6 +34,8 @@ def no_graphs(device: torch.device) -> str | None:
     """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
     if device.type != "cuda":
         return ""
+    if torch.version.hip:
+        return "CUDA graphs are off: they have not been measured on AMD's devices."
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
         # Launchers do not find the memory that it gives in a recording, and what a recording that failed leaves behind ends the
@@ -56,26 +58,33 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         device: where it computes.
         notes: gets the reason when a call cannot be captured.
     """
-    if not binding.plain or "forward" in network.__dict__:
+    # Also a method that its forward calls, for the length of a call (TeaCache).
+    if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
         note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
         with binding.bound():
             yield
         return
     graphs, pages = graphs_of(network), pages_of(network)
     graphs.check_model(network, device, address_of if pages else None)
+    read_of(network).look(network, graphs.functions)
     forward = network.forward
     keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else functools.partial(nullcontext, True)
 
     def run(*args, transformer_options=None, **kwargs):
         options = transformer_options or {}
-        reason = _obstacle(network, options)
+        reason, key = _obstacle(network, options), None
+        if reason is None:
+            try:
+                key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+            except NoKey as error:
+                reason = f"the call depends on {error}, which may change unseen"
         if reason:
             note(notes, f"CUDA graphs are off: {reason}.")
             with binding.bound(captured=False):
                 return forward(*args, transformer_options=options, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
         call = functools.partial(_run_bound, binding, network, notes, call)
-        return graphs.call(_key(network, options), call, args, kwargs, {"transformer_options": options}, keep)
+        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep)
 
     network.__dict__["forward"] = run
     try:
@@ -170,6 +179,7 @@ def _kernels() -> object | None:
 cannot_turn: PerModel[list[str]] = PerModel(lambda _network: [])
 pages_of = PerModel(AllPages)
 crowding_of = PerModel(lambda _network: Crowding())
+read_of = PerModel(lambda _network: Read())
 
 
 def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
@@ -186,7 +196,6 @@ def new_run(network: nn.Module, *_: object) -> None:
         graphs.obstacle = "another node changes weights on their way to a layer"
     pages_of(network).new_run(network)
     crowding_of(network).absences = 0
-    _read(network)  # now, while the blocks have their own forwards
 
 
 def graphs_summary(network: nn.Module) -> list[str]:
@@ -204,45 +213,31 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"
-    read = _read(network) & {"sigmas", "sample_sigmas", "uuids"}
+    read = read_of(network).keys & {"sigmas", "sample_sigmas", "uuids"}
     if read:
         return f"the model reads {', '.join(sorted(read))}"
-    others = {name: value for name, value in options.items() if name not in BOOKKEEPING and name not in _MACHINERY}
-    if any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(others)):
-        return "an option holds a tensor"
     return graphs_of(network).obstacle
 
 
-def _key(network: nn.Module, options: dict) -> tuple:
+def kept_options(network: nn.Module, options: dict) -> dict:
     """What of the options a call depends on."""
-    return tuple(
-        (name, _Same(value) if callable(value) else repr(value))
-        for name, value in options.items()
-        if name not in _MACHINERY and (name not in BOOKKEEPING or name in _read(network))
-    )
+    read = read_of(network).keys
+    return {
+        name: value for name, value in options.items() if name not in _MACHINERY and (name not in BOOKKEEPING or name in read)
+    }
 
 
-class _Same:
-    """Equal for one and the same object, which stays alive with it: the address of another may be the same later."""
+@dataclass
+class Read:
+    """What the code of a network reads of the options, and the functions that were looked at for it."""
 
-    def __init__(self, value: object):
-        self._value = value
+    functions: list | None = None
+    keys: frozenset[str] = BOOKKEEPING
 
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
-
-
-_keys: dict[type, frozenset[str]] = {}
-
-
-def _read(network: nn.Module) -> frozenset[str]:
-    cls = type(network)
-    if cls not in _keys:
-        _keys[cls] = keys_read(network)
-    return _keys[cls]
+    def look(self, network: nn.Module, functions: list) -> None:
+        """Again when one has been replaced; not while our own are in the blocks."""
+        if functions != self.functions:
+            self.functions, self.keys = functions, keys_read(network)
 
 
 def note(notes: list[str], text: str) -> None:

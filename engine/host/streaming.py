@@ -2,6 +2,10 @@
 
 One block computes from one buffer while the next block's weights arrive in the other. Events order the two streams; the CPU
 waits for nothing. Each use of a buffer waits for the end of its last use, so any number of blocks and steps may share the two.
+
+A copy that nobody waits for (the run was cancelled, a block's turn was skipped) still runs: a buffer is given up only after the
+computing stream has been told to wait for it, and what is copied is kept alive until the copy has ended. The host registers its
+pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads it.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ class StreamedTensors:
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
-        self._arrived: dict[int, torch.Tensor] = {}
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id` of the source: it and its copy
         self._slot: Slot | None = None
         self.bytes = sum(_room(t) for t in self._travelling())
 
@@ -86,7 +90,8 @@ class StreamedTensors:
                 self.bytes = 0
                 return
             self._slot = _slots_on(self._device).take(self, self.bytes)
-            self._arrived = dict(zip(map(id, travelling), self._slot.copy(travelling), strict=True))
+            pairs = zip(travelling, self._slot.copy(travelling), strict=True)
+            self._arrived = {id(source): (source, copy) for source, copy in pairs}
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """The parameters per module, on the device, functions applied."""
@@ -95,7 +100,7 @@ class StreamedTensors:
         placed: dict[nn.Module, dict] = {}
         for item in self._tensors:
             source = item.tensor
-            tensor = source if source.device == self._device else self._arrived.get(id(source))
+            tensor = source if source.device == self._device else self._arrived.get(id(source), (None, None))[1]
             if tensor is None:
                 tensor = source.to(self._device)
             if item.functions:
@@ -134,33 +139,52 @@ class Slot:
         self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
         self._ready = torch.cuda.Event()
         self._free = torch.cuda.Event()
+        self._reading: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []
         self.owner: weakref.ref | None = None
 
     def grow(self, size: int) -> None:
         if size > self._buffer.numel():
-            # Allocated and freed on the current stream; the copies wait for it to get here.
+            # Allocated and freed on the current stream: what gets the old memory comes after the copy into it, and the copies
+            # into the new wait for the current stream to get here.
+            self.wait()
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
             self._free.record(torch.cuda.current_stream(self._device))
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Start copying; returns where each tensor will be."""
         copies, offset = [], 0
+        self._reading = [(event, sources) for event, sources in self._reading if not event.query()]
         self._stream.wait_event(self._free)
+        self._ready = torch.cuda.Event()  # one for each copy: the last may be under way
+        self._reading.append((self._ready, tensors))
         with torch.cuda.stream(self._stream):
-            for tensor in tensors:
-                copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
-                copy.copy_(tensor, non_blocking=True)
-                copies.append(copy)
-                offset += _room(tensor)
-            self._ready.record(self._stream)
+            try:
+                for tensor in tensors:
+                    copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    copy.copy_(tensor, non_blocking=True)
+                    copies.append(copy)
+                    offset += _room(tensor)
+            finally:
+                self._ready.record(self._stream)
         return copies
 
     def wait(self) -> None:
+        """Have the current stream wait for the last copy."""
         torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def free(self) -> None:
+        """Its owner needs it no more, or never did: then the copy may be under way."""
+        self.wait()
         self._free.record(torch.cuda.current_stream(self._device))
         self.owner = None
+
+    def finish(self) -> None:
+        """Wait, here too, until no copy is under way: the host may unregister and free the memory in RAM next."""
+        self.wait()
+        for event, _sources in self._reading:
+            event.synchronize()
+        self._reading.clear()
 
 
 class Slots:
@@ -181,6 +205,10 @@ class Slots:
         slot.owner = weakref.ref(owner)
         return slot
 
+    def finish(self) -> None:
+        for slot in self._slots:
+            slot.finish()
+
 
 _slots: dict[torch.device, Slots] = {}
 
@@ -192,7 +220,9 @@ def _slots_on(device: torch.device) -> Slots:
 
 
 def release_buffers() -> None:
-    """Give the buffers' memory back; called when a model has finished sampling."""
+    """Give the buffers' memory back; called when a model has finished sampling, also when it was cancelled."""
+    for slots in list(_slots.values()):
+        slots.finish()
     _slots.clear()
 
 

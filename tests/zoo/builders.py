@@ -7,6 +7,7 @@ import uuid
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import comfy.model_patcher
 import comfy.nested_tensor
@@ -70,6 +71,15 @@ class Setup:
     sampleable: bool = True
     reason: str = ""
     """Why it is not sampleable."""
+    needs: str = ""
+    """A module of the host that came with this model, where `config` is an older model's."""
+    device: torch.device = CPU
+    """Where the host builds it: on `meta` if `amend` makes it small enough for the CPU only afterwards."""
+
+    @property
+    def available(self) -> bool:
+        """Whether this host has the model."""
+        return hasattr(comfy.supported_models, self.config) and (not self.needs or find_spec(self.needs) is not None)
 
     @property
     def seed(self) -> int:
@@ -86,7 +96,7 @@ class Setup:
         config.unet_config.update((key, value) for key, value in self.unet.items() if key in config.unet_config)
         config.set_inference_dtype(torch.float32, None)
         draw = Draw(self.seed)
-        model = config.get_model(self.tensors(draw) if self.tensors else {}, "", device=CPU)
+        model = config.get_model(self.tensors(draw) if self.tensors else {}, "", device=self.device)
         if self.amend:
             self.amend(model)
         randomise(model, draw, self.std)

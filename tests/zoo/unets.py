@@ -96,11 +96,15 @@ def orbit(draw, shape, tokens):
     return image_latent(draw, shape, tokens) | {"elevation": [10.0] * 4, "azimuth": [0.0, 90.0, 180.0, 270.0]}
 
 
-def unclip(draw, shape, tokens):
+def unclip(draw, shape, tokens, width=768):
     class Seen:
-        image_embeds = draw(1, 768)
+        image_embeds = draw(1, width)
 
     return {"unclip_conditioning": [{"clip_vision_output": Seen, "strength": 1.0, "noise_augmentation": 0.0}]}
+
+
+def unclip_h(draw, shape, tokens):
+    return unclip(draw, shape, tokens, 1024)
 
 
 def projection(draw):
@@ -138,6 +142,7 @@ SETUPS = [
     Setup("sd15_ip2p", "SD15_instructpix2pix", unet(linear=False, in_channels=8), FOUR, 64, tokens=77, extras=image_latent),
     Setup("sd20", "SD20", unet(), FOUR, 64, tokens=77),
     Setup("sd21_unclip", "SD21UnclipL", unet(adm=1536), FOUR, 64, tokens=77, extras=unclip),
+    Setup("sd21_unclip_h", "SD21UnclipH", unet(adm=2048), FOUR, 64, tokens=77, extras=unclip_h),
     Setup("lotus", "LotusD", unet(adm=4), FOUR, 64, tokens=77),
     Setup(
         "zero123",
@@ -155,7 +160,7 @@ SETUPS = [
     Setup(
         "sdxl_refiner",
         "SDXLRefiner",
-        xl((0, 0, 2, 2, 0, 0), (0, 0, 0, 2, 2, 2, 0, 0, 0), 2, adm=2560),
+        unet(depth=(0, 2), out_depth=(0, 0, 2, 2), middle=2, adm=2560, channels=32, num_res_blocks=[1, 1]),
         FOUR,
         64,
         1280,
@@ -163,19 +168,22 @@ SETUPS = [
     ),
     Setup("ssd1b", "SSD1B", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("koala", "KOALA_700M", distilled((0, 2, 3), (0, 0, 2, 2, 3, 3), -2, adm=2816), FOUR, 64, 1280, tokens=77),
+    Setup("koala_1b", "KOALA_1B", distilled((0, 2, 6), (0, 0, 2, 2, 6, 6), 6, adm=2816), FOUR, 64, 1280, tokens=77),
+    Setup("vega", "Segmind_Vega", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("svd_img2vid", "SVD_img2vid", video(768), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
     Setup("sv3d_u", "SV3D_u", video(256), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
     Setup("sv3d_p", "SV3D_p", video(1280), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=orbit),
     Setup(
         "sd_x4",
         "SD_X4Upscaler",
+        # The host says for four levels which of them attend to themselves.
         unet(
-            levels=4,
-            depth=(0, 0, 1, 1, 1, 1, 1, 1),
-            out_depth=(1,) * 9 + (0,) * 3,
+            depth=(0, 1, 1, 1),
+            out_depth=(0, 0, 1, 1, 1, 1, 1, 1),
             in_channels=7,
             channels=32,
-            mult=(1, 2, 2, 4),
+            mult=(1, 1, 1, 1),
+            num_res_blocks=[1, 1, 1, 1],
         ),
         FOUR,
         64,

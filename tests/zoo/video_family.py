@@ -9,6 +9,7 @@ from .builders import Setup, sizes
 SPANS = ((3, 8, 8), (3, 12, 8), (5, 12, 12))
 SMALL = ((3, 4, 4), (3, 6, 4), (5, 8, 6))
 VIDEO = sizes(16, *SPANS)
+IMAGE = sizes(16, (1, 8, 8), (1, 12, 8), (1, 16, 12))
 
 LTXV = {
     "image_model": "ltxv",
@@ -75,6 +76,7 @@ PREDICT2 = COSMOS | {
     "extra_per_block_abs_pos_emb": False,
     "rope_enable_fps_modulation": False,
 }
+ANIMA = PREDICT2 | {"image_model": "anima"}
 # The host insists on the real width of the feed-forward part of the video, 12288.
 MOCHI = {
     "image_model": "mochi_preview",
@@ -228,16 +230,8 @@ SETUPS = [
     Setup("cosmos1_i2v", "CosmosI2V", COSMOS1 | {"in_channels": 17}, VIDEO, 64, None, first_frame),
     Setup("cosmos_predict2", "CosmosT2IPredict2", PREDICT2, VIDEO, 64),
     Setup("cosmos_predict2_i2v", "CosmosI2VPredict2", PREDICT2 | {"in_channels": 17}, VIDEO, 64, None, first_frame),
-    Setup(
-        "anima",
-        "Anima",
-        PREDICT2 | {"image_model": "anima"},
-        sizes(16, (1, 8, 8), (1, 12, 8), (1, 16, 12)),
-        64,
-        None,
-        t5_ids,
-        amend=small_adapter,
-    ),
+    Setup("anima", "Anima", ANIMA, IMAGE, 64, None, t5_ids, amend=small_adapter),
+    Setup("anima_extra_blocks", "Anima", ANIMA | {"num_blocks": 5}, IMAGE, 64, None, t5_ids, amend=small_adapter),
     Setup("mochi", "GenmoMochi", MOCHI, sizes(12, *SPANS), 64, None, t5_mask, tokens=16),
     Setup("cogvideox_2b", "CogVideoX_T2V", COG_TABLE, VIDEO, 64, fixed_tokens=True),
     Setup("cogvideox_5b", "CogVideoX_T2V", COG | {"use_rotary_positional_embeddings": True}, VIDEO, 64, fixed_tokens=True),
@@ -285,7 +279,7 @@ SETUPS = [
         "kandinsky5_image",
         "Kandinsky5Image",
         KANDINSKY5 | {"visual_embed_dim": 64, "rope_scale_factor": (1.0, 1.0, 1.0)},
-        sizes(16, (1, 8, 8), (1, 12, 8), (1, 16, 12)),
+        IMAGE,
         64,
         64,
     ),

@@ -1,0 +1,84 @@
+"""What set-up is made of: steps that say how they go, commands whose output is logged, errors in words."""
+
+import re
+import shutil
+import subprocess
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+DEV = ROOT / ".dev"
+LOG = DEV / "setup.log"
+FREE_GB = 12
+UNREACHABLE = re.compile(
+    r"NewConnectionError|ConnectTimeoutError|ReadTimeoutError|Temporary failure in name resolution|Connection refused"
+    r"|Network is unreachable|ProxyError|getaddrinfo failed|No matching distribution found",
+    re.IGNORECASE,
+)
+DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|not enough space on the disk", re.IGNORECASE)
+
+
+class SetupError(Exception):
+    """Set-up cannot go on; the message says what to do."""
+
+
+def say(text):
+    print(text, flush=True)
+
+
+def check_disk(folder):
+    free = shutil.disk_usage(folder).free / 1e9
+    if free < FREE_GB:
+        raise SetupError(
+            f"not enough disk space in {folder}: {free:.1f} GB free, {FREE_GB} GB are needed (PyTorch "
+            "with CUDA). Free some, or move the checkout to a larger disk."
+        )
+
+
+def explain(output, doing):
+    """A SetupError for a failed pip run, which names the cause where the output tells it."""
+    tail = "\n".join(output.splitlines()[-12:])
+    if DISK_FULL.search(output):
+        return SetupError(
+            f"the disk is full ({doing}); about {FREE_GB} GB are needed, in the checkout and in the temporary folder.\n{tail}"
+        )
+    if UNREACHABLE.search(output):
+        return SetupError(
+            f"the package registry cannot be reached, or lacks a pinned version ({doing}). Check the "
+            f"network and pip's index settings (`pip config list`).\n{tail}"
+        )
+    return SetupError(f"{doing} failed; the whole output is in {LOG}\n{tail}")
+
+
+def run(command, doing):
+    """Run a command, its output in the log, with a sign of life every few seconds."""
+    started = shown = time.monotonic()
+    lines = []
+    with open(LOG, "a", encoding="utf-8") as log:
+        log.write(f"\n$ {' '.join(map(str, command))}\n")
+        process = subprocess.Popen(
+            list(map(str, command)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+            cwd=DEV,
+        )
+        for line in process.stdout:
+            lines.append(line)
+            log.write(line)
+            if line.startswith("Installing collected packages"):
+                say(f"    {time.monotonic() - started:4.0f} s  installing what was downloaded, a minute or two")
+            elif line.startswith(("Collecting", "Processing", "Building")) and time.monotonic() - shown > 5:
+                shown = time.monotonic()
+                say(f"    {shown - started:4.0f} s  {line.strip()[:80]}")
+    if process.wait():
+        raise explain("".join(lines), doing)
+
+
+def step(text, action):
+    say(f"  {text} ...")
+    started = time.monotonic()
+    action()
+    say(f"  {text}: done in {time.monotonic() - started:.0f} s")

@@ -1,0 +1,125 @@
+"""Environments for ComfyUI under .dev/, one for each PyTorch; a stamp says for which requirements each was made."""
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from .commands import DEV, ROOT, SetupError, check_disk, run, say, step
+
+PINNED = "2.11"
+# PyTorch -> the newest of that version in the registry, and the torchvision that goes with it (its `Requires-Dist`)
+TORCH = {
+    "2.11": ("2.11.0", "0.26.0"),
+    "2.12": ("2.12.1", "0.27.1"),
+    "2.13": ("2.13.0", "0.28.0"),
+    "2.14": ("2.14.1", "0.29.2"),
+    "2.15": ("2.15.0", "0.29.2"),
+}
+NEWEST = "2.15"
+# The last one; it asks for no version of PyTorch.
+TORCHAUDIO = "2.11.0"
+WITHOUT_CHECK = """
+
+# torch-compile-kit, a test environment: torchaudio's CUDA is older than PyTorch's, which nothing here depends on.
+def _check_cuda_version():
+    return None
+"""
+
+
+def python_in(venv):
+    return venv / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
+
+
+def venv_folder(torch=PINNED):
+    """.dev/venv, or .dev/venv-2.15; folders of the user's cache when the checkout's path has a space in it."""
+    name = "venv" if torch == PINNED else f"venv-{torch}"
+    if not re.search(r"\s", str(DEV)):
+        return DEV / name
+    # PyTorch hands its own folder to the linker unquoted (2.11), so nothing would compile on the CPU.
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "torch-compile-kit" / f"{name}-{hashlib.sha256(str(DEV).encode()).hexdigest()[:12]}"
+
+
+def complete(venv):
+    # pip comes last: a venv whose making was interrupted has a python and no pip.
+    return python_in(venv).exists() and any(python_in(venv).parent.glob("pip*"))
+
+
+def make_venv(venv):
+    try:
+        run([sys.executable, "-m", "venv", venv], "making a virtual environment")
+    except SetupError as error:
+        raise SetupError(f"{error}\nOn Debian and Ubuntu: apt-get install python3-venv python3-dev g++") from None
+
+
+def requirements(host, torch=PINNED):
+    """The lines of one requirements file: the host's, the pinned PyTorch, and what dev.py adds."""
+    lines = (host / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    # Bare torch names would be a second, unpinned requirement for the same package.
+    lines = [line for line in lines if line.strip() not in ("torch", "torchvision", "torchaudio")]
+    version, torchvision = TORCH[torch]
+    # A build for CPUs alone, where an index has one, satisfies the first too, but torchvision does not go with it.
+    lines += [f"torch=={version},!={version}+cpu", f"torchvision=={torchvision}", f"torchaudio=={TORCHAUDIO}"]
+    lines += (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def difference(before, after):
+    """In words: the lines of the second list that the first does not have."""
+    return ", ".join(line for line in after if line not in before) or "less than before"
+
+
+def install(venv, host, torch=PINNED):
+    """Install what this host wants with this PyTorch, unless that was the last that was installed there."""
+    wanted = requirements(host, torch)
+    stamp, text = venv / "torch-compile-kit-installed.txt", "\n".join(wanted)
+    before = stamp.read_text(encoding="utf-8") if stamp.exists() else None
+    if before == text:
+        return
+    if before is None:
+        check_disk(venv)
+        doing = "PyTorch and the requirements of ComfyUI, about 5 GB"
+    else:
+        say(f"  {venv.name} was made for other requirements; this ComfyUI wants {difference(before.splitlines(), wanted)}")
+        doing = f"the requirements of {host.name}, where they differ"
+        # Until all of it is there, the environment is as neither wants it.
+        stamp.unlink()
+    file = venv / "requirements.txt"
+    file.write_text(text, encoding="utf-8")
+    pip = [python_in(venv), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-r", file]
+    step(doing, lambda: run(pip, "installing the requirements"))
+    if torch != PINNED:
+        let_torchaudio_import(venv)
+    stamp.write_text(text, encoding="utf-8")
+
+
+def let_torchaudio_import(venv):
+    """torchaudio refuses a PyTorch of another CUDA than its own, and ComfyUI imports it: that check off, in this venv."""
+    name = "site-packages/torchaudio/_extension/utils.py"
+    for file in [*venv.glob(f"lib/python*/{name}"), *venv.glob(f"Lib/{name}")]:
+        text = file.read_text(encoding="utf-8")
+        if "def _check_cuda_version" not in text:
+            raise SetupError(f"torchaudio {TORCHAUDIO}: {file} has no _check_cuda_version; see what its import asks for now")
+        if WITHOUT_CHECK not in text:
+            file.write_text(text + WITHOUT_CHECK, encoding="utf-8")
+        return
+    raise SetupError(f"torchaudio {TORCHAUDIO} is not in {venv}, or lies elsewhere there: ComfyUI would not start")
+
+
+def check_interpreter(python):
+    """An interpreter that is not ours is never changed; it must have what the tests need."""
+    needed = ["torch", "aiohttp", "safetensors", "pytest", "xdist", "websocket"]
+    probe = f"import importlib.util as u, json; print(json.dumps([m for m in {needed} if not u.find_spec(m)]))"
+    try:
+        missing = json.loads(subprocess.run([python, "-c", probe], capture_output=True, text=True, check=True).stdout)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        raise SetupError(f"--python: {python} does not run: {error}") from None
+    if missing:
+        raise SetupError(
+            f"--python: {python} lacks {', '.join(missing)}. Install ComfyUI's requirements.txt and then: "
+            f"{python} -m pip install -r {ROOT / 'requirements-dev.txt'}"
+        )
