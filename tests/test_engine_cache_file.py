@@ -117,7 +117,7 @@ def test_what_is_there_already_stays(files, saved, empty):
 def test_the_header_tells_where_it_fits(saved, disk_cache):
     header = header_of(saved)
     assert header["models"] == ["Flux"] and header["sizes"] == ["64x64 batch 1"]
-    known = {"torch", "triton", "cuda", "python", "platform", "device", "code of the pack"}
+    known = {"torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen", "code of the pack"}
     assert known == set(disk_cache.environment()) <= set(header)
 
 
@@ -165,7 +165,7 @@ def test_the_helper_makes_files_that_load(files, saved, empty):
     assert (empty.root / NAMES[0] / "extra").exists()
 
 
-@pytest.mark.parametrize("key", ["torch", "triton", "cuda", "python", "platform", "device"])
+@pytest.mark.parametrize("key", ["torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen"])
 def test_another_machine_is_refused_with_both_values(files, disk_cache, saved, empty, key):
     rewritten(saved, **{key: "quite another"})
     assert f"{key} is {disk_cache.environment()[key]} here, quite another in the file" in refused(files, saved, empty)

@@ -88,7 +88,7 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
 @pytest.mark.parametrize("left", [0])
 def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path, left):
     """What a loss of power leaves: so many bytes of each library."""
-    base, _ = first
+    base, before = first
     machine = tmp_path / "machine"
     shutil.copytree(base / "user" / "torch-compile-kit" / "cache", machine / "user" / "torch-compile-kit" / "cache")
     (machine / "user" / "torch-compile-kit").chmod(0o700)
@@ -98,7 +98,7 @@ def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path, left):
         os.truncate(library, left)
         os.utime(library, (time.time() - 3600,) * 2)
     answer = start(machine, "warm", "attention")
-    assert answer["error"] < 1e-5 and answer["graphs"] == 4, answer["report"]
+    assert answer["error"] < 1e-5 and answer["graphs"] == before["graphs"] > 0, answer["report"]
     assert "runs eager" not in answer["report"], answer["report"]
     assert "compiled anew" in answer["log"]
 
