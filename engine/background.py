@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
@@ -27,6 +28,9 @@ logger = logging.getLogger("torch-compile-kit")
 # Of memory that is free beside what a job takes; else it waits.
 MARGIN = 512 * 2**20
 PATIENCE = 5.0
+# Seconds for which a thread may keep Python's lock from others. Each kernel that another thread launches gives the lock away,
+# and with Python's own 5 ms it would wait as long to have it back.
+INTERVAL = 2e-4
 ATTEMPTS = 20
 
 
@@ -112,6 +116,8 @@ class Compiler:
 
     def _run(self) -> None:
         _ours.add(threading.get_ident())
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, INTERVAL))
         try:
             while (job := self._next()) is not None:
                 try:
@@ -121,6 +127,7 @@ class Compiler:
                     again = False
                 self._put_back(job) if again else job.done()
         finally:
+            sys.setswitchinterval(interval)
             _ours.discard(threading.get_ident())
 
     def _next(self) -> Job | None:
