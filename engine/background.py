@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 
 from .failures import never_swallowed
+from .gate import gate, waiting_at_gate
 from .scopes import SharedScope
 from .stand_in import StandIn
 
@@ -30,7 +31,7 @@ MARGIN = 512 * 2**20
 PATIENCE = 5.0
 # Seconds for which a thread may keep Python's lock from others. Each kernel that another thread launches gives the lock away,
 # and with Python's own 5 ms it would wait as long to have it back.
-INTERVAL = 2e-4
+INTERVAL = 5e-4
 ATTEMPTS = 20
 
 
@@ -91,6 +92,7 @@ class Compiler:
             Whether that came in time.
         """
         end = None if seconds is None else time.monotonic() + seconds
+        gate.open()
         while self.busy and (end is None or time.monotonic() < end):
             if poll is not None:
                 poll()
@@ -109,6 +111,7 @@ class Compiler:
             self._jobs = collections.deque(job for job in self._jobs if job.kind() is not kind)
         for job in dropped:
             job.done()
+        gate.open()
         while (current := self._current) is not None and current.kind() is kind:
             poll()
             with self._changed:
@@ -160,6 +163,7 @@ class Compiler:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
             scopes.enter_context(_apart())
+            scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
             if device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
             try:

@@ -15,6 +15,7 @@ from ..background import compiler
 from ..binding import Binding, plan_for
 from ..compiled_kind import ModelCall, submit
 from ..discovery import BlockPlan
+from ..gate import gate
 from ..graphs import graphs_of
 from ..monitor import monitor, watching
 from ..registry import code_of
@@ -95,6 +96,8 @@ class BlockCompiler:
                 code.settled = not call.eager and not code.is_being_compiled
             if graphs or not possible:
                 submit(call.asks)  # else the next call asks again, and is captured
+            if not possible:
+                gate.open()
             if monitor.compilations != compilations or is_warming():
                 added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 asked = asked_of(base_model, settings, args, kwargs)
@@ -144,11 +147,13 @@ def eager_clone(patcher):
 
 def _clean_up(patcher) -> None:
     """After each sampling run, also after one that failed."""
+    gate.close()
     release_buffers()
     weights.forget_weights(patcher.model)
 
 
 def _new_run(network, *args: object) -> None:
+    gate.close()
     code_of(network).new_run()
     new_run(network, *args)
 

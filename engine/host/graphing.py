@@ -18,6 +18,7 @@ from ..channels_last import run_channels_last
 from ..compiled_kind import ModelCall, submit
 from ..errors import BlockCompileError
 from ..failures import never_swallowed
+from ..gate import gate
 from ..graphs import ModelGraphs, functions_of, graphs_of
 from ..layouts import copied_containers
 from ..per_model import PerModel
@@ -111,6 +112,8 @@ def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) ->
     graphs.asks += call.asks
     graphs.plain_calls = graphs.plain_calls + 1 if call.asks else 0
     call.asks.clear()
+    if key in graphs.graphs:
+        gate.open()
     if graphs.asks and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
         submit(graphs.asks)
 
