@@ -13,6 +13,7 @@ from torch import nn
 
 from .backends import NotRun, ahead, backend_of
 from .backends import state as backend_state
+from .disk_cache import current
 from .errors import BlockCompileError
 from .failures import Failure, describe_failure, is_graph_break, is_limit_hit, never_swallowed
 from .layouts import Changed
@@ -101,18 +102,9 @@ class BlockCode:
             if beforehand and is_graph_break(error) and not self.settings.fullgraph:
                 self.must_run = True
                 return None
-            failure = self._note_failure(error)
-            if beforehand:
-                if failure is not None:
-                    self.give_up(failure)
-                return None
-            if failure is not None and self.settings.on_failure == "stop":
-                raise BlockCompileError(failure.message()) from error
-            # An error of the model itself comes again here and is the user's to see, as without us.
-            result = self.forward(block, *args, **kwargs)
-            if failure is not None:
-                self.give_up(failure)
-            return result
+            cache = current()
+            if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
+                return self._after_failure(error, block, args, kwargs, beforehand)
         finally:
             monitor.calls.pop()
             event.close()
@@ -121,6 +113,21 @@ class BlockCode:
             if event.started:
                 self.compiles += 1
                 self.stats += event.stats()
+        return self.call(block, args, kwargs)  # what was damaged on disk is gone: once more
+
+    def _after_failure(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict, beforehand: bool) -> object:
+        failure = self._note_failure(error)
+        if beforehand:
+            if failure is not None:
+                self.give_up(failure)
+            return None
+        if failure is not None and self.settings.on_failure == "stop":
+            raise BlockCompileError(failure.message()) from error
+        # An error of the model itself comes again here and is the user's to see, as without us.
+        result = self.forward(block, *args, **kwargs)
+        if failure is not None:
+            self.give_up(failure)
+        return result
 
     def compile_ahead(self, stand_in: StandIn) -> None:
         """On a thread of its own: make the code for such a call, of which nothing runs."""

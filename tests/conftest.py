@@ -155,6 +155,8 @@ def fresh_dynamo(engine):
     """No test sees the graphs of another."""
     import torch._dynamo
 
+    # A reset under a thread that compiles ends the process.
+    assert engine("background").compiler.wait(120), "an earlier test left something being compiled"
     # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
     engine("registry")._kinds.clear()
 

@@ -25,11 +25,13 @@ class Outcome:
     """What compiling one set-up came to.
 
     Args:
-        kinds: block kinds that ran: a class, a structure and a shape within one call of the model.
+        kinds: block kinds that ran compiled at the first shape: a class and a structure.
         graphs: compiled at the first shape.
         graphs_after: compiled at the other sizes, prompt lengths and batches, all together.
         error: largest absolute difference to eager, over the largest absolute value of eager.
         eager: class -> why it is not compiled.
+        left_out: class -> how many of its blocks stay eager, since compiling them would save little (UNets).
+        parts: class -> how many are compiled in place of the blocks that they are in (UNets).
         idle: classes of blocks that no run called: parts for other inputs, or called by another method than `forward`.
         seconds: of the processor, on one thread; the clock on the wall depends on what else runs.
         host, torch: versions of ComfyUI and PyTorch.
@@ -47,6 +49,8 @@ class Outcome:
     breaks: int = 0
     error: float = 0.0
     eager: dict[str, str] = field(default_factory=dict)
+    left_out: dict[str, int] = field(default_factory=dict)
+    parts: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     recompiles: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -103,8 +107,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     first = {"size": 0, "batch": setup.max_batch or 2}
     compare(**first)
     outcome.graphs = graphs()
-    kinds = report.kinds_for(network, chosen)
-    outcome.kinds = len(kinds)
+    outcome.kinds = sum(kind.code.compiles > 0 for kind in report.kinds_for(network, chosen))
     compare(percent=0.6, **first)
     for shape in runs_of(setup):
         compare(**shape)
@@ -117,10 +120,19 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
     kinds = report.kinds_for(network, chosen)
     outcome.eager = {kind.class_name: kind.failure.reason for kind in kinds if kind.failure}
-    outcome.idle = sorted(set(outcome.classes) - {kind.class_name for kind in kinds if kind.compiles})
+    code = engine("registry").code_of(network)
+    outcome.left_out, outcome.parts = dict(code.left_out + code.too_small), dict(code.parts)
+    ran = {kind.class_name for kind in kinds if kind.code.compiles}
+    outcome.idle = sorted(set(outcome.classes) - ran - set(outcome.left_out) - _opened(engine, network, plan, outcome.parts))
     outcome.seconds = round(time.process_time() - began, 1)
     outcome.host, outcome.torch = host_version(), torch.__version__.partition("+")[0]
     return outcome
+
+
+def _opened(engine, network, plan, parts: dict[str, int]) -> set[str]:
+    """The classes of the blocks in whose place `parts` of them are compiled."""
+    blocks = engine("binding").modules_at(network, plan)
+    return {type(block).__name__ for block in blocks if any(type(m).__name__ in parts for m in block.modules())}
 
 
 def host_version() -> str:

@@ -7,7 +7,6 @@ run fills the cache from the tokens of the text; all steps read it, and run on t
 
 import pytest
 import torch
-from support import nothing
 from torch import nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
@@ -134,8 +133,7 @@ def run(engine):
     def compiled(net, dynamic="auto", **what):
         expected = sample(net, **what)
         settings = engine("settings").CompileSettings(backend="eager", dynamic=dynamic)
-        inputs = (what.get("batch"), what.get("tokens"))
-        with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, poll=nothing, inputs=inputs):
+        with engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
             assert torch.equal(sample(net, **what), expected)
         kinds = registry.code_of(net).kinds.values()
         assert not [kind.failure for kind in kinds if kind.failure] and not any(kind.stats.graph_breaks for kind in kinds)

@@ -109,7 +109,7 @@ def test_the_hosts_transformers_have_it(name, least, tiny, engine, monkeypatch):
 
     torch._dynamo.register_backend(backend, name=f"counts_gelu_{name}")
     runs = Runs(tiny, engine, name, cfg=1.0, steps=1)
-    settings = engine("settings").CompileSettings(backend="eager")
+    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
     object.__setattr__(settings, "backend", f"counts_gelu_{name}")
     with torch.inference_mode():
         runs.run(engine("host.attachment").attach(runs.patcher, settings))

@@ -44,7 +44,7 @@ DIFFERENT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("one, other", DIFFERENT, ids=str)
+@pytest.mark.parametrize("one, other", DIFFERENT, ids=lambda value: str(value).partition(" at 0x")[0])
 def test_different_for_what_a_call_can_tell_apart(engine, one, other):
     key = engine("value_keys").value_key
     assert key(one) != key(other)

@@ -11,10 +11,10 @@ def settings(engine):
 
 def test_defaults_are_the_documented_ones(settings):
     chosen = settings.CompileSettings()
-    assert (chosen.backend, chosen.mode, chosen.dynamic, chosen.fullgraph) == ("inductor", "default", "auto", False)
+    assert (chosen.backend, chosen.mode, chosen.dynamic, chosen.fullgraph) == ("inductor", "auto", "auto", False)
     assert (chosen.cache_limit, chosen.block_swap, chosen.attention) == (0, "auto", "auto")
     assert (chosen.on_failure, chosen.allow_tf32, chosen.cudnn_benchmark) == ("run eager", False, False)
-    assert chosen.only_blocks == ""
+    assert (chosen.only_blocks, chosen.compile) == ("", "in the background")
 
 
 def test_equal_settings_are_one_value(settings):

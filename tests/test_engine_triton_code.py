@@ -55,15 +55,6 @@ def test_a_tokens_channels_in_one_pass(kernels):
     assert "persistent_reduction(" in source and "ReductionHint.INNER" in source
 
 
-def test_a_head_in_one_pass_and_blocks_of_one_size(kernels):
-    def rotated(x, scale, freqs):
-        pairs = torch.rms_norm(x, (128,), scale).reshape(*x.shape[:-1], -1, 1, 2)
-        return (freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]).reshape(x.shape)
-
-    source = only(kernels(rotated, torch.ones(1, 64, 24, 128), torch.ones(128), torch.ones(1, 64, 1, 64, 2, 2)), "_fused_")
-    assert "persistent_reduction(" in source and "ReductionHint.OUTER_TINY" in source
-
-
 def test_tiles_without_a_reduction(kernels):
     """HunyuanVideo: what is added lies the other way round."""
     found = kernels(lambda x, update: x + update * 2, torch.ones(1, 384, 2048).transpose(1, 2), torch.ones(1, 2048, 384))

@@ -47,9 +47,10 @@ def test_workers_that_do_not_start_stop_nothing(engine, compiler, monkeypatch):
     cls, calls = compiler
     monkeypatch.setattr(cls, "wait_pool_ready", classmethod(lambda *_: 1 / 0))
     workers = engine("kernel_workers")
+    monkeypatch.setattr(workers, "start_workers", lambda: calls.append("begin"))
     with workers.kernel_scope.holding(compile=workers.waiting_compile()):
         cls().triton("only", "source", "cuda")
-    assert calls == ["start", "only"]
+    assert calls == ["begin", "start", "only"]
 
 
 def test_it_holds_only_while_a_block_compiles(engine, async_compile):

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.server
 MODEL_INPUTS = {
     "model": None,
     "backend": "inductor",
-    "mode": "default",
+    "mode": "auto",
     "dynamic": "auto",
     "fullgraph": False,
     "cache_limit": 0,
@@ -22,6 +22,7 @@ MODEL_INPUTS = {
     "allow_tf32": False,
     "cudnn_benchmark": False,
     "only_blocks": "",
+    "compile": "in the background",
 }
 WARMUP_INPUTS = {
     "model": None,
@@ -48,6 +49,7 @@ CHOICES = {
     "block_swap": ["auto", "eager linears", "off"],
     "attention": ["auto", "host", "cudnn", "flash", "efficient"],
     "on_failure": ["run eager", "stop"],
+    "compile": ["in the background", "at once"],
 }
 ADVANCED = {"block_swap", "attention", "on_failure", "allow_tf32", "cudnn_benchmark", "only_blocks"}
 
@@ -223,7 +225,7 @@ def test_the_page_is_told_what_compiled_while_sampling(server):
     model = prompts.find(prompt, prompts.MODEL_NODE)
     prompt[prompts.find(prompt, "KSampler")]["inputs"]["model"] = [model, 0]
     prompt.pop(prompts.find(prompt, prompts.WARMUP_NODE))
-    prompt[model]["inputs"].update(backend="eager", dynamic="false", cache_limit=7)
+    prompt[model]["inputs"].update(backend="eager", dynamic="false", cache_limit=7, compile="at once")
     socket = websocket.create_connection(server.url.replace("http", "ws") + "/ws?clientId=watching", timeout=60)
     try:
         assert error_of(server.queue(prompt)) is None

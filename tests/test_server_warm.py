@@ -38,6 +38,7 @@ def workflow(name, cfg, backend="eager", extra_sizes="", width=64, height=64):
     settings = {
         "backend": backend, "mode": "default", "dynamic": "auto", "fullgraph": False, "cache_limit": 0, "block_swap": "auto",
         "attention": "auto", "on_failure": "run eager", "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
+        "compile": "at once",
     }  # fmt: skip
     sampler = {"seed": 1, "steps": 2, "cfg": cfg, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     given = {"positive": ["prompts", 0], "negative": ["prompts", 1]}
