@@ -136,7 +136,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
 
 @contextmanager
 def _forms_of_calls(engine, network):
-    """What compiled code must tell apart within one eager call of the model: kinds that are compiled, and for each what is passed.
+    """What compiled code must tell apart within one eager call: kinds that are compiled, and for each what is passed.
 
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
