@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
@@ -20,6 +21,7 @@ from typing import Protocol
 import torch
 
 from .failures import never_swallowed
+from .gate import gate, waiting_at_gate
 from .scopes import SharedScope
 from .stand_in import StandIn
 
@@ -27,6 +29,9 @@ logger = logging.getLogger("torch-compile-kit")
 # Of memory that is free beside what a job takes; else it waits.
 MARGIN = 512 * 2**20
 PATIENCE = 5.0
+# Seconds for which a thread may keep Python's lock from others. Each kernel that another thread launches gives the lock away,
+# and with Python's own 5 ms it would wait as long to have it back.
+INTERVAL = 5e-4
 ATTEMPTS = 20
 
 
@@ -87,6 +92,7 @@ class Compiler:
             Whether that came in time.
         """
         end = None if seconds is None else time.monotonic() + seconds
+        gate.open()
         while self.busy and (end is None or time.monotonic() < end):
             if poll is not None:
                 poll()
@@ -105,6 +111,7 @@ class Compiler:
             self._jobs = collections.deque(job for job in self._jobs if job.kind() is not kind)
         for job in dropped:
             job.done()
+        gate.open()
         while (current := self._current) is not None and current.kind() is kind:
             poll()
             with self._changed:
@@ -112,6 +119,8 @@ class Compiler:
 
     def _run(self) -> None:
         _ours.add(threading.get_ident())
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, INTERVAL))
         try:
             while (job := self._next()) is not None:
                 try:
@@ -121,6 +130,7 @@ class Compiler:
                     again = False
                 self._put_back(job) if again else job.done()
         finally:
+            sys.setswitchinterval(interval)
             _ours.discard(threading.get_ident())
 
     def _next(self) -> Job | None:
@@ -153,6 +163,7 @@ class Compiler:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
             scopes.enter_context(_apart())
+            scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
             if device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
             try:

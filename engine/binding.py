@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from . import channels_last
-from .compiled_kind import CompiledKind, ModelCall
+from .compiled_kind import CompiledKind, ModelCall, submit
 from .discovery import BlockPlan, find_blocks
 from .graph_choice import Effort, is_convolutional, parts_of
 from .per_model import PerModel
@@ -136,6 +136,7 @@ def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall
     binding = Binding(model, settings, call or ModelCall(), **options)
     with binding.bound():
         yield binding.plain
+    submit(binding.call.asks)
 
 
 @dataclass(frozen=True)
@@ -155,6 +156,7 @@ class _Run:
 def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
     if torch.compiler.is_compiling():  # somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
+    run.call.ran = True
     run.call.poll()
     with nullcontext() if run.group is None else _placed(run.group):
         if run.kind is None or (run.effort is not None and run.effort.is_too_small(run.kind, block, args)):

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +26,25 @@ PATCH_VARIANTS = 4
 NONE: Mapping = MappingProxyType({})
 
 
+class Ask(NamedTuple):
+    """Code that a call would have needed: `maker` makes it, and knows the call as `variant`."""
+
+    maker: Maker
+    variant: object
+    stand_in: StandIn
+
+
+class Maker(Protocol):
+    def make(self, variant: object, stand_in: StandIn) -> None: ...
+
+
+def submit(asks: list[Ask]) -> None:
+    """Have the code made that calls have asked for. Not in the middle of one: the thread would take Python's lock from it."""
+    for ask in asks:
+        ask.maker.make(ask.variant, ask.stand_in)
+    asks.clear()
+
+
 @dataclass
 class ModelCall:
     """One call of a model, for all its blocks.
@@ -32,12 +52,16 @@ class ModelCall:
     Args:
         waits: code that is not there is compiled now; else the block runs eager, and a thread compiles.
         poll: called while something is waited for; may raise to stop (the host's interrupt).
+        ran: blocks have run in it; in a replay of a CUDA graph none do.
         eager: kinds (by `id`) and shapes that run eager in this call, so that a kind does not change over in the middle of it.
+        asks: what is to be made for such calls; see `submit`.
     """
 
     waits: bool = True
     poll: Callable[[], None] = lambda: None
+    ran: bool = False
     eager: set[tuple] = field(default_factory=set)
+    asks: list[Ask] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -181,14 +205,15 @@ class CompiledKind:
         result = (self.code.ready or self.forward)(block, *args, **kwargs)
         if backend_state.runs == runs:
             call.eager.add((id(self), variant))
-            self._ask(block, variant, args, kwargs)
+            capturing = args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+            if variant not in self._waiting and not capturing:
+                call.asks.append(Ask(self, variant, StandIn(block, args, kwargs)))
         return result
 
-    def _ask(self, block: nn.Module, variant: tuple, args: tuple, kwargs: dict) -> None:
+    def make(self, variant: tuple, stand_in: StandIn) -> None:
+        """Have code made for such a call; see `submit`."""
         if variant in self._waiting or self.limit_reached or self.failure is not None:
             return
-        if args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing():
-            return  # a plain call asks
         self._asked[variant] += 1
         if self._asked[variant] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
             if self.patches:
@@ -196,7 +221,7 @@ class CompiledKind:
             self.code.must_run = True
             return
         self._waiting.add(variant)
-        compiler.ask(self, StandIn(block, args, kwargs), lambda: self._waiting.discard(variant))
+        compiler.ask(self, stand_in, lambda: self._waiting.discard(variant))
 
     def compile_ahead(self, stand_in: StandIn) -> None:
         """On the compiler's thread, see `BlockCode.compile_ahead`."""

@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 from .backends import gpu_lock
 from .binding import is_ours
 from .captured_launches import as_numbers
+from .compiled_kind import Ask
 from .failures import never_swallowed
 from .per_model import PerModel
 
@@ -78,6 +79,8 @@ class ModelGraphs:
         failures: why a call cannot be captured.
         device: where the model computes.
         code: see `call`.
+        asks: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
+        plain_calls: since then.
         obstacle: what about the layers forbids replays now, or None.
         state: where the weights were, and what the layers ran, when the graphs were captured.
         functions: what the layers run in this sampling run.
@@ -93,7 +96,9 @@ class ModelGraphs:
     checked: bool = False
     device: torch.device | None = None
     obstacle: str | None = None
-    code: int = 0
+    code: Hashable = None
+    asks: list[Ask] = field(default_factory=list)
+    plain_calls: int = 0
     captures: int = 0
     replays: int = 0
     _pool: object = None
@@ -170,7 +175,7 @@ class ModelGraphs:
         kwargs: dict,
         fixed: dict,
         keep: Keep = lambda: nullcontext(True),
-        code: Callable[[], int] = lambda: 0,
+        code: Callable[[], Hashable] = lambda: None,
     ) -> object:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
@@ -179,7 +184,7 @@ class ModelGraphs:
             args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
-            code: tells a number that changes when more of the model has been compiled, so that it is captured anew.
+            code: tells something that changes when more of the model has been compiled, so that it is captured anew.
         """
         self._renew(code())
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -204,7 +209,7 @@ class ModelGraphs:
         self.seen.add(key)
         return result
 
-    def _renew(self, code: int) -> None:
+    def _renew(self, code: Hashable) -> None:
         if code != self.code:
             self.code = code
             self.graphs.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import Counter
+from collections.abc import Hashable
 
 from torch import nn
 
@@ -22,9 +23,9 @@ from .warm_record import WarmRecord
 class ModelCode:
     """The compiled kinds of one diffusion model, per settings.
 
-    `eager_calls` counts calls of the model in which blocks ran eager while their code was made in the background. What CUDA
-    graphs leave uncompiled, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of
-    others only `parts` are compiled (see `graph_choice`).
+    `settled`: the last call of the model that ran its blocks found all its code. `eager_calls` counts calls in which blocks ran
+    eager while their code was made in the background. What is left uncompiled of a UNet, by class: `left_out` are blocks of
+    convolutions, `too_small` blocks with little of the work; of others only `parts` are compiled (see `graph_choice`).
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,8 @@ class ModelCode:
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
         self.eager_calls = 0
-        self._generation = 0
+        self.settled = False
+        self._generation: Hashable = None
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -68,10 +70,15 @@ class ModelCode:
             for block, state in zip(blocks, states, strict=True)
         )
 
-    def generation(self) -> int:
-        """Changes when code has been made for the model, and nothing more is being made."""
-        if not any(kind.is_being_compiled for kind in self.kinds.values()):
-            self._generation = sum(kind.code.compiles for kind in self.kinds.values())
+    @property
+    def is_being_compiled(self) -> bool:
+        """Whether a thread makes code for the model, or soon will."""
+        return any(kind.is_being_compiled for kind in self.kinds.values())
+
+    def generation(self, more: Hashable = None) -> Hashable:
+        """Changes when code has been made for the model (or `more` has changed), and nothing more is being made."""
+        if not self.is_being_compiled:
+            self._generation = sum(kind.code.compiles for kind in self.kinds.values()), more
         return self._generation
 
     def new_run(self) -> None:

@@ -5,6 +5,7 @@ import logging
 import sys
 
 from ..engine import watch
+from ..engine.gate import gate
 from ..engine.host.users_folder import get_ready, get_ready_again, open_users_cache
 from ..engine.report import report_json
 from ..engine.settings import CompileSettings
@@ -57,6 +58,7 @@ def register_routes() -> None:
     def tell_page(model: str, sentence: str) -> None:
         server.send_sync(EVENT, {"model": model, "text": sentence})
 
+    gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
     watch.listeners.append(tell_page)
     server.add_on_prompt_handler(prepare_for)
 

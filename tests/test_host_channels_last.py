@@ -53,7 +53,7 @@ def reference(engine, monkeypatch):
     """Graphs are on, calls run again instead of being captured, and fp32 counts as a dtype for tensor cores."""
     reference = Reference()
     graphing, graphs = engine("host.graphing"), engine("graphs")
-    monkeypatch.setattr(graphing, "_kernels", lambda: reference)
+    monkeypatch.setattr(graphing, "kernels", lambda: reference)
     monkeypatch.setattr(engine("channels_last"), "DTYPES", {torch.float32})
     monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda _device: None)
     monkeypatch.setattr(graphs.ModelGraphs, "_capture", lambda *_: None)

@@ -13,8 +13,9 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ..attention import in_words
 from ..background import compiler
 from ..binding import Binding, plan_for
-from ..compiled_kind import ModelCall
+from ..compiled_kind import ModelCall, submit
 from ..discovery import BlockPlan
+from ..gate import gate
 from ..graphs import graphs_of
 from ..monitor import monitor, watching
 from ..registry import code_of
@@ -67,15 +68,19 @@ class BlockCompiler:
                 code_of(network).eager_calls += 1
                 return result
             scopes.enter_context(traceable_casts(network))
+            code = code_of(network)
             obstacle = no_graphs(device) if settings.may_have_graphs else ""
-            graphs = settings.may_have_graphs and obstacle is None
+            possible = settings.may_have_graphs and obstacle is None
             if obstacle and settings.wants_graphs:
                 note(self.notes, obstacle)
-            if graphs and not settings.wants_graphs:
-                graphs = graph_payoff.recall(network)
-                if graphs is None:
-                    code_of(network).eager_calls += 1
-                    return graph_payoff.measure(network, lambda: executor(*args, **kwargs))
+            pays = settings.wants_graphs or (graph_payoff.recall(network) if possible else False)
+            if possible and pays is None:
+                code.eager_calls += 1
+                return graph_payoff.measure(network, lambda: executor(*args, **kwargs))
+            # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
+            graphs = possible and (pays or not (call.waits or code.settled))
+            if possible and not graphs and graphs_of(network).graphs:
+                graphs_of(network).drop()
             binding = Binding(network, settings, call, weights_of)
             if not graphs and binding.paged:
                 scopes.enter_context(without_prefetch(network))
@@ -86,7 +91,13 @@ class BlockCompiler:
             except BaseException:  # what a run compiled that was stopped is not news in the next one
                 watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 raise
-            code_of(network).eager_calls += bool(call.eager)
+            code.eager_calls += bool(call.eager)
+            if call.ran:
+                code.settled = not call.eager and not code.is_being_compiled
+            if graphs or not possible:
+                submit(call.asks)  # else the next call asks again, and is captured
+            if not possible:
+                gate.open()
             if monitor.compilations != compilations or is_warming():
                 added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 asked = asked_of(base_model, settings, args, kwargs)
@@ -136,11 +147,13 @@ def eager_clone(patcher):
 
 def _clean_up(patcher) -> None:
     """After each sampling run, also after one that failed."""
+    gate.close()
     release_buffers()
     weights.forget_weights(patcher.model)
 
 
 def _new_run(network, *args: object) -> None:
+    gate.close()
     code_of(network).new_run()
     new_run(network, *args)
 

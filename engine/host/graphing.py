@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,16 +15,21 @@ from torch import nn
 from ..binding import Binding
 from ..block_options import BOOKKEEPING, keys_read
 from ..channels_last import run_channels_last
+from ..compiled_kind import ModelCall, submit
 from ..errors import BlockCompileError
 from ..failures import never_swallowed
+from ..gate import gate
 from ..graphs import ModelGraphs, functions_of, graphs_of
 from ..layouts import copied_containers
 from ..per_model import PerModel
 from ..registry import code_of
 from ..value_keys import NoKey, value_key
+from .norm_kernels import kernels, norm_kernels
 from .paging import AllPages, address_of
 
 logger = logging.getLogger("torch-compile-kit")
+# Calls, one after the other, that could not be captured: weights come and go.
+PLAIN_CALLS = 3
 # Versions of PyTorch with which graphs were captured from memory of cudaMallocAsync, on a GPU.
 CAPTURES_ASYNC = {"2.11"}
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
@@ -91,7 +95,10 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         call = functools.partial(_run_bound, binding, network, notes, call)
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
-        return graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, code_of(network).generation)
+        generation = functools.partial(code_of(network).generation, norm_kernels.ready)
+        result = graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, generation)
+        _submit_behind_replays(graphs, binding.call, key)
+        return result
 
     network.__dict__["forward"] = run
     try:
@@ -100,10 +107,23 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         network.__dict__.pop("forward", None)
 
 
+def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
+    """Compiling begins when calls are replayed: launching kernel by kernel beside it would take several times as long."""
+    graphs.asks += call.asks
+    graphs.plain_calls = graphs.plain_calls + 1 if call.asks else 0
+    call.asks.clear()
+    if key in graphs.graphs:
+        gate.open()
+    if graphs.asks and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
+        submit(graphs.asks)
+
+
 def _run_bound(binding: Binding, network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
     with binding.bound():
         if code_of(network).left_out:
-            return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+            if binding.call.waits or norm_kernels.ready:
+                return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+            norm_kernels.ask(binding.call, args[0].device)
         return forward(*args, **kwargs)
 
 
@@ -157,7 +177,7 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
     options = {"transformer_options": kwargs["transformer_options"]}  # which the model may write to
     once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
     try:
-        return run_channels_last(_kernels(), forward, once, given | options)
+        return run_channels_last(kernels(), forward, once, given | options)
     except Exception as error:
         passed_on = (BlockCompileError, comfy.model_management.InterruptProcessingException)
         if never_swallowed(error) or isinstance(error, passed_on) or torch.cuda.is_current_stream_capturing():
@@ -171,15 +191,7 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
 
 def turns_convolutions(network: nn.Module) -> bool:
     """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with it."""
-    return _kernels() is not None and not cannot_turn(network)
-
-
-@functools.cache
-def _kernels() -> object | None:
-    try:
-        return importlib.import_module("..group_norm_kernels", __package__)
-    except ImportError:  # no Triton
-        return None
+    return kernels() is not None and not cannot_turn(network)
 
 
 # Why a model cannot run channels_last.
