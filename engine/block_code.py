@@ -122,6 +122,7 @@ class BlockCode:
                 self.give_up(failure)
             return None
         if failure is not None and self.settings.on_failure == "stop":
+            self.failure = failure
             raise BlockCompileError(failure.message()) from error
         # An error of the model itself comes again here and is the user's to see, as without us.
         result = self.forward(block, *args, **kwargs)

@@ -55,7 +55,8 @@ def torch_settings() -> dict:
     settings = {}
     for config in (torch._dynamo.config, inductor_config, functorch_config, shape_config):
         for name, value in config.get_config_copy().items():
-            settings[f"{config.__name__}.{name}"] = repr(value)
+            # Equal sets may be written in different orders.
+            settings[f"{config.__name__}.{name}"] = repr(sorted(value, key=repr) if isinstance(value, set) else value)
     settings["tf32"] = torch.backends.cuda.matmul.allow_tf32
     settings["cudnn"] = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
     settings["folders"] = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))

@@ -10,11 +10,13 @@ import json
 import sys
 import time
 import types
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from pathlib import Path
 
 import torch
+from torch.utils import _pytree as pytree
 
 # The name under which the script loads the engine; without the nodes, which need the host's server.
 KIT = "torch_compile_kit_sweep"
@@ -25,7 +27,7 @@ class Outcome:
     """What compiling one set-up came to.
 
     Args:
-        kinds: block kinds that ran compiled at the first shape: a class and a structure.
+        kinds: block kinds that ran compiled at the first shape: a class, a structure and a form of call.
         graphs: compiled at the first shape.
         graphs_after: compiled at the other sizes, prompt lengths and batches, all together.
         error: largest absolute difference to eager, over the largest absolute value of eager.
@@ -107,7 +109,10 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     first = {"size": 0, "batch": setup.max_batch or 2}
     compare(**first)
     outcome.graphs = graphs()
-    outcome.kinds = sum(kind.code.compiles > 0 for kind in report.kinds_for(network, chosen))
+    with _forms_of_calls(engine, network) as forms:
+        clear_state(network)
+        call(model, setup.inputs(model=model, percent=0.4, **first))
+    outcome.kinds = len(forms)
     compare(percent=0.6, **first)
     for shape in runs_of(setup):
         compare(**shape)
@@ -127,6 +132,33 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome.seconds = round(time.process_time() - began, 1)
     outcome.host, outcome.torch = host_version(), torch.__version__.partition("+")[0]
     return outcome
+
+
+@contextmanager
+def _forms_of_calls(engine, network):
+    """What compiled code must tell apart within one eager call: kinds that are compiled, and for each what is passed.
+
+    Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
+    """
+    found, structure_of = set(), engine("structure").structure_of
+    kinds = {(key[0], key[1]) for key, kind in engine("registry").code_of(network).kinds.items() if kind.code.compiles}
+    blocks = [m for m in network.modules() if any(type(m).forward is forward for forward, _ in kinds)]
+
+    def form(value):
+        return (value.dim(), value.is_contiguous()) if isinstance(value, torch.Tensor) else type(value).__name__
+
+    def note(block, args, kwargs):
+        given = [v for v in args if not isinstance(v, dict)], {k: v for k, v in kwargs.items() if not isinstance(v, dict)}
+        leaves, spec = pytree.tree_flatten(given)
+        found.add((type(block), structure_of(block), str(spec), tuple(map(form, leaves))))
+
+    blocks = [block for block in blocks if (type(block).forward, structure_of(block)) in kinds]
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    try:
+        yield found
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _opened(engine, network, plan, parts: dict[str, int]) -> set[str]:

@@ -73,9 +73,33 @@ def test_inputs_changed_before_the_failure_are_put_right(run, backend):
     assert backend["calls"] == 2
 
 
-def test_stop_raises_with_the_cause(engine, run):
-    with pytest.raises(engine("errors").BlockCompileError, match=r"Block could not be compiled.*no kernel for this"):
-        run(Net(), torch.randn(2, 4, 8), on_failure="stop")
+def test_stop_raises_with_the_cause_each_time_and_tries_once(engine, run, backend):
+    net = Net()
+    for _ in range(2):
+        with pytest.raises(engine("errors").BlockCompileError, match=r"Block could not be compiled.*no kernel for this"):
+            run(net, torch.randn(2, 4, 8), on_failure="stop")
+    assert backend["calls"] == 1 and len(failures(engine, net)) == 1
+
+
+@pytest.mark.parametrize("on_failure", ["run eager", "stop"])
+def test_what_may_pass_is_tried_again_in_the_next_runs_and_not_for_ever(engine, run, backend, on_failure):
+    backend["error"] = OSError("No space left on device")
+    net, x = Net(), torch.randn(2, 4, 8)
+
+    def attempt():
+        before = backend["calls"]
+        try:
+            run(net, x, on_failure=on_failure)
+        except engine("errors").BlockCompileError:
+            assert on_failure == "stop"
+        return backend["calls"] - before
+
+    assert [attempt(), attempt()] == [1, 0]
+    code, tries = engine("registry").code_of(net), []
+    for _ in range(5):
+        code.new_run()
+        tries += [attempt(), attempt()]
+    assert tries == [1, 0] * engine("block_code").RETRIES + [0, 0] * (5 - engine("block_code").RETRIES)
 
 
 def test_out_of_memory_is_never_swallowed(engine, run, backend):

@@ -197,7 +197,7 @@ class Texts:
 
 
 def test_the_node_tells_what_is_compiled_and_which_of_how_many(server):
-    prompt = workflow("flux", 1.0, "aot_eager", "112x64", width=80, height=80)
+    prompt = changed(workflow("flux", 1.0, "aot_eager", "112x64", width=80, height=80), compile={"dynamic": "false"})
     with Texts(server) as texts:
         assert error_of(server.queue(prompt)) is None
         texts.wait_for("Warm: ")
