@@ -17,14 +17,14 @@ def test_caches_that_skip_steps(tiny, engine, name, cache):
 
 def test_context_windows(tiny, engine):
     runs = Runs(tiny, engine, "wan", cfg=3.0, length=33)
-    assert runs.check(conditions.windowed) == 1  # the length of a window is a second shape
+    assert runs.check(conditions.windowed) == 0, "the length of a window is another size"
 
 
 def test_areas(tiny, engine):
     runs = Runs(tiny, engine, "sdxl", size=128)
-    assert runs.check(conditions.unpatched, positive=conditions.in_an_area(runs)) > 0
+    assert runs.check(conditions.unpatched, positive=conditions.in_an_area(runs)) == 0, "an area is another size"
     kinds = len([kind for kind in runs.kinds if kind.stats.graphs])
-    assert runs.graphs <= 4 * kinds, [(kind.class_name, kind.stats.graphs) for kind in runs.kinds]
+    assert runs.graphs == kinds > 0, [(kind.class_name, kind.stats.graphs) for kind in runs.kinds]
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux"])
@@ -43,8 +43,7 @@ def test_prompts_of_unequal_length(tiny, engine, name):
     for tokens in (31, 80):
         positive = conditions.other_prompt(runs, tokens, seed=tokens)
         same(runs.run(runs.attach(runs.patcher), positive), runs.run(runs.patcher, positive))
-    kinds = len(runs.kinds)
-    assert runs.graphs - graphs <= kinds, "the dynamic graphs serve every length"
+    assert runs.graphs == graphs, "the graphs serve every length"
     assert not runs.failures
 
 
