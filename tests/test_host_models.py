@@ -14,20 +14,20 @@ MODELS = {
         1.0,
         (64, 64, 1),
         "double_blocks.* (2 DoubleStreamBlock), single_blocks.* (4 SingleStreamBlock)",
-        4,
+        2,
     ),
-    "wan": ("inductor", 5.0, (64, 64, 5), "blocks.* (4 WanAttentionBlock)", 3),
-    "qwen_image": ("inductor", 1.0, (64, 64, 1), "transformer_blocks.* (4 QwenImageTransformerBlock)", 2),
+    "wan": ("inductor", 5.0, (64, 64, 5), "blocks.* (4 WanAttentionBlock)", 2),
+    "qwen_image": ("inductor", 1.0, (64, 64, 1), "transformer_blocks.* (4 QwenImageTransformerBlock)", 1),
     "z_image": (
         "aot_eager",
         1.0,
         (64, 64, 1),
         "noise_refiner.* (2 JointTransformerBlock), context_refiner.* (2 JointTransformerBlock), "
         "layers.* (4 JointTransformerBlock)",
-        5,
+        2,
     ),
-    "sd3": ("aot_eager", 5.0, (64, 64, 1), "joint_blocks.* (4 JointBlock)", 6),
-    "sdxl": ("aot_eager", 5.0, (64, 64, 1), None, 26),
+    "sd3": ("aot_eager", 5.0, (64, 64, 1), "joint_blocks.* (4 JointBlock)", 4),
+    "sdxl": ("aot_eager", 5.0, (64, 64, 1), None, 4),
 }
 
 
