@@ -14,6 +14,7 @@ from .block_state import BlockState
 from .compiled_kind import CompiledKind
 from .disk_cache import folder_name
 from .failures import Failure
+from .graph_choice import is_convolutional, parts_of
 from .per_model import PerModel
 from .settings import CompileSettings
 from .structure import structure_of
@@ -63,11 +64,14 @@ class ModelCode:
         return self._of_block.get(block)
 
     def unchanged(self, blocks: list[nn.Module], settings: CompileSettings) -> bool:
-        """Whether all `blocks` have run under these settings, and consist of the same parts since."""
-        states = [self._of_block.get(block) for block in blocks]
+        """Whether all of `blocks` that are compiled have run under these settings, and consist of the same parts since."""
+        compiled = [part for block in blocks for part in parts_of(block) or [block]]
+        if not settings.compiles_convolutions and not all(map(is_convolutional, compiled)):
+            compiled = [part for part in compiled if not is_convolutional(part)]
+        states = [self._of_block.get(block) for block in compiled]
         return all(
             state is not None and settings.kind_key() in state.kinds and state.holds(block)
-            for block, state in zip(blocks, states, strict=True)
+            for block, state in zip(compiled, states, strict=True)
         )
 
     @property
