@@ -37,14 +37,25 @@ def version() -> str:
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()[:12]
 
 
+class _Table(dict):
+    """Decompositions for a key of PyTorch's cache, which has them from 2.15 on (torch/_inductor/compile_fx.py, get_decomp_fn).
+
+    One that cannot be pickled would keep all graphs from the disk. PyTorch's part is in its own key, ours is known by its code.
+    """
+
+    def __reduce__(self) -> tuple:
+        return str, (version(),)
+
+
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
     """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
     from torch._inductor.compile_fx import compile_fx  # seconds, see prepare.py
     from torch._inductor.decomposition import select_decomp_table
 
-    table, options = select_decomp_table(), options or {}
+    table, options = None, options or {}
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
-        table = {**table, **REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
+        table = _Table({**select_decomp_table(), **REPLACEMENTS})
+        table[aten.gelu.default] = functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))
         options = {**_as_eager_rounds(), **options}
         # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
         own = options.get("max_autotune") or _needs_gradients(example_inputs)
