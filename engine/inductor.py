@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -17,6 +19,7 @@ from torch import fx
 
 from .epilogues import gelu_in_linear
 from .reductions import in_one_pass
+from .scopes import SharedScope
 
 aten = torch.ops.aten
 # What decides what is compiled beside PyTorch: its own keys know the operators, not what we put in their place.
@@ -37,25 +40,15 @@ def version() -> str:
     return hashlib.sha256(b"".join((folder / name).read_bytes() for name in SOURCES)).hexdigest()[:12]
 
 
-class _Table(dict):
-    """Decompositions for a key of PyTorch's cache, which has them from 2.15 on (torch/_inductor/compile_fx.py, get_decomp_fn).
-
-    One that cannot be pickled would keep all graphs from the disk. PyTorch's part is in its own key, ours is known by its code.
-    """
-
-    def __reduce__(self) -> tuple:
-        return str, (version(),)
-
-
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
     """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
-    from torch._inductor.compile_fx import compile_fx  # seconds, see prepare.py
+    from torch._inductor import compile_fx  # seconds
     from torch._inductor.decomposition import select_decomp_table
 
-    table, options = None, options or {}
+    options, table = options or {}, None
     if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
-        table = _Table({**select_decomp_table(), **REPLACEMENTS})
-        table[aten.gelu.default] = functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))
+        table = dict(select_decomp_table())
+        table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
         options = {**_as_eager_rounds(), **options}
         # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
         own = options.get("max_autotune") or _needs_gradients(example_inputs)
@@ -64,8 +57,30 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
         if any(rewritten):
             graph.graph.lint()
             graph.recompile()
-    with in_one_pass():
-        return compile_fx(graph, example_inputs, config_patches=options, decompositions=table)
+    with in_one_pass(), nullcontext() if table is None else _table_scope.holding(table=_named(table)):
+        return compile_fx.compile_fx(graph, example_inputs, config_patches=options)
+
+
+def _named(table: dict) -> Callable[[], dict]:
+    """A function that gives the table, under the name of the one that it stands for: PyTorch's key of a graph has its name."""
+
+    def select_decomp_table() -> dict:
+        return table
+
+    select_decomp_table.__module__, select_decomp_table.__qualname__ = "torch._inductor.compile_fx", "select_decomp_table"
+    return select_decomp_table
+
+
+def _module_function(module: str, name: str) -> tuple:
+    def write(function: Callable | None) -> None:
+        if function is not None:
+            setattr(sys.modules[module], name, function)
+
+    return (lambda: getattr(sys.modules.get(module), name, None)), write
+
+
+# Given as an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
+_table_scope = SharedScope({"table": _module_function("torch._inductor.compile_fx", "select_decomp_table")})
 
 
 def _as_eager_rounds() -> dict:

@@ -42,14 +42,12 @@ def hide_guards(monkeypatch):
 
 
 def test_patches_of_one_name_without_guards(runs, monkeypatch):
-    """The names of the patches choose the code that runs; what tells two closures apart are the guards.
-
-    Of code for one size: code for all sizes takes the number in the closure as an input.
-    """
+    """The names of the patches choose the code that runs; what tells two closures apart are the guards."""
     hide_guards(monkeypatch)
     first, second = (options.patched_with(options.closure_over(factor), "attn1_output_patch") for factor in (1.7, 0.4))
     flux = runs("flux")
-    flux.attach = functools.partial(flux.attach, dynamic="false")
+    # Code for one size: in that for all, a number is an input as sizes are, and needs no guard.
+    monkeypatch.setattr(flux, "attach", functools.partial(flux.attach, dynamic="false"))
     flux.check(first)
     with pytest.raises(Differs, match=WRONG):
         flux.check(second)
