@@ -6,8 +6,8 @@ from support import relative_error
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
-# name -> (backend, cfg, size, where the blocks are, graphs after a warmup: one per kind of block for the first shape, one for
-# prompts of other lengths, and one for prompt and negative apart from each other where cfg is above 1)
+# name -> (backend, cfg, size, where the blocks are, graphs after a warmup: one per kind of block, and one more for prompt and
+# negative apart from each other, a batch of one, where cfg is above 1)
 MODELS = {
     "flux": (
         "inductor",
