@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from .devices import is_nvidia
 from .epilogues import gelu_in_linear
 from .reductions import in_one_pass
 from .scopes import SharedScope
@@ -101,7 +102,7 @@ def _needs_gradients(inputs: Sequence) -> bool:
 
 def _fuses(device: torch.device) -> bool:
     """Where it has been measured to pay."""
-    return device.type == "cuda"
+    return is_nvidia(device)
 
 
 def _gelu(exact: Callable, x: torch.Tensor, approximate: str = "none") -> torch.Tensor:

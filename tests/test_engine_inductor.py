@@ -187,3 +187,10 @@ def test_who_sets_the_rounding_is_obeyed(everywhere, monkeypatch):
         torch._dynamo.reset()
         torch.compile(lambda x: x + 1, backend=lambda *a, o=options: everywhere.inductor(*a, options=o))(torch.ones(2))
     assert found == [{"emulate_precision_casts": True}, {"emulate_precision_casts": False, "max_autotune": True}]
+
+
+def test_what_was_tuned_on_nvidias_gpus_is_off_on_others(engine, monkeypatch):
+    fuses = engine("inductor")._fuses
+    assert fuses(torch.device("cuda")) is (torch.version.hip is None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not fuses(torch.device("cuda")) and not fuses(torch.device("xpu")) and not fuses(torch.device("cpu"))
