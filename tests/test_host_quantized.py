@@ -44,7 +44,12 @@ def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monke
     layer = runs.patcher.model.diffusion_model.single_blocks[0].linear1
     assert type(layer.weight).__name__ == "QuantizedTensor"
     before = comfy.ops.cast_bias_weight
-    expected = runs.run(runs.patcher)
+    try:
+        expected = runs.run(runs.patcher)
+    except ValueError as error:
+        if native and "CPU does not support swizzle" in str(error):
+            pytest.skip("PyTorch 2.15 has no native mxfp8 and nvfp4 products on a CPU: ComfyUI itself cannot run them there")
+        raise
     assert relative_error(runs.run(runs.attach(runs.patcher, fullgraph=True)), expected) < 1e-3
     assert runs.graphs == 2 and not runs.failures
     assert sum(kind.stats.graph_breaks for kind in runs.kinds) == 0
