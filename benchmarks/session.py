@@ -40,6 +40,7 @@ def enter(host: str, dynamic_vram: bool = False):
             ready = comfy_aimdo.control.init_devices((d, 0) for d in devices)
         except TypeError:
             ready = comfy_aimdo.control.init_devices(devices)
+        comfy_aimdo.control.set_log_info()
         if not ready:
             raise SystemExit("dynamic VRAM cannot be started here")
         comfy.model_patcher.CoreModelPatcher = comfy.model_patcher.ModelPatcherDynamic

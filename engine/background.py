@@ -48,21 +48,27 @@ class Job:
     Args:
         kind: whose code; a job whose kind is gone is over.
         done: called on the thread, also when nothing came of it.
+        cached: bytes on the device that PyTorch held and did not use when it was asked for.
         inference, grad: of the thread that called, which guards compare.
     """
 
     kind: weakref.ref[Kind]
     stand_in: StandIn
     done: Callable[[], None]
+    cached: int
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
     attempts: int = 0
 
 
 class Compiler:
-    """The thread, started when there is something to do and over when there is not."""
+    """The thread, started when there is something to do and over when there is not.
+
+    `makes_room` is the host's: whether weights leave the device when somebody asks for memory.
+    """
 
     def __init__(self) -> None:
+        self.makes_room: Callable[[], bool] = lambda: False
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -70,8 +76,9 @@ class Compiler:
 
     def ask(self, kind: Kind, stand_in: StandIn, done: Callable[[], None]) -> None:
         """Compile for a call, as soon as all that was asked for before is done; returns at once."""
+        cached = 0 if self.makes_room() else _cached(stand_in.device)
         with self._changed:
-            self._jobs.append(Job(weakref.ref(kind), stand_in, done))
+            self._jobs.append(Job(weakref.ref(kind), stand_in, done, cached))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
                 self._thread.start()
@@ -156,7 +163,7 @@ class Compiler:
             return False
         job.attempts += 1
         last = job.attempts >= ATTEMPTS
-        if not _has_room(job.stand_in):
+        if not self.makes_room() and not _has_room(job):
             return not last
         device = job.stand_in.device
         with ExitStack() as scopes:
@@ -178,13 +185,20 @@ class Compiler:
         return False
 
 
-def _has_room(stand_in: StandIn) -> bool:
-    device = stand_in.device
+def _has_room(job: Job) -> bool:
+    device = job.stand_in.device
     if device.type != "cuda":
         return True
     free, _total = torch.cuda.mem_get_info(device)
-    reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + reserved > 2 * stand_in.nbytes + MARGIN
+    return free + job.cached > 2 * job.stand_in.nbytes + MARGIN
+
+
+def _cached(device: torch.device) -> int:
+    """Not on our thread: what asks PyTorch's allocator waits for it with Python's lock in hand, and comfy-aimdo, which works
+    inside the allocator, needs that lock for its log."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 
 
 # The threads that compile.
@@ -195,20 +209,30 @@ def _is_ours() -> bool:
     return threading.get_ident() in _ours
 
 
-def _not_by_us(found: Callable) -> Callable:
-    """A function that does nothing for our threads."""
-    return lambda *args, **kwargs: None if _is_ours() else found(*args, **kwargs)
+def _nothing(*_args: object, **_kwargs: object) -> None: ...
+
+
+def _unknown(*_args: object, **_kwargs: object) -> dict:
+    raise RuntimeError("a thread that compiles asks for no statistics of memory")  # inductor then goes on without
+
+
+def _apart_for_us(found: Callable, ours: Callable) -> Callable:
+    """A function that is another one for our threads."""
+    return lambda *args, **kwargs: (ours if _is_ours() else found)(*args, **kwargs)
 
 
 # PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
 # `preserve_global_state`): seconds later, in which the sampler has drawn its noise. And on machines without a GPU tracing gives
-# the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
+# the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes. Trying a
+# kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
+# `copy_args_to_cpu_if_needed`): see `_cached`.
 _APART = {
-    "python": (random, "setstate"),
-    "cpu": (torch.random, "set_rng_state"),
-    "cuda": (torch.cuda, "set_rng_state"),
-    "precision": (torch._C, "_set_fp32_precision_setter"),
-    "guard": (torch._C, "_ensureCUDADeviceGuardSet"),
+    "python": (random, "setstate", _nothing),
+    "cpu": (torch.random, "set_rng_state", _nothing),
+    "cuda": (torch.cuda, "set_rng_state", _nothing),
+    "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
+    "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
+    "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
 }
 _fx = torch.fx._symbolic_trace
 
@@ -223,7 +247,7 @@ def _switch(owner: object, name: str) -> tuple:
     return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
 
-_switches = {key: _switch(*found) for key, found in _APART.items() if hasattr(*found)}
+_switches = {key: _switch(*found) for key, (*found, _) in _APART.items() if hasattr(*found)}
 if hasattr(_fx, "_is_fx_tracing_flag"):  # others keep it for each thread
     _switches["tracing"] = _switch(_fx.is_fx_symbolic_tracing, "__code__")
     _switches["traces"] = (lambda: None), (lambda found: _name_in_fx(found))
@@ -241,7 +265,7 @@ _apart_scope = SharedScope(_switches)
 
 def _apart() -> AbstractContextManager:
     """While it lasts, what our thread does to the process stays with it."""
-    values = {key: _not_by_us(getattr(*found)) for key, found in _APART.items() if hasattr(*found)}
+    values = {key: _apart_for_us(getattr(*found), ours) for key, (*found, ours) in _APART.items() if hasattr(*found)}
     return _apart_scope.holding(traces=_is_ours, **values, tracing=_is_fx_symbolic_tracing.__code__)
 
 

@@ -199,10 +199,39 @@ def test_what_cannot_be_compiled_is_said_and_runs_eager(behind, made, engine, ca
 def test_memory_that_is_short_postpones_it(behind, made, engine, monkeypatch):
     background, tries = engine("background"), []
     monkeypatch.setattr(background, "PATIENCE", 0.01)
-    monkeypatch.setattr(background, "_has_room", lambda _stand_in: tries.append(1) or len(tries) > 3)
+    monkeypatch.setattr(background, "_has_room", lambda _job: tries.append(1) or len(tries) > 3)
     net, x = Net(), torch.randn(2, 4, 8)
     behind(net, x)
     assert made(net) == 1 and len(tries) == 4
+
+
+def test_it_never_waits_for_the_allocator_with_pythons_lock_in_hand(behind, made, engine, monkeypatch):
+    """comfy-aimdo waits for Python's lock inside PyTorch's allocator: both would wait for good."""
+    asked, stand_in = [], engine("stand_in").StandIn
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None: {})
+    original = stand_in.made
+
+    def asking(self):
+        try:
+            torch.cuda.memory.memory_stats_as_nested_dict()
+        except RuntimeError as error:
+            asked.append(str(error))
+        return original(self)
+
+    monkeypatch.setattr(stand_in, "made", asking)
+    net, x = Net(), torch.randn(2, 4, 8)
+    behind(net, x)
+    assert made(net) == 1 and len(asked) == 1 and "no statistics" in asked[0]
+    assert torch.cuda.memory.memory_stats_as_nested_dict() == {}, "others may"
+
+
+def test_a_host_that_makes_room_is_not_asked_for_any(behind, made, engine, monkeypatch):
+    background = engine("background")
+    monkeypatch.setattr(background, "_has_room", lambda _job: False)
+    monkeypatch.setattr(background.compiler, "makes_room", lambda: True)
+    net, x = Net(), torch.randn(2, 4, 8)
+    behind(net, x)
+    assert made(net) == 1
 
 
 def test_an_error_of_the_thread_itself_ends_nothing(behind, made, engine, monkeypatch):

@@ -1,5 +1,7 @@
 """A model of the host whose code is made while it samples: every run's image is eager's, and once made the code is used."""
 
+import logging
+
 import pytest
 import torch
 from paging import paged
@@ -49,6 +51,19 @@ def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     runs.latent = before
     runs.made()
     assert runs.graphs == graphs
+
+
+def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):
+    """comfy-aimdo with `--verbose DEBUG`, see adapter.py."""
+    monkeypatch.setattr(flux.engine("host.adapter"), "makes_room", lambda: True)
+    compiled = flux.attach(flux.patcher)
+    logging.getLogger().setLevel(logging.DEBUG)
+    try:
+        flux.run(compiled)
+    finally:
+        logging.getLogger().setLevel(logging.WARNING)
+    assert flux.eager == 0 and flux.graphs == len(flux.kinds) > 0
+    assert any("--verbose DEBUG" in text for text in flux.engine("host.attachment").notes_about(compiled))
 
 
 def test_a_lora_needs_no_code_of_its_own_wherever_the_weights_are(flux, monkeypatch):

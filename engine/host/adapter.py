@@ -116,6 +116,20 @@ def _has_pages() -> bool:
     return hasattr(_module("comfy.model_patcher"), "ModelPatcherDynamic")
 
 
+def makes_room() -> bool:
+    """Whether weights leave the device when anybody asks PyTorch for memory: comfy-aimdo is at work in its allocator."""
+    return getattr(_module("comfy.memory_management"), "aimdo_enabled", False)
+
+
+def forbids_threads() -> bool:
+    """Whether a second thread that uses the GPU could stop the process for good.
+
+    With `--verbose DEBUG` comfy-aimdo logs each allocation, through Python, inside PyTorch's allocator: it waits there for
+    Python's lock, and whoever has that may wait for the allocator (`torch.cuda.memory_stats`, which the host calls).
+    """
+    return makes_room() and logging.getLogger().isEnabledFor(logging.DEBUG)
+
+
 def _module(name: str) -> object | None:
     try:
         return importlib.import_module(name)

@@ -24,7 +24,7 @@ from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
 from ..watch import is_warming, report_compilation, watch_of
 from . import graph_payoff, opened_kernels, weights
-from .adapter import without_hosts_compiler, without_prefetch
+from .adapter import forbids_threads, makes_room, without_hosts_compiler, without_prefetch
 from .asked import asked_of
 from .attention_choice import chosen_kernel, with_attention
 from .graphing import forget_graphs, graphed, graphs_summary, new_run, no_graphs, note, turns_convolutions
@@ -59,7 +59,7 @@ class BlockCompiler:
             if switches:
                 scopes.enter_context(sampling_scope.holding(**switches))
             weights_of = functools.partial(weights.weights_of, base_model, settings.block_swap, device)
-            call = ModelCall(settings.waits or is_warming(), raise_if_interrupted)
+            call = ModelCall(settings.waits or is_warming() or self._must_wait(), raise_if_interrupted)
             network = base_model.diffusion_model
             args, measure = with_attention(settings.attention, executor, tuple(args), kwargs, call.waits)
             if measure is not None:
@@ -104,17 +104,24 @@ class BlockCompiler:
                 report_compilation(network, type(base_model).__name__, asked, added, settings.dynamic)
             return result
 
+    def _must_wait(self) -> bool:
+        if not forbids_threads():
+            return False
+        note(self.notes, "Compiled at once: with --verbose DEBUG ComfyUI's memory manager bears no thread in the background.")
+        return True
+
 
 def attach(patcher, settings: CompileSettings):
     """A clone of `patcher` whose blocks run compiled; `patcher` itself when the backend is `none`.
 
     Raises:
-        InvalidSetting: the backend is not installed, or a pattern of `only_blocks` matches nothing.
+        InvalidSetting: the machine lacks what a setting needs, or a pattern of `only_blocks` matches nothing.
     """
     if not settings.enabled:
         return patcher
     settings.check_backend()
     opened_kernels.register()
+    compiler.makes_room = makes_room
     plan = compile_plan(patcher, settings)
     get_ready(settings)
     clone = patcher.clone()
