@@ -47,6 +47,7 @@ FULL = (
     Prompt("back to the first"),
     Prompt("first after a restart", restart=True),
     Prompt("next"),
+    Prompt("once more"),
 )
 VIDEO = (Prompt("first video"), Prompt("next seed"), Prompt("new size", other_size=True), Prompt("next", other_size=True))
 SHORT = (Prompt("first image"), Prompt("next seed"), Prompt("next"))

@@ -51,8 +51,11 @@ def _cell(taken: list[dict], eager: list[dict]) -> str:
 def _figures(sessions: Sessions, key: tuple, last: int) -> list[str]:
     """First prompt, whole session, last prompt."""
     own, eager = sessions.newest.get(key, {}), sessions.eager(key)
-    numbers = range(1, last + 1)
-    return [_cell([own.get(n) for n in some], [eager.get(n) for n in some]) for some in ([1], numbers, [last])]
+    numbers = sorted(own) or [1]
+    first, whole, compiled = (
+        _cell([own.get(n) for n in some], [eager.get(n) for n in some]) for some in ([1], numbers, [last])
+    )
+    return [first, whole if len(numbers) == last or whole == "-" else f"{whole}, {len(numbers)} prompts", compiled]
 
 
 def _title(model: str, free: float) -> str:

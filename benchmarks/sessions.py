@@ -5,7 +5,8 @@
 
 A session is a list of prompts (session_prompts.py) that go one by one through the queue of a server, with the page's
 connection open; seconds are those from sending a prompt to the server's `execution_success`. Cold: the server has a user
-folder, a home and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there. Warm:
+folder, a home and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there, but
+for Python's bytecode, which pip makes when it installs (some containers have none, and import several times as long). Warm:
 the same session once more, in new servers that find what the first has left. Every variant has a server of its own with only
 its pack in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
 """
@@ -13,6 +14,7 @@ its pack in it. Steps are timed by events on the GPU (session_nodes.py). Rows ar
 import argparse
 import contextlib
 import datetime
+import importlib.util
 import json
 import os
 import shutil
@@ -34,6 +36,8 @@ NODES = Path(__file__).resolve().with_name("session_nodes.py")
 # Where a process keeps compiled code, if the environment does not move it; each has a place in the session's folder.
 ELSEWHERE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_CACHE_HOME", "CUDA_CACHE_PATH")
 KEPT = ("user", "home", "tmp")
+# What a compilation imports, and all that it imports in turn.
+COMPILER_PACKAGES = ("torch", "triton", "sympy", "mpmath", "networkx")
 
 
 class OutOfTimeError(Exception):
@@ -55,6 +59,7 @@ class Bench:
         self._link("session_nodes.py", NODES)
         if options.kjnodes:
             self._link("kjnodes", options.kjnodes.resolve())
+        self._make_bytecode()
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
 
@@ -62,6 +67,17 @@ class Bench:
         link = self.base / "custom_nodes" / name
         link.unlink(missing_ok=True)
         link.symlink_to(target, target_is_directory=target.is_dir())
+
+    def _make_bytecode(self) -> None:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = str(self.base / "bytecode")
+        found = [importlib.util.find_spec(name) for name in COMPILER_PACKAGES]
+        folders = [Path(spec.origin).parent for spec in found if spec is not None] + [
+            Path(self.options.host),
+            run.ROOT / "engine",
+        ]
+        command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
+        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def left(self) -> float:
         """Seconds until the limit; raises when there are none."""
