@@ -40,7 +40,9 @@ def casts(options) -> dict:
     row = {"kind": "casts", "model": setup.name}
     for variant in ("eager", "ours"):
         model = setup.build()
-        patcher = comfy.model_patcher.ModelPatcherDynamic(model, load_device=torch.device("cuda"), offload_device=setup.device)
+        patcher = comfy.model_patcher.ModelPatcherDynamic(
+            model, load_device=torch.device("cuda", 0), offload_device=setup.device
+        )
         patcher = variants.apply(variant, patcher, session.KIT, compile="at once")
         positive, negative = setup.conds()
         calls = []
@@ -71,7 +73,7 @@ def casts(options) -> dict:
 
 
 def planner(options) -> dict:
-    """Small blocks in three forwards inside a recording, as core's compiler makes it (comfy/model_prefetch.py, from 0.34 on)."""
+    """Small blocks in three forwards inside a recording, as core's compiler makes it from 0.34 on (comfy/model_prefetch.py)."""
     import torch
     from comfy_aimdo import control, malloc_graph
 

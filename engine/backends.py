@@ -26,15 +26,18 @@ class _State(threading.local):
     Args:
         runs: how often compiled code has run.
         ahead: code is compiled and does not run.
+        locked: it has the GPU's lock: code is about to be found by others that has not been tried.
     """
 
     def __init__(self) -> None:
         self.runs = 0
         self.ahead = False
+        self.locked = False
 
 
 state = _State()
-# A capture does not bear that another thread waits for the whole GPU, as measuring a kernel's variants does.
+# A capture does not bear that another thread waits for the whole GPU, as measuring a kernel's variants does; nor code that has
+# never run, whose kernels are not loaded.
 gpu_lock = threading.Lock()
 
 
@@ -46,6 +49,9 @@ def ahead() -> Iterator[None]:
         yield
     finally:
         state.ahead = False
+        if state.locked:
+            state.locked = False
+            gpu_lock.release()
 
 
 @functools.cache  # PyTorch compares backends by identity before it uses code of theirs
@@ -59,6 +65,8 @@ def backend_of(name: str) -> Callable:
     def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: object) -> Callable:
         make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
         compiled = make(graph, example_inputs, **options)
+        if state.ahead and not state.locked:
+            state.locked = gpu_lock.acquire()  # once this returns, PyTorch lets others find the code
 
         def run(*args: object) -> object:
             if state.ahead:
@@ -79,9 +87,8 @@ def _try_kernels(compiled: Callable, args: tuple) -> None:
     if not any(t.is_cuda for t in tensors):
         return
     try:
-        with gpu_lock:
-            compiled(*args)
-            torch.cuda.current_stream().synchronize()
+        compiled(*args)
+        torch.cuda.current_stream().synchronize()
     except Exception as error:  # the first real run does it then
         if never_swallowed(error):
             logger.debug("no memory to try kernels beforehand")

@@ -235,7 +235,16 @@ class ModelGraphs:
                 torch.cuda.synchronize(device)
                 capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
                 with as_numbers(), capture:
-                    output = forward(*args, **kwargs, **fixed)
+                    try:
+                        output, failed = forward(*args, **kwargs, **fixed), None
+                    except Exception as error:
+                        failed = error
+                if failed is not None:
+                    # What the error keeps alive was never allocated, and giving that back would end the process
+                    # (CUDAMallocAsyncAllocator.cpp, `free_impl`): so it is.
+                    graph.replay()
+                    torch.cuda.synchronize(device)
+                    raise failed
         except Exception as error:
             if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 import weakref
 from collections import Counter
-from collections.abc import Hashable
+from typing import NamedTuple
 
 from torch import nn
 
@@ -19,6 +19,13 @@ from .per_model import PerModel
 from .settings import CompileSettings
 from .structure import structure_of
 from .warm_record import WarmRecord
+
+
+class Generation(NamedTuple):
+    """How often a model's code has been made, and whether there are kernels for its norms."""
+
+    compiles: int = 0
+    norms: bool = False
 
 
 class ModelCode:
@@ -37,7 +44,7 @@ class ModelCode:
         self.parts: Counter[str] = Counter()
         self.eager_calls = 0
         self.settled = False
-        self._generation: Hashable = None
+        self._generation = Generation()
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -79,10 +86,10 @@ class ModelCode:
         """Whether a thread makes code for the model, or soon will."""
         return any(kind.is_being_compiled for kind in self.kinds.values())
 
-    def generation(self, more: Hashable = None) -> Hashable:
-        """Changes when code has been made for the model (or `more` has changed), and nothing more is being made."""
+    def generation(self, norms: bool = False) -> Generation:
+        """Changes when code has been made for the model, or the kernels of norms, and nothing more is being made."""
         if not self.is_being_compiled:
-            self._generation = sum(kind.code.compiles for kind in self.kinds.values()), more
+            self._generation = Generation(sum(kind.code.compiles for kind in self.kinds.values()), norms)
         return self._generation
 
     def new_run(self) -> None:

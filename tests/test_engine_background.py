@@ -196,6 +196,21 @@ def test_what_cannot_be_compiled_is_said_and_runs_eager(behind, made, engine, ca
     assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
 
 
+def test_nothing_is_captured_while_there_is_code_that_has_not_been_tried(behind, made, engine, monkeypatch):
+    """PyTorch lets other threads find code as soon as it is compiled; its kernels are loaded when it first runs."""
+    backends, found, locked = engine("backends"), torch._C._dynamo.eval_frame._debug_get_cache_entry_list, []
+    net, x = Net(), torch.randn(2, 4, 8)
+
+    def tries(_compiled, _args):
+        (kind,) = engine("registry").code_of(net).kinds.values()
+        locked.append((len(found(kind.code._own.__code__)), backends.gpu_lock.locked()))
+
+    monkeypatch.setattr(backends, "_try_kernels", tries)
+    behind(net, x)
+    assert made(net) == 1 and locked == [(1, True)]
+    assert not backends.gpu_lock.locked()
+
+
 def test_memory_that_is_short_postpones_it(behind, made, engine, monkeypatch):
     background, tries = engine("background"), []
     monkeypatch.setattr(background, "PATIENCE", 0.01)

@@ -1,5 +1,10 @@
 """What only a CUDA device can show: `pytest -m gpu`. Elsewhere these tests are not collected (conftest.py)."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from patch_kinds.weights import load_partly
@@ -48,6 +53,38 @@ class TestGraphs:
         device_at(1)
         for index in (0, 1, 0):
             assert self.calls(engine, torch.device("cuda", index)).captures == 1
+
+    def test_a_capture_that_fails_ends_nothing(self):
+        """With ComfyUI's default allocator giving back memory of such a capture ended the process."""
+        code = """
+import torch
+from engine.graphs import ModelGraphs
+
+def model(x, kept=[]):
+    y = torch.sin(x)
+    kept.append(y * 2)
+    if torch.cuda.is_current_stream_capturing() and len(kept) < 4:
+        raise ValueError("not like this")
+    return y + 1
+
+graphs = ModelGraphs()
+graphs.check_model(torch.nn.Linear(2, 2).cuda(), torch.device("cuda", 0))
+x = torch.randn(1000, 1000, device="cuda:0")
+for _ in range(4):
+    assert torch.equal(graphs.call("key", model, (x,), {}, {}), torch.sin(x) + 1)
+assert graphs.failures == {"key": "ValueError: not like this"} and graphs.captures == 0
+model.__defaults__[0].clear()
+graphs.failures.clear()
+model.__defaults__[0].extend(range(4))
+for _ in range(3):
+    assert torch.equal(graphs.call("key", model, (x,), {}, {}), torch.sin(x) + 1)
+assert graphs.captures == 1 and graphs.replays == 2, (graphs.captures, graphs.replays)
+print("lives")
+"""
+        root = Path(__file__).resolve().parent.parent
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+        assert done.stdout.strip().endswith("lives"), done.stderr[-2000:]
 
     def test_a_sampled_model(self, engine, tiny, device):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)

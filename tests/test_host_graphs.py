@@ -250,3 +250,37 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     assert code.left_out["ResBlock"] and any(kind.stats.graphs for kind in code.kinds.values())
     notes = engine("host.attachment").notes_about(compiled)
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
+
+
+def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(tiny, engine, monkeypatch):
+    """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
+    capture_again(engine, monkeypatch)
+    graphing, calls = engine("host.graphing"), []
+    monkeypatch.setattr(graphing.norm_kernels, "ready", False)
+    monkeypatch.setattr(graphing.norm_kernels, "ask", lambda *_: None)
+
+    def fast(_network, _notes, forward, *args, **kwargs):
+        calls.append("fast")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
+    runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=1)
+    compiled = runs.attach(runs.patcher, compile="in the background", backend="eager")
+    graphs = graphs_of(runs)
+
+    def step():
+        del calls[:]
+        before = graphs.captures
+        runs.run(compiled)
+        return ["captured"] * (graphs.captures - before) + calls
+
+    assert (step(), step()) == ([], ["captured"])
+    assert engine("background").compiler.wait(60)
+    code = engine("registry").code_of(runs.patcher.model.diffusion_model)
+    assert step() == [] and code.left_out
+    with monkeypatch.context() as patch:
+        patch.setattr(type(code), "is_being_compiled", True)
+        graphing.norm_kernels.ready = True
+        assert step() == ["captured"], "as the plain call before it"
+    assert step() == ["fast"], "they run plainly first"
+    assert step() == ["captured", "fast"]

@@ -82,9 +82,12 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     def run(*args, transformer_options=None, **kwargs):
         options = transformer_options or {}
         reason, key = _obstacle(network, options), None
+        code = code_of(network)
+        # Part of the key: a capture bears no kernel that has never run.
+        fast = binding.call.waits or code.generation(norm_kernels.ready).norms
         if reason is None:
             try:
-                key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                key = fast, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
         if reason:
@@ -92,10 +95,10 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             with binding.bound():
                 return forward(*args, transformer_options=options, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
-        call = functools.partial(_run_bound, binding, network, notes, call)
+        call = functools.partial(_run_bound, binding, network, notes, fast, call)
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
-        generation = functools.partial(code_of(network).generation, norm_kernels.ready)
+        generation = functools.partial(code.generation, norm_kernels.ready)
         result = graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, generation)
         _submit_behind_replays(graphs, binding.call, key)
         return result
@@ -118,10 +121,13 @@ def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) ->
         submit(graphs.asks)
 
 
-def _run_bound(binding: Binding, network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
+def _run_bound(
+    binding: Binding, network: nn.Module, notes: list[str], fast: bool, forward: Callable, *args, **kwargs
+) -> object:
     with binding.bound():
         if code_of(network).left_out:
-            if binding.call.waits or norm_kernels.ready:
+            if fast:
+                norm_kernels.ready = True  # from here on
                 return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
             norm_kernels.ask(binding.call, args[0].device)
         return forward(*args, **kwargs)
