@@ -6,9 +6,10 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch._dynamo import convert_frame
 
 from .failures import never_swallowed
 from .inductor import inductor
@@ -26,11 +27,13 @@ class _State(threading.local):
     Args:
         runs: how often compiled code has run.
         ahead: code is compiled and does not run.
+        keeping: what is held until PyTorch has kept that code.
     """
 
     def __init__(self) -> None:
         self.runs = 0
         self.ahead = False
+        self.keeping = ExitStack()
 
 
 state = _State()
@@ -40,10 +43,17 @@ gpu_lock = threading.Lock()
 
 @contextmanager
 def ahead() -> Iterator[None]:
-    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then."""
+    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then.
+
+    Until then PyTorch's own lock is held, too. PyTorch gives it back when it has traced, before it puts the code where a reset
+    by another thread (a node of another pack) has freed the memory meanwhile (torch/csrc/dynamo/eval_frame_cpp.cpp, `extra`):
+    that ends the process.
+    """
     state.ahead = True
     try:
-        yield
+        with state.keeping:
+            state.keeping.enter_context(convert_frame.compile_lock)
+            yield
     finally:
         state.ahead = False
 
@@ -62,6 +72,7 @@ def backend_of(name: str) -> Callable:
 
         def run(*args: object) -> object:
             if state.ahead:
+                state.keeping.close()
                 _try_kernels(compiled, args)
                 raise NotRun
             state.runs += 1
