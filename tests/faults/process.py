@@ -27,6 +27,20 @@ BLOCKS = "single_blocks.*"
 FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
+class Lock:
+    """PyTorch's lock, after which the thread that held it goes on a little later, as it does in one of many cases."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        time.sleep(0.05)
+
+
 class Process:
     """One process of ComfyUI from its start to its end."""
 
@@ -183,8 +197,9 @@ class Process:
     def reset(self):
         """Another pack's thread resets Dynamo whenever something is compiled: each reset begins while it is."""
         import torch
+        from torch._dynamo import convert_frame
 
-        sys.setswitchinterval(1e-6)  # threads change over at every chance
+        convert_frame.compile_lock = Lock()
         compiling = threading.Event()
 
         def resets():
