@@ -249,6 +249,28 @@ def cancelled_compiling(case):
     case.is_compiled()
 
 
+def cancelled_behind_another(case):
+    lock, held, go_on = case.engine("block_code").first_call_lock, threading.Event(), threading.Event()
+
+    def compiling():
+        with lock:
+            held.set()
+            go_on.wait(20)
+
+    other, pressed = threading.Thread(target=compiling), threading.Timer(0.5, cancel)
+    other.start()
+    assert held.wait(60)
+    pressed.start()
+    try:
+        case.raises(INTERRUPTED)
+        assert other.is_alive() and not case.compiler.calls, "it has waited to the end"
+    finally:
+        go_on.set()
+        other.join()
+        pressed.join()
+    case.is_compiled()
+
+
 def cancelled_sampling(case):
     graphs = case.warmed()
     first, calls = next(case.network.children()), []
@@ -262,7 +284,7 @@ def cancelled_sampling(case):
 
 def cancelled_waiting(case):
     go_on = threading.Event()
-    waiting = threading.Thread(target=go_on.wait, args=(60,), daemon=True)
+    waiting = threading.Thread(target=go_on.wait, args=(20,), daemon=True)
     waiting.start()
     pressed = threading.Timer(0.5, cancel)
     with case.monkeypatch.context() as patch:

@@ -225,8 +225,9 @@ def serve():
     pack = restart.load_pack(sys.argv[1])
     import torch
     import tqdm
-    from devtools import tiny_models
     from torch._inductor import cpu_vec_isa
+
+    from devtools import tiny_models
 
     tqdm.tqdm.monitor_interval = 0  # no thread of its own
     cpu_vec_isa.valid_vec_isa_list = list  # plain C++: compiles fast, and the CPU need not be asked what it can

@@ -49,6 +49,7 @@ HERE = [
     Row("out of memory", "sampling", "in the last layer", "the host sees it, no new code", "no_memory_to_sample"),
     Row("interrupt", "background", "cancel while the thread compiles", "stops; the code is made", "cancelled_meanwhile"),
     Row("interrupt", "at once", "cancel while it compiles", "stops after that code", "cancelled_compiling"),
+    Row("interrupt", "at once", "cancel while another thread compiles", "stops at once", "cancelled_behind_another"),
     Row("interrupt", "sampling", "cancel in a step", "stops before the next block, no new code", "cancelled_sampling"),
     Row("interrupt", "start", "cancel while imports are waited for", "stops at once", "cancelled_waiting"),
 ]

@@ -305,7 +305,7 @@ def read_only_cache(machine):
 def two_compile(machine):
     shutil.rmtree(machine.folder)
     both = [machine.start("run", "run") for _ in range(2)]
-    assert all([right(machine.end(pid)) for pid in both])
+    assert all(right(machine.end(pid)) for pid in both)
     assert read(machine.process("run"))
 
 
@@ -332,7 +332,7 @@ def two_save(machine):
 
 def two_read(machine):
     both = [machine.start("run", "run") for _ in range(2)]
-    assert all([read(machine.end(pid)) for pid in both])
+    assert all(read(machine.end(pid)) for pid in both)
 
 
 def clock_back(machine):
