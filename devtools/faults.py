@@ -32,9 +32,7 @@ def main():
         env={**os.environ, "COMFYUI_PATH": str(host)},
     )
     if junit.exists():
-        about = json.loads(
-            subprocess.run([sys.executable, "-c", matrix.PROBE], capture_output=True, text=True, check=True).stdout
-        )
+        probe = subprocess.run([sys.executable, "-c", matrix.PROBE], capture_output=True, text=True, check=True)
         run = {
             "comfyui": hosts.version_in(host),
             **json.loads(probe.stdout),
