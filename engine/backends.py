@@ -6,9 +6,10 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
+from torch._dynamo import convert_frame
 
 from .failures import never_swallowed
 from .inductor import inductor
@@ -26,12 +27,14 @@ class _State(threading.local):
     Args:
         runs: how often compiled code has run.
         ahead: code is compiled and does not run.
+        keeping: what is held until PyTorch has kept that code.
         locked: it has the GPU's lock: code is about to be found by others that has not been tried.
     """
 
     def __init__(self) -> None:
         self.runs = 0
         self.ahead = False
+        self.keeping = ExitStack()
         self.locked = False
 
 
@@ -39,14 +42,22 @@ state = _State()
 # A capture does not bear that another thread waits for the whole GPU, as measuring a kernel's variants does; nor code that has
 # never run, whose kernels are not loaded.
 gpu_lock = threading.Lock()
+PATIENCE = 10.0
 
 
 @contextmanager
 def ahead() -> Iterator[None]:
-    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then."""
+    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then.
+
+    Until then PyTorch's own lock is held, too. PyTorch gives it back when it has traced, before it puts the code where a reset
+    by another thread (a node of another pack) has freed the memory meanwhile (torch/csrc/dynamo/eval_frame_cpp.cpp, `extra`):
+    that ends the process.
+    """
     state.ahead = True
     try:
-        yield
+        with state.keeping:
+            state.keeping.enter_context(convert_frame.compile_lock)
+            yield
     finally:
         state.ahead = False
         if state.locked:
@@ -66,10 +77,12 @@ def backend_of(name: str) -> Callable:
         make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
         compiled = make(graph, example_inputs, **options)
         if state.ahead and not state.locked:
-            state.locked = gpu_lock.acquire()  # once this returns, PyTorch lets others find the code
+            # Once this returns, PyTorch lets others find the code. Not for ever: who captures may wait for PyTorch's lock.
+            state.locked = gpu_lock.acquire(timeout=PATIENCE)
 
         def run(*args: object) -> object:
             if state.ahead:
+                state.keeping.close()
                 _try_kernels(compiled, args)
                 raise NotRun
             state.runs += 1

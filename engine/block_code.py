@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -24,9 +25,24 @@ from .settings import CompileSettings
 from .stand_in import StandIn
 
 logger = logging.getLogger("torch-compile-kit")
+RETRIES = 3
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
-RETRIES = 3
+
+
+@contextmanager
+def first_call(poll: Callable[[], None]) -> Iterator[None]:
+    """Alone in `first_call_lock`.
+
+    Args:
+        poll: called ten times a second while another thread is in it; may raise to stop waiting.
+    """
+    while not first_call_lock.acquire(timeout=0.1):
+        poll()
+    try:
+        yield
+    finally:
+        first_call_lock.release()
 
 
 @dataclass
@@ -134,6 +150,7 @@ class BlockCode:
         """On a thread of its own: make the code for such a call, of which nothing runs."""
         if self.failure is not None or self.must_run:
             return
+        self.stats.seconds += wait_until_prepared()
         with first_call_lock, watching, ahead():
             block, args, kwargs = stand_in.made()
             self.call(block, args, kwargs)
@@ -147,7 +164,6 @@ class BlockCode:
         Args:
             whole: as one graph, or not at all.
         """
-        self.stats.seconds += wait_until_prepared()
         if self._own is None:
             source = self.forward
             own = types.FunctionType(

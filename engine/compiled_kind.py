@@ -13,11 +13,12 @@ from torch import nn
 
 from .backends import state as backend_state
 from .background import compiler
-from .block_code import BlockCode, first_call_lock
+from .block_code import BlockCode, first_call
 from .block_options import OptionsFilter, patch_objects
 from .failures import Failure
 from .layouts import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .monitor import CompileStats, watching
+from .prepare import wait_until_prepared
 from .settings import CompileSettings
 from .stand_in import StandIn
 
@@ -186,7 +187,8 @@ class CompiledKind:
             return self.forward(block, *args, **kwargs)
         if self._waiting:  # the thread makes what is wanted here, or is about to
             compiler.finish(self, call.poll)
-        with first_call_lock:
+        self.stats.seconds += wait_until_prepared(call.poll)
+        with first_call(call.poll):
             watching.renew()
             result = self.code.call(block, args, kwargs)
             if self.failure is None:

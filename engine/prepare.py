@@ -34,15 +34,20 @@ def prepare(on_gpu: bool) -> None:
         _Preparation.thread.start()
 
 
-def wait_until_prepared() -> float:
-    """Called before inductor is used: two threads at the same imports are slower than one.
+def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
+    """Called before inductor is used, and before any lock is taken for it: two threads at the same imports are slower than one.
+
+    Args:
+        poll: called ten times a second; may raise to stop waiting.
 
     Returns:
         Seconds waited.
     """
     began = time.perf_counter()
-    if _Preparation.thread is not None:
-        _Preparation.thread.join(PATIENCE)
+    thread = _Preparation.thread
+    while thread is not None and thread.is_alive() and time.perf_counter() - began < PATIENCE:
+        poll()
+        thread.join(0.1)
     return time.perf_counter() - began
 
 

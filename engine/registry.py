@@ -72,9 +72,10 @@ class ModelCode:
 
     def unchanged(self, blocks: list[nn.Module], settings: CompileSettings) -> bool:
         """Whether all of `blocks` that are compiled have run under these settings, and consist of the same parts since."""
-        compiled = [part for block in blocks for part in parts_of(block) or [block]]
-        if not settings.compiles_convolutions and not all(map(is_convolutional, compiled)):
-            compiled = [part for part in compiled if not is_convolutional(part)]
+        compiled = blocks
+        if not settings.compiles_convolutions and not all(map(is_convolutional, blocks)):
+            parts = [part for block in blocks for part in parts_of(block) or [block]]
+            compiled = [part for part in parts if not is_convolutional(part)]
         states = [self._of_block.get(block) for block in compiled]
         return all(
             state is not None and settings.kind_key() in state.kinds and state.holds(block)

@@ -177,3 +177,77 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
     assert kind.stats.graphs == 3 and kind.limit_reached
     (message,) = (r.getMessage() for r in caplog.records if "cache_limit" in r.getMessage())
     assert "Block: 3 compiled variants" in message and "size mismatch at index 1" in message
+
+
+def test_an_expanded_input_is_no_obstacle(run, backend):
+    """A tensor whose elements share memory cannot be written to as it is."""
+
+    class Scaled(InPlaceThenTrouble):
+        def forward(self, x, scale):
+            return super().forward(x) * scale
+
+    class Two(Net):
+        def forward(self, x):
+            for block in self.blocks:
+                x = block(x, scale=scale)
+            return x
+
+    backend["from_call"] = 2
+    net, x, scale = Two(Scaled), torch.randn(2, 4, 8), torch.randn(1, 1, 8).expand(2, 4, 8)
+    expected = net(x.clone())
+    assert torch.equal(run(net, x.clone()), expected)
+    assert backend["calls"] == 2
+
+
+def test_only_what_a_failed_call_has_changed_is_put_back(engine):
+    with torch.inference_mode(False):
+        changing, still, shared = torch.randn(2, 4), torch.randn(2, 4), torch.randn(1, 4).expand(3, 4)
+        found = [t.clone() for t in (changing, still, shared)]
+        changed = engine("layouts").Changed(((changing, still), {"scale": shared}))
+        changed.keep()
+        changing.add_(1)
+        shared[0].mul_(2)
+        versions = still._version
+        assert changed.put_back()
+        assert all(torch.equal(a, b) for a, b in zip((changing, still, shared), found, strict=True))
+        assert still._version == versions
+
+
+def test_no_memory_as_compilation_starts_is_no_error_of_pytorchs(engine, run, backend, monkeypatch):
+    """Copying the inputs happens inside PyTorch's callback: what that raises would leave it counting a compilation."""
+
+    def keep(_changed):
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine("layouts").Changed, "keep", keep)
+        backend["error"] = torch.OutOfMemoryError("no memory to compile")
+        with pytest.raises(Exception) as error:
+            run(Net(), torch.randn(2, 4, 8))
+    assert any("no memory to compile" in str(e) for e in engine("failures").chain(error.value))
+    torch._dynamo.reset()  # asserts that no compilation is going on
+    net, x = Net(), torch.randn(2, 4, 8)
+    assert torch.equal(run(net, x, backend="eager"), Net.forward(net, x))
+    assert sum(kind.stats.graphs for kind in engine("registry").code_of(net).kinds.values()) == 1, "compilations go unseen"
+
+
+def test_a_failure_that_may_pass_is_no_matter_for_other_settings(engine, run, backend):
+    backend["error"] = OSError("No space left on device")
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = Net.forward(net, x)
+    assert torch.equal(run(net, x), expected) and failures(engine, net)
+    assert torch.equal(run(net, x, backend="eager"), expected)
+    assert len(failures(engine, net)) == 1 and len(engine("registry").code_of(net).kinds) == 2
+
+
+def test_watching_ends_after_somebody_has_reset_dynamo(engine):
+    from torch._dynamo.callback import callback_handler
+
+    monitor = engine("monitor")
+    with monitor.watching:
+        torch._dynamo.reset()
+    with monitor.watching:
+        torch._dynamo.reset()
+        monitor.watching.renew()
+        assert monitor._on_compile_start in callback_handler.start_callbacks
+    assert not callback_handler.start_callbacks and not callback_handler.end_callbacks

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import zoo
 from patch_kinds.conditions import controlnet, with_options
 from patch_kinds.weights import lora_file
 from patching import Runs, same
@@ -64,6 +65,21 @@ def test_a_warm_size_is_not_run_again(warming):
     assert not calls
     assert runs.warm((64, 64), (128, 64)).count(SKIPPED) == 1
     assert calls
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_a_warm_unet_is_not_run_again(warming, engine, mode):
+    """By default the transformers inside SD 1.5's blocks are compiled, with more tuning whole blocks."""
+    setup, runs = zoo.SETUPS["sd15"], warming("sdxl")
+    runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
+    settings = engine("settings").CompileSettings(mode=mode, compile="at once")
+    object.__setattr__(settings, "backend", "eager")  # tuning twelve kinds takes minutes
+    runs.compiled = engine("host.attachment").attach(runs.patcher, settings)
+    calls = model_calls(runs.patcher)
+    assert SKIPPED not in runs.warm((128, 128)) and calls
+    calls.clear()
+    assert SKIPPED in runs.warm((128, 128)) and not calls
+    assert runs.sampled(128, 128) == 0
 
 
 def test_other_words_and_another_lora_strength_need_no_new_run(warming, tiny):

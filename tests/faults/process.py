@@ -1,0 +1,260 @@
+"""Processes of ComfyUI for the faults that need one of their own: to be killed, to have no room, to share a cache.
+
+Importing PyTorch's compiler and asking it what the machine can takes longer than all the rest, so one process does that and
+forks for each that is wanted. It reads a line of JSON for each: {"base", "actions"}, or {"wait": pid}.
+What a fork does is in `ACTIONS`; its answer lies in BASE/answer-PID.json, also that of one that is killed.
+"""
+
+import importlib
+import json
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import restart
+
+# One kind of block is enough here; the tests in this process have whole models.
+BLOCKS = "single_blocks.*"
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+class Lock:
+    """PyTorch's lock, after which the thread that held it goes on a little later, as it does in one of many cases."""
+
+    def __init__(self):
+        self.lock = threading.RLock()
+
+    def __enter__(self):
+        self.lock.acquire()
+
+    def __exit__(self, *_):
+        self.lock.release()
+        time.sleep(0.05)
+
+
+class Process:
+    """One process of ComfyUI from its start to its end."""
+
+    def __init__(self, pack, base, patcher, expected):
+        import folder_paths
+        from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+        os.setpgid(0, 0)
+        self.pack, self.base, self.patcher, self.expected = pack, Path(base), patcher, expected
+        self.compiled, self.waits = None, True
+        self.answer = {"runs": [], "raised": [], "said": []}
+        folder_paths.set_user_directory(str(self.base / "user"))
+        (self.base / "tmp").mkdir(parents=True, exist_ok=True)
+        os.environ["TMPDIR"] = __import__("tempfile").tempdir = str(self.base / "tmp")
+        for name in FOLDERS:  # PyTorch's own choice for the process before would count as the user's
+            os.environ.pop(name, None)
+        cache_dir()  # its own for this one
+        log = os.open(self.base / f"log-{os.getpid()}.txt", os.O_WRONLY | os.O_CREAT)
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        handler = logging.Handler()
+        handler.emit = lambda record: self.answer["said"].append(record.getMessage())
+        logging.getLogger("torch-compile-kit").addHandler(handler)
+
+    def module(self, name):
+        return importlib.import_module(f".{name}", self.pack.__name__)
+
+    def act(self, actions):
+        for action in actions:
+            name, _, given = action.partition("=")
+            try:
+                getattr(self, name)(*([given] if given else []))
+            except Exception as error:  # told in the answer
+                self.answer["raised"].append([action, type(error).__name__, str(error), traceback.format_exc()])
+
+    def write(self):
+        self.unlimit()
+        (self.base / f"answer-{os.getpid()}.json").write_text(json.dumps(self.answer))
+
+    # Actions
+
+    def behind(self):
+        """From now on code is made in the background."""
+        self.waits = False
+
+    def run(self):
+        """A run with the node, as each prompt does; in the background all is made before it ends."""
+        from devtools import tiny_models
+
+        compile = "at once" if self.waits else "in the background"
+        settings = self.module("engine.settings").CompileSettings(compile=compile, only_blocks=BLOCKS)
+        self.compiled = self.module("engine.host.attachment").attach(self.patcher, settings)
+        code = self.module("engine.registry").code_of(self.patcher.model.diffusion_model)
+        code.eager_calls = 0
+        before = {name: os.environ.get(name) for name in FOLDERS}
+        result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
+        stats = self.module("engine.report").stats_for(self.patcher.model.diffusion_model, settings)
+        ended = self.module("engine.background").compiler.wait(120)
+        self.answer["runs"].append(
+            {
+                "error": float((result - self.expected).abs().max() / self.expected.abs().max()),
+                "graphs": stats.graphs,
+                "from_disk": stats.from_disk,
+                "eager": code.eager_calls,
+                "failures": [kind.failure.message() for kind in code.kinds.values() if kind.failure],
+                "codes": sum(len(kind.variants() or ()) for kind in code.kinds.values()),
+                "not_as_found": {
+                    **({} if ended else {"compiler": "busy"}),
+                    **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},
+                    **{n: os.environ.get(n) for n, value in before.items() if os.environ.get(n) != value},
+                },
+            }
+        )
+
+    def save(self, name):
+        self.module("engine.host.cache_files").save_cache(self.compiled, name)
+
+    def load(self, name):
+        self.answer["loaded"] = self.module("engine.host.cache_files").load_cache(name)
+
+    def forget(self):
+        """What is compiled is dropped from memory, as when the model is freed."""
+        import torch
+
+        torch._dynamo.reset()
+        self.module("engine.registry").code_of._values.clear()
+        self.module("engine.registry")._kinds.clear()
+        torch._dynamo.utils.counters.clear()
+
+    def trim(self):
+        self.module("engine.disk_cache").current().trim()
+
+    def clear(self):
+        self.module("engine.host.users_folder").open_users_cache().clear()
+
+    def limit(self, size="4096"):
+        """As on a full disk: no file can grow beyond so many bytes, not those of compilers either."""
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), hard))
+
+    def unlimit(self):
+        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+
+    def clock(self, seconds):
+        """The clock that programs read is set by so much, from now on."""
+        found, shift = time.time, float(seconds)
+        time.time = lambda: found() + shift
+
+    def in_step(self, action):
+        """In each step from now on, inside the model."""
+        network = self.patcher.model.diffusion_model
+        network.final_layer.register_forward_pre_hook(lambda *_: self.act([action]))
+
+    def wait_for(self, pipe):
+        """Until another process opens the pipe; once."""
+        if not self.answer.get("waited"):
+            self.answer["waited"] = True
+            with open(pipe) as opened:
+                opened.read()
+
+    def vanish(self):
+        shutil.rmtree(self.base / "user" / "torch-compile-kit" / "cache")
+
+    def fail(self, where):
+        """From now on that function of the engine raises: FUNCTION:ERROR."""
+        name, _, error = where.partition(":")
+        module, _, function = name.rpartition(".")
+        made = {"memory": MemoryError("no memory"), "io": OSError(5, "Input/output error")}[error]
+        setattr(self.module(module), function, lambda *_args, **_kwargs: (_ for _ in ()).throw(made))
+
+    def kill(self, where="now"):
+        """kill -9: now, as soon as the C++ compiler has been started, or when a function of the engine is called."""
+
+        def die(*_args, **_kwargs):
+            self.write()
+            os.killpg(0, signal.SIGKILL)
+
+        if where == "now":
+            die()
+        elif where == "compiling":
+            found = subprocess.Popen.__init__
+
+            def started(popen, args, *more, **kwargs):
+                found(popen, args, *more, **kwargs)
+                time.sleep(0.3)
+                die()
+
+            subprocess.Popen.__init__ = started
+        else:
+            module, _, function = where.rpartition(".")
+            setattr(self.module(module), function, die)
+
+    def reset(self):
+        """Another pack's thread resets Dynamo whenever something is compiled: each reset begins while it is."""
+        import torch
+        from torch._dynamo import convert_frame
+
+        convert_frame.compile_lock = Lock()
+        compiling = threading.Event()
+
+        def resets():
+            while True:
+                compiling.wait()
+                compiling.clear()
+                torch._dynamo.reset()
+                self.answer["resets"] = self.answer.get("resets", 0) + 1
+
+        threading.Thread(target=resets, daemon=True).start()
+        backends = self.module("engine.backends")
+        found = backends.inductor
+
+        def inductor(*args, **kwargs):
+            compiling.set()
+            return found(*args, **kwargs)
+
+        backends.inductor = inductor
+
+
+def serve():
+    sys.path[:] = [p for p in sys.path if Path(p or os.getcwd()).resolve() not in (restart.ROOT, restart.ROOT / "tests")]
+    pack = restart.load_pack(sys.argv[1])
+    import torch
+    import tqdm
+    from torch._inductor import cpu_vec_isa
+
+    from devtools import tiny_models
+
+    tqdm.tqdm.monitor_interval = 0  # no thread of its own
+    cpu_vec_isa.valid_vec_isa_list = list  # plain C++: compiles fast, and the CPU need not be asked what it can
+    restart.plain_compile(2.0)
+    patcher = tiny_models.build_patcher("flux")
+    with torch.inference_mode():
+        expected = restart.one_step(patcher, *tiny_models.conditioning("flux"))
+    assert threading.active_count() == 1, threading.enumerate()  # a fork has only the thread that forks
+    print("READY", flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        if "wait" in asked:
+            _, status = os.waitpid(asked["wait"], 0)
+            print(os.waitstatus_to_exitcode(status), flush=True)
+            continue
+        pid = os.fork()
+        if pid:
+            print(pid, flush=True)
+            continue
+        try:
+            with torch.inference_mode():
+                process = Process(pack, asked["base"], patcher, expected)
+                process.act(asked["actions"])
+                process.write()
+        finally:
+            os._exit(0)
+
+
+if __name__ == "__main__":
+    serve()
