@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import types
@@ -90,8 +91,12 @@ class BlockCode:
             raise BlockCompileError(self.failure.message())
         return self.forward(block, *args, **kwargs)
 
-    def call(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Call compiled code, and note what that compiles."""
+    def call(self, block: nn.Module, args: tuple, kwargs: dict, again: bool = False) -> object:
+        """Call compiled code, and note what that compiles.
+
+        Args:
+            again: there has been code for such a call, so something else than shapes differs: a float, perhaps.
+        """
         beforehand = backend_state.ahead
         if beforehand:
             compiled = self._compile(whole=True)
@@ -100,7 +105,7 @@ class BlockCode:
         else:
             compiled = self._compiled
         changed = Changed(() if beforehand else (args, kwargs))
-        event = CompileEvent(self.name, changed.keep, self._switches, self.folder)
+        event = CompileEvent(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
@@ -129,7 +134,7 @@ class BlockCode:
             if event.started:
                 self.compiles += 1
                 self.stats += event.stats()
-        return self.call(block, args, kwargs)  # what was damaged on disk is gone: once more
+        return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
 
     def _after_failure(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict, beforehand: bool) -> object:
         failure = self._note_failure(error)
@@ -147,13 +152,13 @@ class BlockCode:
         return result
 
     def compile_ahead(self, stand_in: StandIn) -> None:
-        """On a thread of its own: make the code for such a call, of which nothing runs."""
+        """On a thread of its own: make the code for such a call, of which nothing runs; `again` as for `call`."""
         if self.failure is not None or self.must_run:
             return
         self.stats.seconds += wait_until_prepared()
         with first_call_lock, watching, ahead():
             block, args, kwargs = stand_in.made()
-            self.call(block, args, kwargs)
+            self.call(block, args, kwargs, stand_in.again)
 
     def _compile(self, whole: bool) -> Callable:
         """torch.compile of a private copy of the forward.
@@ -183,12 +188,17 @@ class BlockCode:
         found = [entry.guard_manager for entry in entries]
         return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
-    def _switches(self) -> dict[str, object]:
-        """The numbers in which blocks differ, as Dynamo names them, after those that the user has set."""
+    def _switches(self, again: bool) -> dict[str, object]:
+        """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.
+
+        Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm had PyTorch trace a block twice
+        (torch/fx/passes/_tensorify_python_scalars.py).
+        """
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
         named = ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
-        return {**(STATIC if self.settings.dynamic == "false" else DYNAMIC), "dynamic_sources": named}
+        shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not again}
+        return {**shapes, "dynamic_sources": named}
 
     def _note_failure(self, error: Exception) -> Failure | None:
         """What to say of an error while compiling; None where only new shapes run eager."""

@@ -182,7 +182,7 @@ class CompiledKind:
         if not call.waits and not self.code.must_run:
             return self._run_if_ready(block, call, (signature, patch_objects(given)), args, kwargs)
         if signature in self._seen:
-            return self.code.call(block, args, kwargs)
+            return self.code.call(block, args, kwargs, again=True)
         if self.limit_reached and self.settings.dynamic == "false":
             return self.forward(block, *args, **kwargs)
         if self._waiting:  # the thread makes what is wanted here, or is about to
@@ -223,6 +223,7 @@ class CompiledKind:
             self.code.must_run = True
             return
         self._waiting.add(variant)
+        stand_in.again = self._asked[variant] > 1
         compiler.ask(self, stand_in, lambda: self._waiting.discard(variant))
 
     def compile_ahead(self, stand_in: StandIn) -> None:

@@ -110,7 +110,7 @@ compile_scope = SharedScope(
             torch._dynamo.config,
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
-        **_attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default")),
+        **_attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
         **_attributes(shape_config, ("use_duck_shape",)),
         **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),

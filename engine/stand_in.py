@@ -61,9 +61,12 @@ class StandIn:
     Args:
         block: as its forward would see it now, weights in place.
         args, kwargs: of the call.
+
+    `again`: there has been code for such a call before, see `BlockCode.call`.
     """
 
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict):
+        self.again = False
         self._forms: dict[int, _Form | torch.Tensor] = {}  # by `id`: the caller keeps all of them until we are done here
         self._block = self._without_data(block, {})
         self._weights = set(self._forms)

@@ -63,6 +63,56 @@ def test_one_graph_for_all_sizes_and_one_for_a_batch_of_one(engine, block):
     assert torch_settings() == before
 
 
+class Normed(Block):
+    """As every transformer block: norms with an epsilon, and a number of its own."""
+
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.norm = torch.nn.LayerNorm(width, elementwise_affine=False, eps=1e-6)
+        self.scale = 0.5
+
+    def forward(self, x, strength=1.0):
+        return super().forward(x, torch.full_like(x[:, :1], 1.0) * self.scale * strength)
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_a_block_is_traced_once(engine, backend):
+    """As a symbol the epsilon was a reason to begin anew, when all had been traced."""
+    from torch._dynamo.utils import get_compilation_metrics
+
+    net = Net(Normed)
+    known = set(map(id, get_compilation_metrics()))
+    settings = engine("settings").CompileSettings(backend=backend, dynamic="auto")
+    x = torch.randn(2, 6, 8)
+    expected = net(x)
+    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
+        assert relative_error(net(x), expected) < 1e-5
+    metrics = [m for m in get_compilation_metrics() if id(m) not in known]
+    assert len(metrics) == 1 and not metrics[0].restart_reasons
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_floats_that_differ_cost_one_graph_more(engine, waits):
+    net = Net(Normed, count=4)
+    for number, block in enumerate(net.blocks):
+        block.scale = 0.25 * (number + 1)
+    settings = engine("settings").CompileSettings(backend="eager", dynamic="auto")
+
+    def run(strength):
+        x = torch.randn(2, 6, 8)
+        expected = net(x, strength=strength)
+        call = engine("compiled_kind").ModelCall(waits=waits)
+        with engine("monitor").watching, engine("binding").compiled_blocks(net, settings, call):
+            result = net(x, strength=strength)
+        engine("compiled_kind").submit(call.asks)
+        assert engine("background").compiler.wait(60)
+        assert relative_error(result, expected) < 1e-6
+        return sum(kind.stats.graphs for kind in engine("registry").code_of(net).kinds.values())
+
+    graphs = [run(strength) for strength in (1.0, 0.7, 1.3, 0.2, 0.9)]
+    assert graphs[-1] == graphs[2] <= 3
+
+
 @pytest.mark.parametrize("arguments", [(0, 9, 3), (1, 9, 3), (9, 0, -2), (10, 0, -5), (3, 3, 1), (5, 2, 2), (-7, 8, 4), (2, 6)])
 def test_steps(engine, arguments):
     assert engine("symbolic_sizes").steps_of(*arguments) == list(range(*arguments))
