@@ -62,7 +62,7 @@ def main() -> None:
             "wrong": fuzz.wrong(),
             "normal_prompts": f"{normal.count('')} of {len(normal)} ran",
             "server_alive": alive,
-            "most_log_bytes_of_what_ran": max((r["log_bytes"] for r in fuzz.rows if r["outcome"].startswith("ran")), default=0),
+            "most_log_bytes_of_what_ran": max((r["log_bytes"] for r in fuzz.rows if r["outcome"] == "ran"), default=0),
             "longest_seconds": max(r["seconds"] for r in fuzz.rows),
             "seconds": round(seconds),
         }

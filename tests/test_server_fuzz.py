@@ -56,6 +56,16 @@ def test_a_value_that_a_switch_lets_through_is_named(fuzz, node, name, value):
     assert row["message"].startswith(f"InvalidSetting: {name} = ")
 
 
+def test_a_linked_setting_is_not_judged_before_it_runs(fuzz, server):
+    """A switch may hold the backend; the log said "getting ready to compile failed" at each such prompt."""
+    prompt = fuzz.generator.normal()
+    prompt["value"] = {"class_type": "TestValue", "inputs": {"value": "eager"}}
+    prompt["compile"]["inputs"]["backend"] = ["value", 0]
+    before = len(server.log())
+    assert fuzz.judged(prompt)["outcome"] == "ran"
+    assert "getting ready to compile failed" not in server.log()[before:]
+
+
 def test_the_same_number_is_the_same_prompt(fuzz, server):
     again = Generator(server.get("/object_info"), SEED, quick=True)
     assert repr(again.prompt(7)) == repr(fuzz.generator.prompt(7)) != repr(again.prompt(8))

@@ -56,6 +56,7 @@ VALUES = {
     "fraction": 0.5,
     "truth": True,
     "word": "abc",
+    "eager": "eager",
     "long text": "99x99\n" * 1_500_000,
     "bytes": b"\xff\x00",
     "list": [1, "a"],
