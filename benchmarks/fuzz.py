@@ -32,6 +32,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="without inductor")
     options = parser.parse_args()
+    options.host = str(Path(options.host).resolve())
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     with tempfile.TemporaryDirectory() as base:
