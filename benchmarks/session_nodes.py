@@ -5,6 +5,7 @@ recorded there, and its time is read after the prompt. The first step begins whe
 loaded the model as far as it does that beforehand. Nothing is waited for, so the host runs ahead as it does without us.
 """
 
+import gc
 import importlib.util
 import itertools
 import os
@@ -76,6 +77,24 @@ async def free(request: web.Request) -> web.Response:
     _ballast.append(torch.empty(max(0, int(torch.cuda.mem_get_info()[0] - wanted * GIB)), dtype=torch.uint8, device="cuda"))
     torch.cuda.synchronize()
     return web.json_response({"free_gib": torch.cuda.mem_get_info()[0] / GIB})
+
+
+@PromptServer.instance.routes.get("/session/memory")
+async def memory(_request: web.Request) -> web.Response:
+    """GiB of the GPU that are in use by whoever, and that PyTorch has given out; nothing without a GPU."""
+    if not torch.cuda.is_available():
+        return web.json_response({})
+    torch.cuda.synchronize()
+    left, total = torch.cuda.mem_get_info()
+    return web.json_response({"vram": (total - left) / GIB, "allocated": torch.cuda.memory_allocated() / GIB})
+
+
+@PromptServer.instance.routes.get("/session/graphs")
+async def graphs(_request: web.Request) -> web.Response:
+    """CUDA graphs captured and replayed for the models that are in memory."""
+    module = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.graphs")), None)
+    found = [item for item in gc.get_objects() if module is not None and type(item) is module.ModelGraphs]
+    return web.json_response({name: sum(getattr(item, name) for item in found) for name in ("captures", "replays")})
 
 
 class SessionPrompts:

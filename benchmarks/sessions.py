@@ -45,10 +45,15 @@ class OutOfTimeError(Exception):
 
 
 class Bench:
-    """The machine's folder, the clock and the rows of one call."""
+    """The machine's folder, the clock and the rows of one call.
 
-    def __init__(self, options):
-        self.options = options
+    Args:
+        options: of the command line; see `main`.
+        module: what was called.
+    """
+
+    def __init__(self, options, module: str = "benchmarks.sessions"):
+        self.options, self.module = options, module
         self.base = options.folder.resolve()
         self.deadline = time.monotonic() + options.limit
         self.log = options.out.with_suffix(".log")
@@ -125,7 +130,7 @@ class Bench:
 
     def _describe(self, server) -> None:
         """What the results file says about the machine, from the first server."""
-        command = " ".join(["python -m benchmarks.sessions", *sys.argv[1:]])
+        command = " ".join([f"python -m {self.module}", *sys.argv[1:]])
         if any(where["command"] == command for where in self.known["environments"][-1:]):
             return
         stats = server.get("/system_stats")
@@ -243,7 +248,8 @@ def main() -> None:
         print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
 
 
-def _sessions(bench: Bench, model: str) -> None:
+def make_files(bench: Bench, model: str) -> None:
+    """Write the model's files where they are not there."""
     options = bench.options
     folder = bench.base / "models"
     command = [sys.executable, "-m", "benchmarks.session_files", "--host", options.host, "--model", model]
@@ -254,6 +260,11 @@ def _sessions(bench: Bench, model: str) -> None:
         )
     except subprocess.TimeoutExpired:
         raise OutOfTimeError from None
+
+
+def _sessions(bench: Bench, model: str) -> None:
+    options = bench.options
+    make_files(bench, model)
     if options.make:
         return
     for cores in options.cores:
@@ -265,7 +276,7 @@ def _sessions(bench: Bench, model: str) -> None:
                     continue  # it compiles nothing
                 bench.session(model, variant, cache, cores)
     if options.delete:
-        for file in folder.glob(f"*/{model}.safetensors"):
+        for file in (bench.base / "models").glob(f"*/{model}.safetensors"):
             file.unlink()
 
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -177,6 +178,7 @@ class BlockCode:
             own.__kwdefaults__ = source.__kwdefaults__
             own.__qualname__ = source.__qualname__
             self._own, self.ready = own, torch._dynamo.run(own)
+            weakref.finalize(self, _forget, own.__code__).atexit = False
         options = self.settings.inductor_options() or None
         return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)
 
@@ -215,6 +217,15 @@ class BlockCode:
                 changed.partition("  #")[0].strip().rstrip("."),
             )
         return None
+
+
+def _forget(code: types.CodeType) -> None:
+    """Free what PyTorch has compiled of a code object that nobody calls any more.
+
+    It never does so itself: its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives,
+    which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
+    """
+    torch._C._dynamo.eval_frame.reset_code(code)
 
 
 def _cache_entries(code: types.CodeType) -> list:

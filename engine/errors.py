@@ -31,7 +31,7 @@ def shown(value: object) -> str:
     """A value as messages show it: who pastes megabytes into an input needs no megabytes of log."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest
         return "a number of very many digits"
-    text = value if isinstance(value, str) else repr(value)
-    if len(text) <= SHOWN:
-        return repr(value)
-    return f"{text[:SHOWN]!r}... ({len(text):,} characters)"
+    if isinstance(value, str):
+        return repr(value) if len(value) <= SHOWN else f"{value[:SHOWN]!r}... ({len(value):,} characters)"
+    text = " ".join(repr(value).split())  # tensors are written on many lines
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}... ({len(text):,} characters)"

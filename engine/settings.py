@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import InvalidSetting
+from .given import check_switch, check_text, check_whole
 
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
 MODES = ("auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -67,6 +68,10 @@ class CompileSettings:
     compile: str = "in the background"
 
     def __post_init__(self) -> None:
+        for name in ("fullgraph", "allow_tf32", "cudnn_benchmark"):
+            check_switch(name, getattr(self, name))
+        check_text("only_blocks", self.only_blocks)
+        check_whole("cache_limit", self.cache_limit, 0, MAX_CACHE_LIMIT)
         skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
         key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
         object.__setattr__(self, "_kind_key", key)
@@ -80,8 +85,6 @@ class CompileSettings:
             value = getattr(self, name)
             if value not in choices:
                 raise InvalidSetting(name, value, f"choose one of {', '.join(choices)}.")
-        if not 0 <= self.cache_limit <= MAX_CACHE_LIMIT:
-            raise InvalidSetting("cache_limit", self.cache_limit, f"use 0 (automatic) or a number up to {MAX_CACHE_LIMIT}.")
         if self.mode not in ("auto", "default") and self.backend not in ("inductor", "none"):
             raise InvalidSetting(
                 "mode", self.mode, f"backend {self.backend} has no modes; set mode to default or backend to inductor."

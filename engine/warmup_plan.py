@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import InvalidSetting
+from .given import check_text, check_whole
 
 MAX_PIXELS = 16384
 MAX_FRAMES = 16384
@@ -38,8 +39,7 @@ class Size:
 
     def __post_init__(self) -> None:
         for name, highest in _LIMITS.items():
-            if not 1 <= getattr(self, name) <= highest:
-                raise InvalidSetting(name, getattr(self, name), f"use 1 to {highest}.")
+            check_whole(name, getattr(self, name), 1, highest)
 
     def label(self) -> str:
         frames = f"x{self.length}" if self.length > 1 else ""
@@ -54,6 +54,7 @@ def parse_extra_sizes(text: str) -> list[Size]:
     Raises:
         InvalidSetting: something is no size, or beyond the limits; the message names the line.
     """
+    check_text("extra_sizes", text)
     if len(text) > MAX_TEXT:
         raise InvalidSetting("extra_sizes", text, f"use at most {MAX_TEXT:,} characters.")
     sizes = []

@@ -3,7 +3,7 @@
 from comfy_api.latest import io, ui
 
 from ..engine.benchmark_plot import draw, draw_message
-from ..engine.host.benchmark import NOT_COMPILED, benchmark
+from ..engine.host.benchmark import MAX_STEPS, NOT_COMPILED, benchmark
 from ..engine.warmup_plan import Size
 from .inputs import latent_input, size_inputs
 
@@ -28,7 +28,7 @@ class Benchmark(io.ComfyNode):
                     "steps",
                     default=20,
                     min=1,
-                    max=10000,
+                    max=MAX_STEPS,
                     tooltip="Steps of one image, as in the sampler. Six images are sampled; fewer steps take less time.",
                 ),
                 io.Boolean.Input(

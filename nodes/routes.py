@@ -79,7 +79,8 @@ def prepare_for(request: dict) -> dict:
         if node.get("class_type") != COMPILES or not isinstance(inputs, dict):
             continue
         try:
-            given = {name: inputs[name] for name in ("backend", "mode", "compile") if name in inputs}
+            # What is linked is known when it runs.
+            given = {name: inputs[name] for name in ("backend", "mode", "compile") if isinstance(inputs.get(name), str)}
             get_ready(CompileSettings(**{**given, **({"compile": "at once"} if warms else {})}))
         except Exception as error:  # the prompt is the host's to judge, and the first compilation gets ready anyway
             logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)

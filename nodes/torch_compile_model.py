@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..engine import settings as choices
+from ..engine.given import check_model
 from ..engine.host.attachment import attach
 from ..engine.settings import CompileSettings
 
@@ -109,4 +110,5 @@ class TorchCompileModel(io.ComfyNode):
 
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:
+        check_model(model)
         return io.NodeOutput(attach(model, CompileSettings(**inputs)))

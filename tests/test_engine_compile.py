@@ -1,6 +1,7 @@
 """Blocks of plain PyTorch, compiled: sharing, shapes, failures, scopes."""
 
 import gc
+import sys
 import threading
 import weakref
 
@@ -235,6 +236,23 @@ def test_freeing_the_model_frees_it_at_once(engine, compiled):
         assert all(kind() is None for kind in kinds)
     finally:
         gc.enable()
+
+
+def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
+    """Its table of code objects kept them, and a function of each graph in the module of the block's class."""
+
+    def left_in_the_module():
+        return {name for name in vars(sys.modules[Block.__module__]) if name.startswith("__compiled_fn")}
+
+    net, before = Net(), left_in_the_module()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    code = [weakref.ref(kind.code._own.__code__) for kind in engine("registry").code_of(net).kinds.values()]
+    assert code and left_in_the_module() > before
+    del net
+    gc.collect()
+    assert left_in_the_module() == before
+    assert [ref() for ref in code] == [None] * len(code)
 
 
 @pytest.mark.parametrize(

@@ -101,6 +101,36 @@ def test_every_results_file_says_where_it_comes_from(tables):
             assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
 
 
+def test_fuzz_and_soak_found_nothing_that_stays(tables):
+    found = [row for kind in ("fuzz", "soak") for row in tables.rows(kind)[0]]
+    assert {row["kind"] for row in found} == {"fuzz", "soak"}
+    for row in found:
+        assert row["wrong"] == [] and row.get("not_flat", []) == [] and row.get("alive", True), row["file"]
+        if row["kind"] == "fuzz":
+            assert row["server_alive"] and row["prompts"] >= 300
+        else:  # the comparison could tell one state from the other
+            assert row["largest_error"] <= row["allowed_error"] < row["least_difference_of_two_states"]
+
+
+def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
+    import numpy
+    import torch
+
+    soak, states = benchmark("soak"), benchmark("soak_prompts")
+    one, other = states.State("m", (8, 8)), states.State("m", (8, 8), lora=1.0)
+    latents = {one: torch.ones(1, 4), other: torch.ones(1, 4) * 1.01}
+    image = numpy.zeros((8, 8, 3), "uint8")
+    found = soak.Soak.__new__(soak.Soak)
+    found.states, found.expected = [one, other], {state: (latent, [image]) for state, latent in latents.items()}
+    assert found._nearest(one, latents[one]) is one and found._nearest(one, latents[other]) is other
+    assert found._apart()[0] > 0.005
+    assert soak.difference(torch.ones(1, 4), torch.ones(1, 5)) == float("inf") != soak.difference(*latents.values())
+    assert soak.image_difference([image], [image + 3]) == 3.0 and soak.image_difference([image], []) == float("inf")
+    assert soak.flat("rss", [1000, 1100, 1150, 1150]) and not soak.flat("rss", [1000, 1100, 1120, 1160])
+    assert soak.flat("files", [9, 10, 12]) and not soak.flat("files", [9, 10, 13])
+    assert soak.flat("vram", [130.0, 131.0, 131.4]) and not soak.flat("vram", [130.0, 131.0, 131.6])
+
+
 def test_noise_of_attention_is_shown_where_a_row_has_it(tables):
     assert tables.noise_of({"attention_noise": {"MATH": 0.25, "FLASH_ATTENTION": 0.5}}) == 0.5
     assert tables.noise_of({"variant": "eager"}) is None and tables.noise_of(None) is None

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 from ..benchmark import BenchmarkResult, CompileCost, Timing, Trace, relative_error
 from ..compiled_kind import CompiledKind
+from ..given import check_model, check_sampling, check_switch, check_whole
 from ..report import kinds_for, stats_for
 from ..settings import CompileSettings
 from ..trace import STEPS as TRACE_STEPS
@@ -27,6 +28,7 @@ from .sampling import labelled_latent, naming_the_size, sample
 from .weights import notes_on
 
 ROUNDS = 3
+MAX_STEPS = 10_000
 NOT_COMPILED = "Nothing to compare: put Torch Compile Model (backend other than none) before this node."
 
 
@@ -54,8 +56,12 @@ def benchmark(
         The figures; None if the model is not compiled.
 
     Raises:
-        InvalidSetting: the model cannot take the size.
+        InvalidSetting: an input is nothing that can be sampled, or the model cannot take the size.
     """
+    check_model(patcher)
+    check_sampling(positive, negative, cfg, latent)
+    check_whole("steps", steps, 1, MAX_STEPS)
+    check_switch("trace", trace)
     settings = attached_settings(patcher)
     if settings is None:
         return None

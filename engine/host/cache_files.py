@@ -10,6 +10,7 @@ from ..cache_file import SUFFIX, CacheFileError, is_device, load_cache_file, wri
 from ..cache_folders import check_private, make_private
 from ..disk_cache import folder_name
 from ..errors import InvalidSetting, shown
+from ..given import check_model, check_text
 from ..report import kinds_for
 from ..structure import structure_of
 from ..watch import watch_of
@@ -45,6 +46,8 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         InvalidSetting: `filename` is no plain name, or inductor has compiled nothing for the model yet.
         CacheFileError: the file cannot be written.
     """
+    check_model(patcher)
+    check_text("filename", filename)
     name = filename.strip().removesuffix(SUFFIX)
     if not _PLAIN_NAME.fullmatch(name):
         raise InvalidSetting(

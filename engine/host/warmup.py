@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from ..binding import modules_at
+from ..given import check_model, check_sampling
 from ..registry import code_of
 from ..report import CompileReport, WarmedSize, kinds_for, stats_for
 from ..settings import CompileSettings
@@ -54,8 +55,10 @@ def warm_up(
         The report.
 
     Raises:
-        InvalidSetting: the model cannot take a size.
+        InvalidSetting: an input is nothing that can be sampled, or the model cannot take a size.
     """
+    check_model(patcher)
+    check_sampling(positive, negative, cfg, latent)
     settings = attached_settings(patcher)
     if settings is None:
         return "Nothing to warm up: put Torch Compile Model (backend other than none) before this node."
