@@ -83,9 +83,36 @@ class Pages:
                 layer.__dict__.pop(name, None)
 
 
+class Buffers:
+    """The host's two offload streams, each with a buffer for weights that have no page: who gets a stream writes there."""
+
+    def __init__(self, size: int = 2**24):
+        self._streams = [self.Stream(), self.Stream()]
+        self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in self._streams]
+        self._next = 0
+
+    class Stream(contextlib.nullcontext):
+        def wait_stream(self, _other):
+            pass
+
+    def stream(self):
+        self._next = 1 - self._next
+        return self._streams[self._next]
+
+    def of(self, stream):
+        self._buffer = self._buffers[self._streams.index(stream)]
+        return self
+
+    def get(self, size, offset):
+        return self._buffer[offset : offset + size]
+
+
 @contextlib.contextmanager
-def paged(monkeypatch, model):
-    """While it lasts, the big layers of `model` are paged; yields its `Pages`."""
+def paged(monkeypatch, model, buffers: Buffers | None = None):
+    """While it lasts, the big layers of `model` are paged; yields its `Pages`.
+
+    Without `buffers` each layer's weights come in memory of their own, if they have no page.
+    """
     import comfy.model_management
     import comfy_aimdo.model_vbar
     import comfy_aimdo.torch
@@ -96,8 +123,11 @@ def paged(monkeypatch, model):
         patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda allocation: pages.fault(allocation))
         patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda allocation: pages.unpin(allocation))
         patch.setattr(comfy_aimdo.model_vbar, "vbar_signature_compare", lambda a, b: a is not None and a == b)
-        patch.setattr(comfy_aimdo.torch, "aimdo_to_tensor", lambda allocation, device: pages.tensor(allocation))
-        patch.setattr(comfy.model_management, "get_offload_stream", lambda device: None)
+        patch.setattr(
+            comfy_aimdo.torch, "aimdo_to_tensor", lambda a, device: a if isinstance(a, torch.Tensor) else pages.tensor(a)
+        )
+        patch.setattr(comfy.model_management, "get_offload_stream", lambda device: buffers and buffers.stream())
+        patch.setattr(comfy.model_management, "get_aimdo_cast_buffer", lambda stream, device: buffers.of(stream))
         patch.setattr(args, "disable_pinned_memory", True)
         try:
             yield pages

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paging import paged
+from paging import Buffers, paged
 from patch_kinds.weights import load_partly, lora_file
 from patching import Runs
 from support import relative_error
@@ -61,6 +61,45 @@ def test_lora_under_partial_loading_adds_no_graph(flux):
             assert relative_error(result, results.setdefault(name, result)) < 1e-5, (share, name)
         assert relative_error(flux.run(flux.attach(flux.patcher)), flux.run(flux.patcher)) < 1e-6
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("sdxl", {}), ("sdxl", {"compile": "in the background"}), ("flux", {}), ("flux", {"only_blocks": "*1"})],
+)
+def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings, tiny, engine, monkeypatch):
+    """Layers between two blocks come through the same two buffers (SDXL's ResBlocks)."""
+    runs = Runs(tiny, engine, name, cfg=1.0)
+    expected = runs.run(runs.patcher)
+    compiled = runs.attach(runs.patcher, **settings)
+    network, buffers = runs.patcher.model.diffusion_model, Buffers()
+    inside = {layer for block in compiled_blocks(runs, compiled) for layer in block.modules()}
+
+    def host_fetches(*_):  # on a CPU it does not
+        buffers.of(buffers.stream()).get(2**22, 0).fill_(255)
+
+    with paged(monkeypatch, runs.patcher.model, buffers) as pages:
+        hooks = [m.register_forward_pre_hook(host_fetches) for m in network.modules() if hasattr(m, "_v") and m not in inside]
+        assert hooks
+        try:
+            for resident in ([], list(pages.layers)[::2], []):
+                pages.resident = set(resident)
+                assert relative_error(runs.run(compiled), expected) < 1e-5
+                assert engine("background").compiler.wait(120)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert not runs.failures
+
+
+def compiled_blocks(runs, compiled):
+    """The blocks of which the compiled patcher puts the weights in place."""
+    settings = runs.engine("host.attachment").attached_settings(compiled)
+    binding = runs.engine("binding").Binding(
+        runs.patcher.model.diffusion_model, settings, runs.engine("compiled_kind").ModelCall()
+    )
+    return binding._free
 
 
 @pytest.mark.pages

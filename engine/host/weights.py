@@ -178,8 +178,7 @@ class ModelWeights:
                 self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
         elif moving:
             self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
-            for here, following in pairwise(moving):
-                here.following = following
+            _fetch_ahead(base_model.diffusion_model, [(b, g) for b, g in zip(blocks, groups, strict=True) if g.moves])
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
         self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
@@ -204,6 +203,25 @@ class ModelWeights:
         """Give up what was fetched ahead and not used."""
         for group in self.groups.values():
             group.drop()
+
+
+def _fetch_ahead(network: nn.Module, moving: list[tuple[nn.Module, LayerGroup]]) -> None:
+    """Have each block start the transfer for the next, unless the host pages a layer between them.
+
+    What has no page comes through two buffers that all share in turn (comfy/model_management.py, `get_offload_stream`): the
+    host would write its layer over what is waiting there. Between: as the network was put together, which is how it runs.
+    """
+    at, others = {}, []
+    groups = {id(layer): group for block, group in moving for layer in block.modules()}
+    for position, layer in enumerate(network.modules()):
+        if id(layer) in groups:
+            at.setdefault(id(groups[id(layer)]), []).append(position)
+        elif "_v" in layer.__dict__:
+            others.append(position)
+    for (_, here), (_, following) in pairwise(moving):
+        first, *_, last = sorted([*at[id(here)], *at[id(following)]])
+        if not any(first < position < last for position in others):
+            here.following = following
 
 
 _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
