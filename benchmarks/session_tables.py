@@ -3,9 +3,11 @@
 import statistics
 
 from .rows import NAMES, rows
+from .session_prompts import SESSIONS
 
 VARIANTS = {"eager": "eager", "kjnodes": "KJNodes", "core": "core", "ours": "ours", "warmup": "ours, with Warmup"}
 CACHES = ("cold", "warm")
+RESTARTS = {prompt.name for session in SESSIONS.values() for prompt in session.prompts if prompt.restart}
 # A step that takes longer than so many of eager's is one that a person notices.
 NOTICED = 3
 
@@ -49,11 +51,12 @@ def _cell(taken: list[dict], eager: list[dict]) -> str:
 
 
 def _figures(sessions: Sessions, key: tuple, last: int) -> list[str]:
-    """First prompt, whole session, last prompt."""
+    """First prompt, whole session, and the last prompt before a restart."""
     own, eager = sessions.newest.get(key, {}), sessions.eager(key)
     numbers = sorted(own) or [1]
+    settled = next((number - 1 for number in numbers if own and own[number]["prompt"] in RESTARTS), last)
     first, whole, compiled = (
-        _cell([own.get(n) for n in some], [eager.get(n) for n in some]) for some in ([1], numbers, [last])
+        _cell([own.get(n) for n in some], [eager.get(n) for n in some]) for some in ([1], numbers, [settled])
     )
     return [first, whole if len(numbers) == last or whole == "-" else f"{whole}, {len(numbers)} prompts", compiled]
 

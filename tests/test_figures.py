@@ -181,7 +181,7 @@ def test_sessions_are_set_beside_eagers_prompts_of_the_same_file(benchmark, tmp_
     _results(tmp_path, "2", [*_session("flux", "eager", [8, 8, 8]), *cut, *_session("flux_small", "eager", [1, 1, 1])])
     lines = sessions.sessions_table().splitlines()
     assert lines[2] == "| Flux-dev 12B, 1024x1024, 3 prompts | eager | 8.0 | 24.0 | - | 8.0 | 5.0 | 15.0 |"
-    assert lines[3] == "|  | KJNodes | 16.0 (2.00) | - | - | - | - | - |"
+    assert lines[3] == "|  | KJNodes | 16.0 (2.00) | 24.0 (1.50), 2 prompts | - | - | - | - |"
     assert lines[4] == "|  | ours | 8.0 (2.00) | 12.0 (1.00) | 6.0 (0.50) | 2.0 (0.50) | 10.0 (2.00) | 20.0 (1.33) |"
     assert len([line for line in lines if line.startswith("|")]) == 5
 
