@@ -86,6 +86,12 @@ print("lives")
         done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
         assert done.stdout.strip().endswith("lives"), done.stderr[-2000:]
 
+    def test_the_trial_of_a_version_that_is_known_to_work(self, engine):
+        version = ".".join(torch.__version__.split(".")[:2])
+        if version not in engine("host.graphing").CAPTURES_ASYNC:
+            pytest.skip(f"nobody knows of PyTorch {version}: that is what the trial is for")
+        assert engine("capture_probe").tried()
+
     def test_a_sampled_model(self, engine, tiny, device):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
         runs.patcher = tiny.build_patcher("flux", device)

@@ -233,7 +233,11 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     monkeypatch.setattr(engine("host.graphing"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(engine("host.graphing"), "CAPTURES_ASYNC", set())
-    assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
+    for known, words in ((None, "behind the scenes"), (False, "--disable-cuda-malloc")):
+        monkeypatch.setattr(engine("host.graphing").probe, "works", lambda _device, known=known: known)
+        assert words in no_graphs(torch.device("cuda"))
+    monkeypatch.setattr(engine("host.graphing").probe, "works", lambda _device: True)
+    assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert "another node" in no_graphs(torch.device("cuda"))
 

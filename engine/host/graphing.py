@@ -14,6 +14,7 @@ from torch import nn
 
 from ..binding import Binding
 from ..block_options import BOOKKEEPING, keys_read
+from ..capture_probe import probe
 from ..channels_last import run_channels_last
 from ..compiled_kind import ModelCall, submit
 from ..errors import BlockCompileError
@@ -30,7 +31,7 @@ from .paging import AllPages, address_of
 logger = logging.getLogger("torch-compile-kit")
 # Calls, one after the other, that could not be captured: weights come and go.
 PLAIN_CALLS = 3
-# Versions of PyTorch with which graphs were captured from memory of cudaMallocAsync, on a GPU.
+# Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
 CAPTURES_ASYNC = {"2.11"}
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
@@ -44,13 +45,16 @@ def no_graphs(device: torch.device) -> str | None:
         return "CUDA graphs are off: they have not been measured on AMD's devices."
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
-        # See captured_launches.py. A recording that fails there ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`),
-        # so only where it has been seen to work.
         version = ".".join(torch.__version__.split(".")[:2])
-        if version in CAPTURES_ASYNC:
+        works = version in CAPTURES_ASYNC or probe.works(device)
+        if works:
             return None
+        if works is None:
+            return (
+                f"CUDA graphs begin when they have been tried, behind the scenes, with cudaMallocAsync and PyTorch {version}."
+            )
         return (
-            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they have not been tried with PyTorch {version}. "
+            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they do not work with PyTorch {version}. "
             "Start ComfyUI with --disable-cuda-malloc to have them."
         )
     if allocator != "native":
