@@ -28,6 +28,9 @@ from .stand_in import StandIn
 
 logger = logging.getLogger("torch-compile-kit")
 RETRIES = 3
+# Code objects that nobody calls any more. Not freed where they are given up: that can be in the middle of PyTorch's freeing of
+# the same (a reset), and ends the process.
+_unused: list[types.CodeType] = []
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -178,7 +181,7 @@ class BlockCode:
             own.__kwdefaults__ = source.__kwdefaults__
             own.__qualname__ = source.__qualname__
             self._own, self.ready = own, torch._dynamo.run(own)
-            weakref.finalize(self, _forget, own.__code__).atexit = False
+            weakref.finalize(self, _unused.append, own.__code__).atexit = False
         options = self.settings.inductor_options() or None
         return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)
 
@@ -219,13 +222,14 @@ class BlockCode:
         return None
 
 
-def _forget(code: types.CodeType) -> None:
-    """Free what PyTorch has compiled of a code object that nobody calls any more.
+def free_unused() -> None:
+    """Free what PyTorch has compiled of them.
 
     It never does so itself: its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives,
     which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
-    torch._C._dynamo.eval_frame.reset_code(code)
+    while _unused:
+        torch._C._dynamo.eval_frame.reset_code(_unused.pop())
 
 
 def _cache_entries(code: types.CodeType) -> list:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from .block_code import free_unused
 from .block_options import OptionsFilter
 from .block_state import BlockState
 from .compiled_kind import CompiledKind
@@ -94,7 +95,8 @@ class ModelCode:
         return self._generation
 
     def new_run(self) -> None:
-        """A sampling run begins: failures that may have passed are forgotten."""
+        """A sampling run begins: failures that may have passed are forgotten, and what freed models have left."""
+        free_unused()
         for kind in self._kinds.values():
             kind.forgive()
 

@@ -84,11 +84,15 @@ class Pages:
 
 
 class Buffers:
-    """The host's two offload streams, each with a buffer for weights that have no page: who gets a stream writes there."""
+    """The host's two offload streams, each with a buffer for weights that have no page: who gets a stream writes there.
+
+    Streams of ours have buffers of their own, as on a GPU.
+    """
 
     def __init__(self, size: int = 2**24):
         self._streams = [self.Stream(), self.Stream()]
-        self._buffers = [torch.zeros(size, dtype=torch.uint8) for _ in self._streams]
+        self._buffers: dict = {}
+        self._size = size
         self._next = 0
 
     class Stream(contextlib.nullcontext):
@@ -100,25 +104,36 @@ class Buffers:
         return self._streams[self._next]
 
     def of(self, stream):
-        self._buffer = self._buffers[self._streams.index(stream)]
+        if stream not in self._buffers:
+            self._buffers[stream] = torch.zeros(self._size, dtype=torch.uint8)
+        self._buffer = self._buffers[stream]
         return self
 
     def get(self, size, offset):
         return self._buffer[offset : offset + size]
 
 
+def own_streams(engine, monkeypatch):
+    """As on a GPU we have streams of our own; on a CPU there are none."""
+    paging = engine("host.paging")
+    monkeypatch.setattr(paging, "new_stream", lambda _device: Buffers.Stream())
+    monkeypatch.setattr(paging._streams, "_pairs", {})
+
+
 @contextlib.contextmanager
-def paged(monkeypatch, model, buffers: Buffers | None = None):
+def paged(monkeypatch, model, buffers: Buffers | None = None, **options):
     """While it lasts, the big layers of `model` are paged; yields its `Pages`.
 
-    Without `buffers` each layer's weights come in memory of their own, if they have no page.
+    Args:
+        buffers: without them each layer's weights come in memory of their own, if they have no page.
+        options: of `Pages`.
     """
     import comfy.model_management
     import comfy_aimdo.model_vbar
     import comfy_aimdo.torch
     from comfy.cli_args import args
 
-    pages = Pages(model)
+    pages = Pages(model, **options)
     with monkeypatch.context() as patch:
         patch.setattr(comfy_aimdo.model_vbar, "vbar_fault", lambda allocation: pages.fault(allocation))
         patch.setattr(comfy_aimdo.model_vbar, "vbar_unpin", lambda allocation: pages.unpin(allocation))

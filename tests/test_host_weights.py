@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from paging import Buffers, paged
+from paging import Buffers, own_streams, paged
 from patch_kinds.weights import load_partly, lora_file
 from patching import Runs
 from support import relative_error
@@ -70,6 +70,7 @@ def test_lora_under_partial_loading_adds_no_graph(flux):
 )
 def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings, tiny, engine, monkeypatch):
     """Layers between two blocks come through the same two buffers (SDXL's ResBlocks)."""
+    own_streams(engine, monkeypatch)
     runs = Runs(tiny, engine, name, cfg=1.0)
     expected = runs.run(runs.patcher)
     compiled = runs.attach(runs.patcher, **settings)

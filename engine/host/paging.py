@@ -5,11 +5,16 @@ Everything goes through the host's own functions (comfy/ops.py, comfy/model_pref
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 import comfy.model_management
 import comfy.ops
 import torch
 from torch import nn
 
+from ..scopes import SharedScope
 from .adapter import PageCalls, host
 
 try:
@@ -18,6 +23,65 @@ except ImportError:
     model_vbar = None
 
 PAGE = 32 * 2**20  # VBAR_PAGE_SIZE
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream as the host makes them (comfy/model_management.py, `get_offload_stream`); None where it makes none."""
+    if device.type != "cuda" or not getattr(comfy.model_management, "NUM_STREAMS", 0):
+        return None
+    stream = torch.cuda.Stream(device)
+    stream.as_context = torch.cuda.stream
+    return stream
+
+
+class _Streams:
+    """Two streams of our own a device, in turn: one for the block that runs, one for the block after it.
+
+    What has no page comes through a buffer that belongs to its stream, and the host's two are everybody's: whatever it brings
+    meanwhile, for a layer between blocks or for another model, would be written over what is waiting there.
+    """
+
+    def __init__(self) -> None:
+        self._pairs: dict[torch.device, list] = {}
+        self._taken = threading.local()
+        self._scope = SharedScope({"stream": (lambda: comfy.model_management.get_offload_stream, _write)})
+
+    def of(self, device: torch.device) -> list:
+        """The two, that to be used next in front; nothing where there are none."""
+        if device not in self._pairs:
+            pair = [new_stream(device), new_stream(device)]
+            self._pairs[device] = [] if None in pair else pair
+        return self._pairs[device]
+
+    @contextmanager
+    def next(self, device: torch.device) -> Iterator[None]:
+        """While it lasts, what this thread asks the host to bring comes on ours."""
+        pair = self.of(device)
+        if not pair:
+            yield
+            return
+        pair.reverse()
+        stream = pair[0]
+        stream.wait_stream(comfy.model_management.current_stream(device))  # the buffer's last user is queued there
+        theirs = comfy.model_management.get_offload_stream
+        self._taken.stream = stream
+        try:
+            with self._scope.holding(stream=lambda device: getattr(self._taken, "stream", None) or theirs(device)):
+                yield
+        finally:
+            self._taken.stream = None
+
+
+def _write(function: Callable) -> None:
+    comfy.model_management.get_offload_stream = function
+
+
+_streams = _Streams()
+
+
+def comes_apart(device: torch.device) -> bool:
+    """Whether what is fetched ahead waits where nobody else writes: on streams of ours, or in memory of its own."""
+    return bool(_streams.of(device)) or comfy.model_management.get_offload_stream(device) is None
 
 
 class PagedLayers:
@@ -39,10 +103,11 @@ class PagedLayers:
         self._fetched = False
 
     def fetch(self) -> None:
-        """Fault the pages in, and start the copies of what has no page on the host's offload stream."""
+        """Fault the pages in, and start the copies of what has no page, on a stream of our own."""
         if not self._fetched:
             self._fetched = True
-            self._stream = self._calls.cast(self._layers, None, self._device, None, True)
+            with _streams.next(self._device):
+                self._stream = self._calls.cast(self._layers, None, self._device, None, True)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """Wait (on the device) for the copies and return the weights per layer, LoRA and casts applied."""

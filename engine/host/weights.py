@@ -9,6 +9,7 @@ the next block's weights overlaps this block's work.
 from __future__ import annotations
 
 import weakref
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
@@ -22,6 +23,34 @@ from .adapter import host
 # What tells the host's layers where their weights come from. Hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
 _DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
+
+
+@dataclass
+class Order:
+    """In which order blocks run, learned as they do: by a list of them at first, which a model need not follow.
+
+    Args:
+        last: the group that was put in place last.
+        ahead: the one that has been fetched for its turn; one at a time, since there are two buffers.
+    """
+
+    last: LayerGroup | None = None
+    ahead: LayerGroup | None = None
+
+    def turn_of(self, group: LayerGroup) -> None:
+        """It is to be put in place now: what was fetched for another's turn is given up."""
+        if self.ahead is not None and self.ahead is not group:
+            self.ahead.drop()
+        self.ahead = None
+        if self.last is not None and self.last is not group:
+            self.last.following = group
+        self.last = group
+
+    def over(self) -> None:
+        """The call of the model is."""
+        if self.last is not None and self.ahead is not None:
+            self.last.following = None
+        self.last = self.ahead = None
 
 
 class LayerGroup:
@@ -49,6 +78,7 @@ class LayerGroup:
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         self._undo: list[tuple[dict, dict]] = []
         self.following: LayerGroup | None = None
+        self.order: Order | None = None
 
     @property
     def moves(self) -> bool:
@@ -78,6 +108,8 @@ class LayerGroup:
 
     def place(self) -> None:
         """Make all layers plain, and start the transfer for the block that follows."""
+        if self.order is not None:
+            self.order.turn_of(self)
         self.fetch()
         if self._eager is not None:
             self._eager.place()
@@ -91,8 +123,9 @@ class LayerGroup:
             self._swap(module._parameters, parameters, ())
         for module in self._recast:
             self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
-        if self.following is not None:
+        if self.order is not None and self.following is not None:
             self.following.fetch()
+            self.order.ahead = self.following
 
     def release(self) -> None:
         """Put everything back as `place` found it; the memory may be used again once the block's work is done."""
@@ -168,6 +201,7 @@ class ModelWeights:
         moving = [group for group in groups if group.moves]
         foreign = sorted({type(m).__name__ for group in groups for m in group.foreign})
         self.notes: list[str] = []
+        self._order = Order()
         if moving and block_swap == "off":
             raise InvalidSetting(
                 "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
@@ -178,7 +212,11 @@ class ModelWeights:
                 self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
         elif moving:
             self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
-            _fetch_ahead(base_model.diffusion_model, [(b, g) for b, g in zip(blocks, groups, strict=True) if g.moves])
+            if paging.comes_apart(device):
+                for group in moving:
+                    group.order = self._order
+                for here, following in pairwise(moving):
+                    here.following = following
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
         self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
@@ -200,28 +238,10 @@ class ModelWeights:
                 layer.__dict__.pop(name, None)
 
     def drop(self) -> None:
-        """Give up what was fetched ahead and not used."""
+        """The call is over: give up what was fetched ahead and not used."""
+        self._order.over()
         for group in self.groups.values():
             group.drop()
-
-
-def _fetch_ahead(network: nn.Module, moving: list[tuple[nn.Module, LayerGroup]]) -> None:
-    """Have each block start the transfer for the next, unless the host pages a layer between them.
-
-    What has no page comes through two buffers that all share in turn (comfy/model_management.py, `get_offload_stream`): the
-    host would write its layer over what is waiting there. Between: as the network was put together, which is how it runs.
-    """
-    at, others = {}, []
-    groups = {id(layer): group for block, group in moving for layer in block.modules()}
-    for position, layer in enumerate(network.modules()):
-        if id(layer) in groups:
-            at.setdefault(id(groups[id(layer)]), []).append(position)
-        elif "_v" in layer.__dict__:
-            others.append(position)
-    for (_, here), (_, following) in pairwise(moving):
-        first, *_, last = sorted([*at[id(here)], *at[id(following)]])
-        if not any(first < position < last for position in others):
-            here.following = following
 
 
 _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
