@@ -335,3 +335,47 @@ def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, eng
         finally:
             go_on.set()
     made(net)
+
+
+class Given(Block):
+    def forward(self, x, function):
+        return super().forward(function(x))
+
+
+class Closing(Net):
+    """Hands its blocks a function that closes over what the model's forward goes on to change."""
+
+    def __init__(self):
+        super().__init__(Given)
+        self.seen = []
+
+    def forward(self, x):
+        shift = torch.ones(x.shape[-1])
+        self.seen[:] = [weakref.ref(shift)]
+        for block in self.blocks:
+            x = block(x, lambda y: y + shift)
+        shift = None
+        return x
+
+
+def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(behind, made, engine):
+    net, x, given = Closing(), torch.randn(2, 4, 8), []
+    expected = net(x)
+    compiler = engine("background").compiler
+
+    @torch._dynamo.disable
+    def asked(kind, stand_in, done):
+        gc.collect()
+        given.append(net.seen[0]())
+        return type(compiler).ask(compiler, kind, stand_in, done)
+
+    compiler.ask = asked
+    try:
+        result, eager = behind(net, x)
+    finally:
+        del compiler.ask
+    assert eager and torch.equal(result, expected)
+    assert given == [None], "the tensor has been freed with the call"
+    assert made(net) == 1 and not any(kind.failure for kind in engine("registry").code_of(net).kinds.values())
+    result, eager = behind(net, x)
+    assert not eager and torch.equal(result, expected) and made(net) == 1
