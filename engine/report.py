@@ -125,6 +125,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
     return {
         "name": type(model).__name__,
         "blocks": len(blocks),
+        "blocks_not_called": dict(code_of(model).uncalled or {}),
         "kinds": len(kinds),
         "graphs": total.graphs,
         "graphs_from_disk": total.from_disk,

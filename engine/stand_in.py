@@ -111,7 +111,7 @@ class StandIn:
 
     def _form(self, leaf: object) -> object:
         """A mark in the place of a tensor; one object stays one object."""
-        if isinstance(leaf, types.FunctionType) and leaf.__closure__:
+        if isinstance(leaf, types.FunctionType) and _is_made_in_a_call(leaf):
             return self._without_variables(leaf)
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -174,11 +174,18 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
 
+def _is_made_in_a_call(function: types.FunctionType) -> bool:
+    """Others are known by what they are; decorated ones close over variables too."""
+    ours = not (function.__module__ or "").startswith("torch.")
+    return ours and bool(function.__closure__) and "<locals>" in function.__qualname__
+
+
 def _copied_function(function: types.FunctionType) -> types.FunctionType:
     """With the same code, by which guards know it, and none of its variables set."""
     cells = tuple(types.CellType() for _ in function.__closure__)
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__dict__.update(function.__dict__)
     return copy
 
 

@@ -1,5 +1,6 @@
 """Code made in the background: calls run eager until it is ready, then find it; nothing else is touched by it."""
 
+import functools
 import gc
 import random
 import threading
@@ -379,3 +380,36 @@ def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(be
     assert made(net) == 1 and not any(kind.failure for kind in engine("registry").code_of(net).kinds.values())
     result, eager = behind(net, x)
     assert not eager and torch.equal(result, expected) and made(net) == 1
+
+
+def _decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+@_decorated
+def known_by_name(x):
+    return x
+
+
+def test_functions_in_a_stand_in(engine):
+    """Those that a call makes are copied, whatever they close over; others stay themselves, by which PyTorch may know them."""
+
+    def itself(n):
+        return (itself, kept, later, n)
+
+    kept, marked = torch.ones(3, 2), torch._dynamo.disable(lambda: kept)
+    given = (itself, [itself, marked], known_by_name, torch.nn.functional.max_pool2d)
+    block, (copy, (same, also_marked), *others), _ = engine("stand_in").StandIn(Block(), given, {}).made()
+    assert isinstance(block, Block) and others == [known_by_name, torch.nn.functional.max_pool2d]
+    assert copy is same is not itself and copy.__code__ is itself.__code__ and copy.__qualname__ == itself.__qualname__
+    with pytest.raises(NameError, match="later"):
+        copy(1)
+    later = 2
+    again, tensor, number, _ = engine("stand_in").StandIn(Block(), given, {}).made()[1][0](1)
+    assert number == later and again.__code__ is copy.__code__
+    assert tensor.shape == kept.shape and not tensor.any(), "its form alone"
+    assert also_marked._torchdynamo_disable
