@@ -133,7 +133,7 @@ EXCEPTIONS = {
     "seedvr2": "sizes taken from tensors; runs eager",
     "minimax_music3": "on a CPU ComfyUI gives it attention that reads the free memory; not measured on a GPU",
     "trellis2_shape": "sizes taken from the voxels, so that it is compiled in pieces, with variants for each set of voxels",
-    "wan_animate2": "calls its blocks by other methods than `forward`; runs eager",
+    "wan_animate2": "calls its blocks by other methods than `forward`; runs eager, as the report says",
 }
 
 COMPATIBILITY = """# Compatibility

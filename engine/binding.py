@@ -95,6 +95,7 @@ class Binding:
                 block.__dict__["forward"] = functools.partial(_run_block, run, block)
             with one_class(code.twins):
                 yield
+            code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all
             code.too_small = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:

@@ -15,6 +15,7 @@ from .backends import state as backend_state
 from .background import compiler
 from .block_code import BlockCode, first_call
 from .block_options import OptionsFilter, patch_objects
+from .closures import changes_an_object
 from .failures import Failure
 from .layouts import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .monitor import CompileStats, watching
@@ -79,6 +80,7 @@ class CompiledKind:
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
             patches, so that what a patch costs or breaks ends with it.
+        fills_cache: calls have run eager since they were given a function that changes an object, see `closures`.
     """
 
     class_name: str
@@ -90,6 +92,7 @@ class CompiledKind:
     patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
+    fills_cache: bool = False
     _patch_variants: Counter[tuple] = field(default_factory=Counter)
     _seen: set[tuple] = field(default_factory=set)
     _asked: Counter[tuple] = field(default_factory=Counter)
@@ -121,6 +124,9 @@ class CompiledKind:
 
     def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """Run `block` compiled, or eager where that has failed before or is not ready."""
+        if changes_an_object(args, kwargs):
+            self.fills_cache = True
+            return self.forward(block, *args, **kwargs)
         given = kwargs.get("transformer_options")
         at = None
         if given is None and self._options_at is not None and len(args) >= self._options_at:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import types
 import weakref
 from collections import Counter
@@ -21,6 +22,8 @@ from .settings import CompileSettings
 from .structure import structure_of
 from .warm_record import WarmRecord
 
+logger = logging.getLogger("torch-compile-kit")
+
 
 class Generation(NamedTuple):
     """How often a model's code has been made, and whether there are kernels for its norms."""
@@ -35,6 +38,7 @@ class ModelCode:
     `settled`: the last call of the model that ran its blocks found all its code. `eager_calls` counts calls in which blocks ran
     eager while their code was made in the background. What is left uncompiled of a UNet, by class: `left_out` are blocks of
     convolutions, `too_small` blocks with little of the work; of others only `parts` are compiled (see `graph_choice`).
+    `uncalled`: blocks, by class, if no call so far has run any of them: it uses them by other methods than `forward`.
     """
 
     def __init__(self) -> None:
@@ -43,6 +47,7 @@ class ModelCode:
         self.left_out: Counter[str] = Counter()
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
+        self.uncalled: Counter[str] | None = None
         self.eager_calls = 0
         self.settled = False
         self._generation = Generation()
@@ -83,6 +88,14 @@ class ModelCode:
             for block, state in zip(compiled, states, strict=True)
         )
 
+    def called(self, blocks: Counter[str], ran: bool) -> None:
+        """The model has been called with `blocks`, by class, ready to run compiled; `ran`: some did."""
+        if ran:
+            self.uncalled = Counter()
+        elif self.uncalled is None and blocks:
+            self.uncalled = blocks
+            logger.warning("%s", uncalled_in_words(blocks))
+
     @property
     def is_being_compiled(self) -> bool:
         """Whether a thread makes code for the model, or soon will."""
@@ -118,6 +131,12 @@ class ModelCode:
         kind.meet(block)
         self._kinds[key] = kind
         return kind
+
+
+def uncalled_in_words(blocks: Counter[str]) -> str:
+    """Of `ModelCode.uncalled`."""
+    named = ", ".join(f"{count} {name}" for name, count in blocks.items())
+    return f"The model does not call its blocks ({named}) as modules but by other methods: they run uncompiled."
 
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.

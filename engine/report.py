@@ -15,6 +15,8 @@ from .registry import code_of, live_models
 from .settings import CompileSettings
 from .watch import watch_of
 
+_FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
+
 
 def kinds_for(model: nn.Module, settings: CompileSettings) -> list[CompiledKind]:
     """The compiled kinds that `settings` uses on `model` so far."""
@@ -105,6 +107,7 @@ class CompileReport:
         lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
         lines += [kind.failure.message() for kind in self.kinds if kind.failure]
         lines += [f"{kind.class_name}: cache_limit reached, new shapes run eager" for kind in self.kinds if kind.limit_reached]
+        lines += [f"{kind.class_name}: {_FILLS_CACHE}" for kind in self.kinds if kind.fills_cache]
         return lines
 
 
@@ -122,6 +125,7 @@ def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
     return {
         "name": type(model).__name__,
         "blocks": len(blocks),
+        "blocks_not_called": dict(code_of(model).uncalled or {}),
         "kinds": len(kinds),
         "graphs": total.graphs,
         "graphs_from_disk": total.from_disk,

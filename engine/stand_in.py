@@ -2,7 +2,8 @@
 
 The thread that compiles must not hold weights, nor touch a block whose weights another thread moves. So it gets a copy of the
 block's tree, whose tensors have shapes, strides and kinds of the real ones, and one storage for all weights. Arguments have one
-each: a block may work in place on them, and PyTorch compiles differently for what then shares memory.
+each: a block may work in place on them, and PyTorch compiles differently for what then shares memory. Functions among them are
+copied with what they close over: the model's forward may go on to change its variables.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
+
+from .patch_code import is_filled
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 
@@ -68,6 +71,7 @@ class StandIn:
     def __init__(self, block: nn.Module, args: tuple, kwargs: dict):
         self.again = False
         self._forms: dict[int, _Form | torch.Tensor] = {}  # by `id`: the caller keeps all of them until we are done here
+        self._functions: dict[int, _Function] = {}  # likewise
         self._block = self._without_data(block, {})
         self._weights = set(self._forms)
         self._call = pytree.tree_map(self._form, (args, kwargs))
@@ -101,11 +105,14 @@ class StandIn:
             **{key: forms[key].made_in(_zeros(forms[key].nbytes, forms[key].device)) for key in forms.keys() - self._weights},
         }
         self._fill(self._block)
+        self._made_functions: dict[int, types.FunctionType] = {}
         args, kwargs = pytree.tree_map(self._tensor, self._call)
         return self._block, args, kwargs
 
     def _form(self, leaf: object) -> object:
         """A mark in the place of a tensor; one object stays one object."""
+        if isinstance(leaf, types.FunctionType) and _is_made_in_a_call(leaf):
+            return self._without_variables(leaf)
         if not isinstance(leaf, torch.Tensor):
             return leaf
         if id(leaf) not in self._forms:
@@ -114,7 +121,23 @@ class StandIn:
         return _Mark(id(leaf))
 
     def _tensor(self, leaf: object) -> object:
+        if isinstance(leaf, _Function):
+            return self._with_variables(leaf)
         return self._made[leaf.key] if isinstance(leaf, _Mark) else leaf
+
+    def _without_variables(self, function: types.FunctionType) -> _Function:
+        if id(function) not in self._functions:  # functions may close over each other
+            found = self._functions[id(function)] = _Function(_copied_function(function), {})
+            filled = {i: cell.cell_contents for i, cell in enumerate(function.__closure__) if is_filled(cell)}
+            found.variables.update(pytree.tree_map(self._form, filled))
+        return self._functions[id(function)]
+
+    def _with_variables(self, mark: _Function) -> types.FunctionType:
+        if id(mark) not in self._made_functions:
+            made = self._made_functions[id(mark)] = _copied_function(mark.function)
+            for i, value in pytree.tree_map(self._tensor, mark.variables).items():
+                made.__closure__[i].cell_contents = value
+        return self._made_functions[id(mark)]
 
     def _without_data(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
@@ -149,6 +172,34 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor of another class (quantised): what it is made of is its own affair."""
     copy = tensor.detach().clone()
     return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
+
+
+def _is_made_in_a_call(function: types.FunctionType) -> bool:
+    """Others are known by what they are; decorated ones close over variables too."""
+    ours = not (function.__module__ or "").startswith("torch.")
+    return ours and bool(function.__closure__) and "<locals>" in function.__qualname__
+
+
+def _copied_function(function: types.FunctionType) -> types.FunctionType:
+    """With the same code, by which guards know it, and none of its variables set."""
+    cells = tuple(types.CellType() for _ in function.__closure__)
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
+    copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
+    copy.__dict__.update(function.__dict__)
+    return copy
+
+
+@dataclass(frozen=True, eq=False)
+class _Function:
+    """Stands where a function was that closes over variables.
+
+    Args:
+        function: with none of them set.
+        variables: those that are set, by number.
+    """
+
+    function: types.FunctionType
+    variables: dict[int, object]
 
 
 @dataclass(frozen=True)

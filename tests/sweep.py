@@ -35,6 +35,7 @@ class Outcome:
         left_out: class -> how many of its blocks stay eager, since compiling them would save little (UNets).
         parts: class -> how many are compiled in place of the blocks that they are in (UNets).
         idle: classes of blocks that no run called: parts for other inputs, or called by another method than `forward`.
+        uncalled: class -> how many blocks, where no run called any block; the report says so.
         seconds: of the processor, on one thread; the clock on the wall depends on what else runs.
         host, torch: versions of ComfyUI and PyTorch.
     """
@@ -54,6 +55,7 @@ class Outcome:
     left_out: dict[str, int] = field(default_factory=dict)
     parts: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
+    uncalled: dict[str, int] = field(default_factory=dict)
     recompiles: list[str] = field(default_factory=list)
     seconds: float = 0.0
     host: str = ""
@@ -129,6 +131,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome.left_out, outcome.parts = dict(code.left_out + code.too_small), dict(code.parts)
     ran = {kind.class_name for kind in kinds if kind.code.compiles}
     outcome.idle = sorted(set(outcome.classes) - ran - set(outcome.left_out) - _opened(engine, network, plan, outcome.parts))
+    outcome.uncalled = dict(code.uncalled or {})
     outcome.seconds = round(time.process_time() - began, 1)
     outcome.host, outcome.torch = host_version(), torch.__version__.partition("+")[0]
     return outcome

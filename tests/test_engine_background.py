@@ -1,5 +1,6 @@
 """Code made in the background: calls run eager until it is ready, then find it; nothing else is touched by it."""
 
+import functools
 import gc
 import random
 import threading
@@ -335,3 +336,80 @@ def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, eng
         finally:
             go_on.set()
     made(net)
+
+
+class Given(Block):
+    def forward(self, x, function):
+        return super().forward(function(x))
+
+
+class Closing(Net):
+    """Hands its blocks a function that closes over what the model's forward goes on to change."""
+
+    def __init__(self):
+        super().__init__(Given)
+        self.seen = []
+
+    def forward(self, x):
+        shift = torch.ones(x.shape[-1])
+        self.seen[:] = [weakref.ref(shift)]
+        for block in self.blocks:
+            x = block(x, lambda y: y + shift)
+        shift = None
+        return x
+
+
+def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(behind, made, engine):
+    net, x, given = Closing(), torch.randn(2, 4, 8), []
+    expected = net(x)
+    compiler = engine("background").compiler
+
+    @torch._dynamo.disable
+    def asked(kind, stand_in, done):
+        gc.collect()
+        given.append(net.seen[0]())
+        return type(compiler).ask(compiler, kind, stand_in, done)
+
+    compiler.ask = asked
+    try:
+        result, eager = behind(net, x)
+    finally:
+        del compiler.ask
+    assert eager and torch.equal(result, expected)
+    assert given == [None], "the tensor has been freed with the call"
+    assert made(net) == 1 and not any(kind.failure for kind in engine("registry").code_of(net).kinds.values())
+    result, eager = behind(net, x)
+    assert not eager and torch.equal(result, expected) and made(net) == 1
+
+
+def _decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+
+    return wrapper
+
+
+@_decorated
+def known_by_name(x):
+    return x
+
+
+def test_functions_in_a_stand_in(engine):
+    """Those that a call makes are copied, whatever they close over; others stay themselves, by which PyTorch may know them."""
+
+    def itself(n):
+        return (itself, kept, later, n)
+
+    kept, marked = torch.ones(3, 2), torch._dynamo.disable(lambda: kept)
+    given = (itself, [itself, marked], known_by_name, torch.nn.functional.max_pool2d)
+    block, (copy, (same, also_marked), *others), _ = engine("stand_in").StandIn(Block(), given, {}).made()
+    assert isinstance(block, Block) and others == [known_by_name, torch.nn.functional.max_pool2d]
+    assert copy is same is not itself and copy.__code__ is itself.__code__ and copy.__qualname__ == itself.__qualname__
+    with pytest.raises(NameError, match="later"):
+        copy(1)
+    later = 2
+    again, tensor, number, _ = engine("stand_in").StandIn(Block(), given, {}).made()[1][0](1)
+    assert number == later and again.__code__ is copy.__code__
+    assert tensor.shape == kept.shape and not tensor.any(), "its form alone"
+    assert also_marked._torchdynamo_disable

@@ -251,3 +251,27 @@ def test_watching_ends_after_somebody_has_reset_dynamo(engine):
         monitor.watching.renew()
         assert monitor._on_compile_start in callback_handler.start_callbacks
     assert not callback_handler.start_callbacks and not callback_handler.end_callbacks
+
+
+class Elsewhere(Net):
+    """Goes through its blocks by another of their methods, except where it is told to call them."""
+
+    def forward(self, x, call=False):
+        for block in self.blocks:
+            x = block(x) if call else block.outer(block.inner(x))
+        return x
+
+
+@pytest.mark.parametrize("calls", ["never", "first", "later"])
+def test_a_model_that_calls_no_block_is_told_of_once(engine, caplog, calls):
+    net, x, settings = Elsewhere(), torch.randn(2, 4, 8), engine("settings").CompileSettings(backend="eager")
+    code = engine("registry").code_of(net)
+    for call in {"never": [False] * 3, "first": [True, False], "later": [False, False, True]}[calls]:
+        expected = net(x, call)
+        with engine("binding").compiled_blocks(net, settings):
+            assert torch.equal(net(x, call), expected)
+    warned = [record.getMessage() for record in caplog.records if "as modules" in record.getMessage()]
+    said = "The model does not call its blocks (3 Block) as modules but by other methods: they run uncompiled."
+    assert warned == ([] if calls == "first" else [said])
+    assert code.uncalled == ({"Block": 3} if calls == "never" else {})
+    assert engine("report")._model_json(net, [])["blocks_not_called"] == code.uncalled

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sweep
+import torch
 import zoo
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -77,7 +78,9 @@ def test_traced(name, engine, outcomes):
     assert outcome.blocks >= 2 and not outcome.whole_model, row
     if name in OTHER_METHODS:
         assert outcome.graphs == outcome.graphs_after == 0 and outcome.idle == ["WanAnimate2Block"], row
+        assert outcome.uncalled == {"WanAnimate2Block": 3}, row
         return
+    assert not outcome.uncalled, row
     assert outcome.graphs > 0, row
     if name in HARD:
         assert name != "seedvr2" or "NaMMSRTransformerBlock" in outcome.eager, row  # runs eager, and is named
@@ -85,6 +88,22 @@ def test_traced(name, engine, outcomes):
     assert outcome.graphs <= outcome.kinds, row
     assert outcome.graphs_after <= outcome.kinds, row
     assert outcome.graphs_again == 0 and outcome.breaks == 0 and not outcome.eager, row
+
+
+@pytest.mark.skipif(bool(OTHER_METHODS.intersection(zoo.LACKING)), reason="Wan Animate 2 came with ComfyUI 0.31")
+@pytest.mark.parametrize("compile", ["at once", "in the background"])
+def test_the_report_says_that_blocks_are_called_by_other_methods(compile, engine, caplog):
+    setup, attachment = zoo.SETUPS["wan_animate2"], engine("host.attachment")
+    patcher = attachment.attach(setup.patcher(), engine("settings").CompileSettings(backend="eager", compile=compile))
+    said = "The model does not call its blocks (3 WanAnimate2Block) as modules but by other methods: they run uncompiled."
+    assert said not in attachment.notes_about(patcher)
+    compiler = patcher.get_wrappers("apply_model", attachment.KEY)[0]
+    expected = sweep.call(patcher.model, setup.inputs(model=patcher.model))
+    for _ in range(2):
+        assert torch.equal(sweep.call(patcher.model, setup.inputs(model=patcher.model), compiler), expected)
+    assert attachment.notes_about(patcher).count(said) == 1
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+    assert engine("registry").code_of(patcher.model.diffusion_model).settled, "else calls are recorded until there is code"
 
 
 @pytest.mark.parametrize("name", ["lumina2", "hidream_i1", "cosmos_predict2"])

@@ -18,7 +18,7 @@ from ..discovery import BlockPlan
 from ..gate import gate
 from ..graphs import graphs_of
 from ..monitor import monitor, watching
-from ..registry import code_of
+from ..registry import code_of, uncalled_in_words
 from ..report import stats_for
 from ..scopes import sampling_scope, sampling_switches
 from ..settings import CompileSettings
@@ -92,7 +92,7 @@ class BlockCompiler:
                 watch_of(network).added(settings.kind_key(), stats_for(network, settings))
                 raise
             code.eager_calls += bool(call.eager)
-            if call.ran:
+            if call.ran or code.uncalled:
                 code.settled = not call.eager and not code.is_being_compiled
             if graphs or not possible:
                 submit(call.asks)  # else the next call asks again, and is captured
@@ -186,6 +186,8 @@ def notes_about(patcher) -> list[str]:
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
+    if code.uncalled:
+        notes.append(uncalled_in_words(code.uncalled))
     if code.eager_calls:
         notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
     if compiler.busy:
