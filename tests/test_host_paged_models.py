@@ -8,7 +8,7 @@ from paging import Buffers, own_streams, paged
 
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
 
-# Layers between their blocks, or blocks in another order than they are written down in. All of SWEPT passed when it was written.
+# Layers between their blocks, or blocks in another order than they are written down in. Once all of SWEPT passed.
 INTERLEAVED = [
     "sdxl", "cascade_c", "flux2", "hunyuan_image21", "wan_vace", "wan_s2v", "wan_animate", "wan_dancer", "omnigen2", "boogu",
     "kandinsky5", "triposplat", "lumina2", "z_image",
