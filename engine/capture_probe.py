@@ -51,7 +51,10 @@ class _Probe:
         return self.answer
 
     def _try(self) -> None:
-        self.answer = tried()
+        found = tried()
+        self.answer = found is True
+        if found is None:
+            return  # the next process tries again
         words = WORKS if self.answer else "capture does not work"
         logger.info("CUDA graphs with cudaMallocAsync and PyTorch %s: %s", torch.__version__, words)
         cache = current()
@@ -62,8 +65,8 @@ class _Probe:
 probe = _Probe()
 
 
-def tried() -> bool:
-    """Run `main` in a process of its own; whether it came to its end."""
+def tried() -> bool | None:
+    """Run `main` in a process of its own; whether it came to its end, None where the machine was to blame."""
     with tempfile.TemporaryDirectory(prefix="torch-compile-kit-probe-", ignore_cleanup_errors=True) as folder:
         own = {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync", "TORCHINDUCTOR_CACHE_DIR": folder}
         own["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
@@ -80,8 +83,10 @@ def tried() -> bool:
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             logger.debug("the trial of CUDA graphs did not end: %s", error)
-            return False
+            return None
     logger.debug("the trial of CUDA graphs:\n%s%s", done.stdout, done.stderr)
+    if "OutOfMemoryError" in done.stderr:
+        return None
     return done.returncode == 0 and done.stdout.strip().endswith(WORKS)
 
 
@@ -94,6 +99,8 @@ def main() -> None:
     from . import group_norm_kernels as kernels
     from .graphs import ModelGraphs
 
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        raise RuntimeError("this process has another allocator: it would prove nothing")
     device = torch.device("cuda", 0)
     compiled = torch.compile(lambda x, scale: torch.nn.functional.silu(x * scale) + x.mean(1, keepdim=True), dynamic=True)
     weight = torch.linspace(0.5, 1.5, 64, device=device, dtype=torch.half)

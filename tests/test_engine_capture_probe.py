@@ -35,6 +35,18 @@ def test_it_is_tried_once_a_machine_while_nobody_waits(probes, answer):
     assert probes(not answer).works(CUDA) is answer and len(probes.tries) == 1, "after a restart"
 
 
+def test_what_the_machine_was_to_blame_for_is_not_kept(probes):
+    probe = probes(None)
+    probes.end()
+    probe.works(CUDA)
+    probe.thread.join(10)
+    assert probe.works(CUDA) is False, "not in this process"
+    again = probes(True)
+    again.works(CUDA)
+    again.thread.join(10)
+    assert again.works(CUDA) is True and len(probes.tries) == 2
+
+
 def test_not_beside_a_model_that_needs_the_memory(probes, monkeypatch):
     probe = probes()
     with monkeypatch.context() as patch:

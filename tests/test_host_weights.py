@@ -1,5 +1,7 @@
 """Weights that move: partial loading and paged weights on the CPU, with the host's own code. Graphs, breaks and results."""
 
+import threading
+
 import pytest
 import torch
 from paging import Buffers, own_streams, paged
@@ -92,6 +94,23 @@ def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings,
             for hook in hooks:
                 hook.remove()
     assert not runs.failures
+
+
+@pytest.mark.pages
+def test_the_hosts_streams_are_its_own_again_after_an_error(engine, monkeypatch):
+    import comfy.model_management as management
+
+    own_streams(engine, monkeypatch)
+    paging, theirs = engine("host.paging"), management.get_offload_stream
+    seen = []
+    with pytest.raises(RuntimeError, match="no memory"), paging._streams.next(torch.device("cpu")):
+        seen.append(management.get_offload_stream(torch.device("cpu")))
+        thread = threading.Thread(target=lambda: seen.append(management.get_offload_stream(torch.device("cpu"))))
+        thread.start()
+        thread.join()
+        raise RuntimeError("no memory")
+    assert isinstance(seen[0], Buffers.Stream) and seen[1] is None, "ours for this thread alone"
+    assert management.get_offload_stream is theirs
 
 
 def compiled_blocks(runs, compiled):
