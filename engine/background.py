@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -225,7 +225,8 @@ def _apart_for_us(found: Callable, ours: Callable) -> Callable:
 # `preserve_global_state`): seconds later, in which the sampler has drawn its noise. And on machines without a GPU tracing gives
 # the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes. Trying a
 # kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
-# `copy_args_to_cpu_if_needed`): see `_cached`.
+# `copy_args_to_cpu_if_needed`): see `_cached`. From 2.13 on `torch.compiler.is_compiling()` is true for the whole process while
+# anything is compiled: ComfyUI then neither looks for interrupts nor offloads with streams (comfy/ops.py, model_management.py).
 _APART = {
     "python": (random, "setstate", _nothing),
     "cpu": (torch.random, "set_rng_state", _nothing),
@@ -233,6 +234,7 @@ _APART = {
     "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
     "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
     "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
+    "compiling": (torch.compiler, "_compile_session_context", nullcontext),
 }
 _fx = torch.fx._symbolic_trace
 

@@ -155,7 +155,7 @@ class _Run:
 
 
 def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
-    if torch.compiler.is_compiling():  # somebody compiles the whole model around us
+    if torch.compiler.is_dynamo_compiling():  # this call: somebody compiles the whole model around us
         return type(block).forward(block, *args, **kwargs)
     run.call.ran = True
     run.call.poll()

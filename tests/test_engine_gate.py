@@ -3,6 +3,7 @@
 import sys
 import threading
 import time
+import traceback
 
 import pytest
 import torch
@@ -62,6 +63,32 @@ def test_who_waits_for_code_opens_it(engine, gate):
     with engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
         net(x)
     assert graphs(engine, net) == 1
+
+
+def wait_until_it_traces():
+    """Until the thread stands at the gate in the middle of tracing."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        thread = next((t for t in threading.enumerate() if t.name == "torch-compile-kit compile"), None)
+        stack = traceback.extract_stack(sys._current_frames()[thread.ident]) if thread is not None else []
+        names = [frame.name for frame in stack]
+        if "compile_inner" in names and names[-1] == "wait":
+            return
+        time.sleep(0.05)
+    raise AssertionError("it does not trace")
+
+
+def test_nobody_else_is_taken_to_compile(engine, gate):
+    """What asks whether it is being compiled (ComfyUI's streams and interrupts, other packs) is told of its own thread."""
+    net, x = Net(), torch.randn(2, 4, 8)
+    ask(engine, net, x)
+    wait_until_it_traces()
+    assert not torch.compiler.is_compiling()
+    settings = engine("settings").CompileSettings(backend="eager")
+    with engine("monitor").watching, engine("binding").compiled_blocks(net, settings):
+        net(x)
+    assert graphs(engine, net) == 1
+    assert not torch.compiler.is_compiling()
 
 
 def test_it_is_not_kept_for_ever(engine, gate, monkeypatch):
