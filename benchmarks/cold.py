@@ -82,7 +82,7 @@ def measure(options, traces: Path) -> dict:
     own, outermost = phases(traces)
     step = session.median(session.sample(model, options.model, 6)[1][1:])
     cold = first[0] - step
-    report = import_module(f"{session.KIT}.engine.report").report_json()["models"][0]
+    report = import_module(f"{session.KIT}.engine.notices.report").report_json()["models"][0]
     return {
         "kind": "cold start",
         "model": options.model,

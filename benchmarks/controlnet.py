@@ -59,7 +59,7 @@ def measure(options) -> dict:
     expected, eager = sample(patcher, controlled)
     ours = variants.apply("ours", patcher, session.KIT, **json.loads(options.settings))
     runs = [sample(ours, conditioning) for conditioning in (controlled, controlled, plain, controlled)]
-    graphs = import_module(f"{session.KIT}.engine.graphs").graphs_of(patcher.model.diffusion_model)
+    graphs = import_module(f"{session.KIT}.engine.cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
     return {
         "kind": "controlnet",
         "model": name,
@@ -75,7 +75,7 @@ def measure(options) -> dict:
         "first": round(runs[0][1][0], 5),
         "step": round(session.median(runs[1][1][1:]), 5),
         "step_again": round(session.median(runs[3][1][1:]), 5),
-        "notes": import_module(f"{session.KIT}.engine.host.attachment").notes_about(ours),
+        "notes": import_module(f"{session.KIT}.engine.host.model.attach").notes_about(ours),
     }
 
 

@@ -85,8 +85,8 @@ def _error(result: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 def main() -> None:
-    from engine import inductor
-    from engine.reductions import in_one_pass
+    from engine.inductor import backend as inductor
+    from engine.inductor.persistent_reductions import in_one_pass
 
     with torch.inference_mode():
         for sizes in NORMS:

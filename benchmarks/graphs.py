@@ -49,7 +49,7 @@ def measure(options) -> dict:
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info()
             memory.append(round((total - free) / 1024**3, 2))
-    graphs = import_module(f"{session.KIT}.engine.graphs").graphs_of(patcher.model.diffusion_model)
+    graphs = import_module(f"{session.KIT}.engine.cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
     first_round = 3 * len(lora.STATES)
     row = {
         "kind": "graphs",
@@ -76,7 +76,7 @@ def measure(options) -> dict:
 
 
 def _notes(patcher) -> list[str]:
-    return import_module(f"{session.KIT}.engine.host.attachment").notes_about(patcher)
+    return import_module(f"{session.KIT}.engine.host.model.attach").notes_about(patcher)
 
 
 def main() -> None:

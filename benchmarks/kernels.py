@@ -36,7 +36,7 @@ def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
     """(name, start, duration) in seconds of every kernel of one warm step."""
     import torch
 
-    trace = import_module(f"{session.KIT}.engine.trace")
+    trace = import_module(f"{session.KIT}.engine.benchmark.profile")
     session.sample(patcher, name, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

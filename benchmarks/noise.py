@@ -20,7 +20,7 @@ def attention_noise(patcher, model: str, steps: int, device: str, expected) -> d
         patcher: the model, not compiled.
         expected: the final latent of plain eager.
     """
-    attention = import_module(f"{session.KIT}.engine.attention")
+    attention = import_module(f"{session.KIT}.engine.inductor.attention_kernels")
     found = {}
     for kernel in KERNELS[device]:
         override = _Counted(attention.override_with([kernel]), attention.HOST_FUNCTION)

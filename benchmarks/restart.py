@@ -40,9 +40,9 @@ def measure(options) -> dict:
     queued = time.perf_counter()
     eager = options.run == "eager"
     if not eager:
-        import_module(f"{session.KIT}.engine.host.users_folder").get_ready("inductor")
+        import_module(f"{session.KIT}.engine.host.model.user_folder").get_ready("inductor")
     patcher = _load(options.model) if options.file else models.build(options.model, device)
-    files = import_module(f"{session.KIT}.engine.host.cache_files")
+    files = import_module(f"{session.KIT}.engine.host.nodes.cache_files")
     if options.run.startswith("carried"):
         print(files.load_cache(FILE))
     settings = json.loads(options.settings)
@@ -80,7 +80,7 @@ def measure(options) -> dict:
     }
     if eager:
         return row
-    report = import_module(f"{session.KIT}.engine.report").report_json()["models"][0]
+    report = import_module(f"{session.KIT}.engine.notices.report").report_json()["models"][0]
     row |= {
         "compile_seconds": report["compile_seconds"],
         "graphs": report["graphs"],

@@ -92,7 +92,7 @@ async def memory(_request: web.Request) -> web.Response:
 @PromptServer.instance.routes.get("/session/graphs")
 async def graphs(_request: web.Request) -> web.Response:
     """CUDA graphs captured and replayed for the models that are in memory."""
-    module = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.graphs")), None)
+    module = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.cuda_graphs.capture")), None)
     found = [item for item in gc.get_objects() if module is not None and type(item) is module.ModelGraphs]
     return web.json_response({name: sum(getattr(item, name) for item in found) for name in ("captures", "replays")})
 

@@ -139,9 +139,9 @@ EXCEPTIONS = {
 COMPATIBILITY = """# Compatibility
 
 {count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
-backend, fp32, `dynamic` = auto) and compared with eager by `tests/test_sweep.py`. Other shapes: two more sizes, another prompt
-length, batches of 1 and 3. The promise is one graph a kind at the first shape, one more for all others, none when all of them
-come again, and no breaks. {kept} keep it; the others are
+backend, fp32, `dynamic` = auto) and compared with eager by `tests/host/test_sweep.py`. Other shapes: two more sizes, another
+prompt length, batches of 1 and 3. The promise is one graph a kind at the first shape, one more for all others, none when all of
+them come again, and no breaks. {kept} keep it; the others are
 
 {exceptions}
 

@@ -28,7 +28,7 @@ def apply(variant: str, patcher, kit, kjnodes: str | None = None, **settings):
     from importlib import import_module
 
     compile_settings = import_module(f"{kit}.engine.settings").CompileSettings(**settings)
-    return import_module(f"{kit}.engine.host.attachment").attach(patcher, compile_settings)
+    return import_module(f"{kit}.engine.host.model.attach").attach(patcher, compile_settings)
 
 
 def _core(patcher):

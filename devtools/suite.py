@@ -2,7 +2,7 @@
 
 from .commands import ROOT
 
-CORE = ["test_host_integrity", "test_host_lora", "test_host_weights"]
+CORE = ["host/model/test_integrity", "host/weights/test_lora", "host/weights/test_blocks"]
 # Minutes of compiling that say little about a host.
 LONG = "with_and_without_warmup and not flux"
 # These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
@@ -11,27 +11,30 @@ WITHOUT_PAGES = {"0.18.2", "0.16.3"}
 # The newest versions get every file but these, so that a new one is among them; at most 12 minutes on two cores.
 NOT_NEWEST = {
     # nothing of the host or of PyTorch
-    "test_figures",
-    "test_packaging",
-    "test_setup",
-    "test_style",
-    "test_engine_benchmark",
+    "project/test_figures",
+    "project/test_packaging",
+    "project/test_setup",
+    "project/test_style",
+    "engine/benchmark/test_figures",
     # the same code as in others, at more places
-    "test_sweep",
-    "test_host_unsound",
-    "test_host_benchmark",
-    # many starts of a server
-    "test_server_cache",
-    "test_server_prepare",
-    "test_server_warm",
+    "host/test_sweep",
+    "host/model/test_unsound",
+    "host/nodes/test_benchmark",
+    # many starts of a process
+    "faults/test_faults",
+    "server/test_cache",
+    "server/test_prepare",
+    "server/test_warm",
     # other hosts
-    "test_older_hosts",
+    "host/test_older_hosts",
 }
 
 
 def newest():
-    """The names of the files that newer versions can break."""
-    return sorted({file.stem for file in (ROOT / "tests").glob("test_*.py")} - NOT_NEWEST)
+    """The files that newer versions can break, below tests/ and without their suffix."""
+    tests = ROOT / "tests"
+    found = {file.relative_to(tests).with_suffix("").as_posix() for file in tests.rglob("test_*.py")}
+    return sorted(found - NOT_NEWEST)
 
 
 def arguments(part, version):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import InvalidSetting
-from .given import check_switch, check_text, check_whole
+from .user_input import check_switch, check_text, check_whole
 
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
 MODES = ("auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

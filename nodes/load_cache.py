@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.cache_files import NO_FILE, cache_files, load_cache, state_of
+from ..engine.host.nodes.cache_files import NO_FILE, cache_files, load_cache, state_of
 
 
 class LoadCache(io.ComfyNode):

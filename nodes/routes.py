@@ -4,10 +4,10 @@ import asyncio
 import logging
 import sys
 
-from ..engine import watch
-from ..engine.gate import gate
-from ..engine.host.users_folder import get_ready, get_ready_again, open_users_cache
-from ..engine.report import report_json
+from ..engine.background.gate import gate
+from ..engine.host.model.user_folder import get_ready, get_ready_again, open_users_cache
+from ..engine.notices import recompile_log as watch
+from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
 
 logger = logging.getLogger("torch-compile-kit")

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.cache_files import save_cache
+from ..engine.host.nodes.cache_files import save_cache
 
 
 class SaveCache(io.ComfyNode):

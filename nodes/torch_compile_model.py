@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..engine import settings as choices
-from ..engine.given import check_model
-from ..engine.host.attachment import attach
+from ..engine.host.model.attach import attach
 from ..engine.settings import CompileSettings
+from ..engine.user_input import check_model
 
 
 class TorchCompileModel(io.ComfyNode):

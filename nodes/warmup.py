@@ -2,8 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.warmup import warm_up
-from ..engine.warmup_plan import Size, parse_extra_sizes
+from ..engine.host.nodes.warmup import warm_up
+from ..engine.warmup.plan import Size, parse_extra_sizes
 from .inputs import latent_input, size_inputs
 
 

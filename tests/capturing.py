@@ -29,7 +29,7 @@ def capture_again(engine, monkeypatch):
         self.graphs[key] = Again(run)
         return self.graphs[key]
 
-    monkeypatch.setattr(engine("graphs").ModelGraphs, "_capture", capture)
+    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_capture", capture)
     # On a CPU the wrapper leaves graphs alone; here everything but the capture is as on a GPU.
-    monkeypatch.setattr(engine("host.attachment"), "no_graphs", lambda device: None)
+    monkeypatch.setattr(engine("host.model.attach"), "no_graphs", lambda device: None)
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)

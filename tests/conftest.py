@@ -120,8 +120,8 @@ def inference_mode():
 @pytest.fixture
 def everywhere(engine, monkeypatch):
     """Our inductor, which does on the CPU what it does on CUDA devices, the host's kernels in the open."""
-    module = engine("inductor")
-    engine("host.opened_kernels").register()
+    module = engine("inductor.backend")
+    engine("inductor.rotary_norms").register()
     monkeypatch.setattr(module, "_fuses", lambda device: True)
     return module
 
@@ -156,9 +156,9 @@ def fresh_dynamo(engine):
     import torch._dynamo
 
     # A reset under a thread that compiles ends the process.
-    assert engine("background").compiler.wait(120), "an earlier test left something being compiled"
+    assert engine("background.thread").compiler.wait(120), "an earlier test left something being compiled"
     # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
-    engine("registry")._kinds.clear()
+    engine("compile.registry")._kinds.clear()
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

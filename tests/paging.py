@@ -115,7 +115,7 @@ class Buffers:
 
 def own_streams(engine, monkeypatch):
     """As on a GPU we have streams of our own; on a CPU there are none."""
-    paging = engine("host.paging")
+    paging = engine("host.weights.dynamic_vram")
     monkeypatch.setattr(paging, "new_stream", lambda _device: Buffers.Stream())
     monkeypatch.setattr(paging._streams, "_pairs", {})
 

@@ -4,7 +4,7 @@ from contextlib import contextmanager
 
 import torch
 from patch_kinds.weights import louder
-from test_host_models import sample
+from sampling import sample
 
 
 class Runs:
@@ -25,7 +25,7 @@ class Runs:
     def attach(self, patcher, **settings):
         """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
         chosen = self.engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **settings})
-        return self.engine("host.attachment").attach(patcher, chosen)
+        return self.engine("host.model.attach").attach(patcher, chosen)
 
     def run(self, patcher, positive=None, negative=None):
         conditioning = positive or self.positive, negative or self.negative
@@ -33,7 +33,7 @@ class Runs:
 
     @property
     def kinds(self):
-        return list(self.engine("registry").code_of(self.patcher.model.diffusion_model).kinds.values())
+        return list(self.engine("compile.registry").code_of(self.patcher.model.diffusion_model).kinds.values())
 
     @property
     def graphs(self):

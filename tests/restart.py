@@ -75,28 +75,28 @@ def main(base, actions):
     with torch.inference_mode():
         for action in actions:
             if action.startswith("load="):
-                answer["loaded"] = module("engine.host.cache_files").load_cache(action.partition("=")[2])
+                answer["loaded"] = module("engine.host.nodes.cache_files").load_cache(action.partition("=")[2])
         if "warm" in actions:
             patcher = tiny_models.build_patcher("flux")
             settings = module("engine.settings").CompileSettings(compile="at once")
-            compiled = module("engine.host.attachment").attach(patcher, settings)
+            compiled = module("engine.host.model.attach").attach(patcher, settings)
             if "attention" in actions:
                 options = compiled.model_options["transformer_options"]
-                options["optimized_attention_override"] = module("engine.attention").override_for("cudnn")
+                options["optimized_attention_override"] = module("engine.inductor.attention_kernels").override_for("cudnn")
             positive, negative = tiny_models.conditioning("flux")
-            size = module("engine.warmup_plan").Size
+            size = module("engine.warmup.plan").Size
             began = time.perf_counter()
-            answer["report"] = module("engine.host.warmup").warm_up(
+            answer["report"] = module("engine.host.nodes.warmup").warm_up(
                 compiled, positive, negative, 1.0, [size(64, 64, 1, 1), size(96, 64, 1, 1)]
             )
             answer["wall"] = time.perf_counter() - began
-            stats = module("engine.report").stats_for(patcher.model.diffusion_model, settings)
+            stats = module("engine.notices.report").stats_for(patcher.model.diffusion_model, settings)
             expected, result = (one_step(p, positive, negative) for p in (patcher, compiled))
             answer["error"] = float((result - expected).abs().max() / expected.abs().max())
             answer |= {"graphs": stats.graphs, "from_disk": stats.from_disk, "seconds": stats.seconds}
         for action in actions:
             if action.startswith("save="):
-                answer["saved"] = str(module("engine.host.cache_files").save_cache(compiled, action.partition("=")[2])[0])
+                answer["saved"] = str(module("engine.host.nodes.cache_files").save_cache(compiled, action.partition("=")[2])[0])
     for name, group in (("fxgraph", "inductor"), ("autograd", "aot_autograd")):
         for kind in ("hit", "miss", "bypass", "saved"):
             answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
@@ -104,7 +104,7 @@ def main(base, actions):
     answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
     if "after" in actions:
         answer["plain_after"] = plain_compile(3.0)
-    cache = module("engine.disk_cache").current()
+    cache = module("engine.cache.disk").current()
     answer["cache"] = cache and str(cache.root)
     print("ANSWER", json.dumps(answer), flush=True)
     os._exit(0)

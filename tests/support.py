@@ -1,9 +1,13 @@
 """Shared by the tests: blocks and models of plain PyTorch, and ways to look at the engine."""
 
 import os
+from pathlib import Path
 
 import torch
 from torch import nn
+
+TESTS = Path(__file__).resolve().parent
+ROOT = TESTS.parent
 
 
 class Block(nn.Module):

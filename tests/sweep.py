@@ -87,11 +87,11 @@ def run_setup(engine, setup, backend: str = "eager", **settings) -> Outcome:
 
 def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     began = time.process_time()
-    attachment, report = engine("host.attachment"), engine("report")
+    attachment, report = engine("host.model.attach"), engine("notices.report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, "compile": "at once", **settings})
     model = setup.build()
     network = model.diffusion_model
-    plan = engine("binding").plan_for(network)
+    plan = engine("compile.binding").plan_for(network)
     outcome = Outcome(setup.name, len(plan.blocks), share=round(plan.covered_share, 3), whole_model=plan.whole_model)
     for block in plan.blocks:
         outcome.classes[block.class_name] = outcome.classes.get(block.class_name, 0) + 1
@@ -127,7 +127,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
     kinds = report.kinds_for(network, chosen)
     outcome.eager = {kind.class_name: kind.failure.reason for kind in kinds if kind.failure}
-    code = engine("registry").code_of(network)
+    code = engine("compile.registry").code_of(network)
     outcome.left_out, outcome.parts = dict(code.left_out + code.too_small), dict(code.parts)
     ran = {kind.class_name for kind in kinds if kind.code.compiles}
     outcome.idle = sorted(set(outcome.classes) - ran - set(outcome.left_out) - _opened(engine, network, plan, outcome.parts))
@@ -143,8 +143,8 @@ def _forms_of_calls(engine, network):
 
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
-    found, structure_of = set(), engine("structure").structure_of
-    kinds = {(key[0], key[1]) for key, kind in engine("registry").code_of(network).kinds.items() if kind.code.compiles}
+    found, structure_of = set(), engine("blocks.structure").structure_of
+    kinds = {(key[0], key[1]) for key, kind in engine("compile.registry").code_of(network).kinds.items() if kind.code.compiles}
     blocks = [m for m in network.modules() if any(type(m).forward is forward for forward, _ in kinds)]
 
     def form(value):
@@ -166,7 +166,7 @@ def _forms_of_calls(engine, network):
 
 def _opened(engine, network, plan, parts: dict[str, int]) -> set[str]:
     """The classes of the blocks in whose place `parts` of them are compiled."""
-    blocks = engine("binding").modules_at(network, plan)
+    blocks = engine("compile.binding").modules_at(network, plan)
     return {type(block).__name__ for block in blocks if any(type(m).__name__ in parts for m in block.modules())}
 
 
@@ -231,7 +231,7 @@ def main() -> int:
     import zoo
 
     outcomes, failed = [], []
-    shared = import_module(f"{KIT}.engine.registry")._kinds
+    shared = import_module(f"{KIT}.engine.compile.registry")._kinds
     for name in options.names or zoo.SETUPS:
         torch._dynamo.reset()
         shared.clear()  # models of one structure share compiled code, and its counts

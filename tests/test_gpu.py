@@ -35,7 +35,7 @@ class TestGraphs:
     """Captured and replayed for real, the current device being the first one, as in the host's main thread."""
 
     def calls(self, engine, device, graphs=None):
-        graphs = graphs or engine("graphs").ModelGraphs()
+        graphs = graphs or engine("cuda_graphs.capture").ModelGraphs()
         model = Net(count=2, width=64).to(device)
         graphs.check_model(model, device)
         for step in range(4):
@@ -58,7 +58,7 @@ class TestGraphs:
         """With ComfyUI's default allocator giving back memory of such a capture ended the process."""
         code = """
 import torch
-from engine.graphs import ModelGraphs
+from engine.cuda_graphs.capture import ModelGraphs
 
 def model(x, kept=[]):
     y = torch.sin(x)
@@ -88,9 +88,9 @@ print("lives")
 
     def test_the_trial_of_a_version_that_is_known_to_work(self, engine):
         version = ".".join(torch.__version__.split(".")[:2])
-        if version not in engine("host.graphing").CAPTURES_ASYNC:
+        if version not in engine("host.graphs.replay").CAPTURES_ASYNC:
             pytest.skip(f"nobody knows of PyTorch {version}: that is what the trial is for")
-        assert engine("capture_probe").tried()
+        assert engine("cuda_graphs.probe").tried()
 
     def test_a_sampled_model(self, engine, tiny, device):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
@@ -99,12 +99,12 @@ print("lives")
         compiled = runs.attach(runs.patcher, backend="cudagraphs")
         for _ in range(2):
             assert relative_error(runs.run(compiled), expected) < 1e-3
-        graphs = engine("graphs").graphs_of(runs.patcher.model.diffusion_model)
-        notes = engine("host.attachment").notes_about(compiled)
+        graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+        notes = engine("host.model.attach").notes_about(compiled)
         assert graphs.captures == 1 and graphs.replays >= 6, notes
 
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
-        graphs = engine("graphs").ModelGraphs(device=torch.device("cuda", 0))
+        graphs = engine("cuda_graphs.capture").ModelGraphs(device=torch.device("cuda", 0))
         x = torch.ones(4, device="cuda:0")
         for step in range(4):
             result = graphs.call("key", lambda x, factor: x * factor, (x, torch.tensor(float(step))), {}, {})
@@ -125,7 +125,7 @@ class TestStreaming:
 
     @pytest.fixture
     def streaming(self, engine):
-        module = engine("host.streaming")
+        module = engine("host.weights.partial_load")
         module.release_buffers()
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
@@ -205,13 +205,13 @@ class TestStreaming:
             handle.remove()
             calls.clear()
             assert relative_error(runs.run(compiled), expected) < 1e-3
-        notes = engine("host.weights").notes_on(runs.patcher.model)
+        notes = engine("host.weights.blocks").notes_on(runs.patcher.model)
         assert any("put in place" in note for note in notes), "nothing was streamed; this proves nothing"
 
 
 class TestAttention:
     def test_the_chosen_kernel_gives_what_the_host_does(self, engine):
-        attention = engine("attention")
+        attention = engine("inductor.attention_kernels")
 
         def attention_pytorch(q, k, v, heads, mask=None, *_args, **_kwargs):
             q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
@@ -228,7 +228,7 @@ class TestAttention:
 
     def test_a_measured_time_is_a_number(self, engine):
         x = torch.randn(512, 512, device="cuda", dtype=torch.half)
-        seconds = engine("attention")._seconds_on_gpu(lambda: x @ x)
+        seconds = engine("inductor.attention_kernels")._seconds_on_gpu(lambda: x @ x)
         assert seconds is not None and seconds > 0
 
 
@@ -240,7 +240,7 @@ class TestGroupNorm:
 
     @pytest.mark.parametrize("images, channels, height, width, groups", NORMS)
     def test_beside_float64(self, engine, images, channels, height, width, groups):
-        kernels = engine("group_norm_kernels")
+        kernels = engine("cuda_graphs.group_norm")
         for offset in (0.0, 100.0):
             x = torch.randn(images, channels, height, width, device="cuda").add(offset).half()
             x = x.contiguous(memory_format=torch.channels_last)
@@ -254,5 +254,5 @@ class TestGroupNorm:
     @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 130, 3, 3), (4, 1, 7, 7), (3, 200, 1, 3)])
     def test_weights_side_by_side(self, engine, shape):
         weight = torch.randn(*shape, device="cuda", dtype=torch.half)
-        turned = engine("group_norm_kernels").channels_last_weight(weight)
+        turned = engine("cuda_graphs.group_norm").channels_last_weight(weight)
         assert torch.equal(turned, weight) and turned.is_contiguous(memory_format=torch.channels_last)

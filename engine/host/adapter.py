@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import comfy.cli_args
 import torch
 
-from ..scopes import SharedScope
+from ..torch_settings import SharedScope
 
 logger = logging.getLogger("torch-compile-kit")
 
@@ -43,8 +43,8 @@ class Host:
 
     Args:
         pages: None where dynamic VRAM is not there, or is not as we know it.
-        traceable_cast: `comfy.ops.cast_bias_weight` takes what `quantized.py` gives it.
-        list_of_layers: `ModelPatcher._load_list` takes what `placement.py` gives it.
+        traceable_cast: `comfy.ops.cast_bias_weight` takes what `host/weights/quantized.py` gives it.
+        list_of_layers: `ModelPatcher._load_list` takes what `host/weights/placement.py` gives it.
         unknown: for the log, what is not used and what that means.
     """
 

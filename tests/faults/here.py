@@ -36,7 +36,7 @@ class Case(Runs):
         super().__init__(tiny, engine, name, cfg=4.0)
         self.moment, self.monkeypatch, self.caplog = moment, monkeypatch, caplog
         self.behind = moment == "background"
-        self.thread = engine("background").compiler
+        self.thread = engine("background.thread").compiler
         self.compiler = Compiler()
         self.network = self.patcher.model.diffusion_model
         self.expected = self.run(self.patcher)
@@ -49,7 +49,7 @@ class Case(Runs):
         compile = "in the background" if self.behind else "at once"
         settings = self.engine("settings").CompileSettings(backend="eager", compile=compile, **chosen)
         object.__setattr__(settings, "backend", BACKEND)
-        return self.engine("host.attachment").attach(self.patcher, settings)
+        return self.engine("host.model.attach").attach(self.patcher, settings)
 
     def close(self):
         comfy.model_management.interrupt_current_processing(False)
@@ -58,7 +58,7 @@ class Case(Runs):
 
     @property
     def eager_calls(self):
-        code = self.engine("registry").code_of(self.network)
+        code = self.engine("compile.registry").code_of(self.network)
         found, code.eager_calls = code.eager_calls, 0
         return found
 
@@ -74,7 +74,7 @@ class Case(Runs):
         assert not any("forward" in vars(module) for module in self.network.modules())
         assert list(self.network.state_dict()) == self.keys
         assert torch_settings() == self.settings_before
-        monitor = self.engine("monitor").monitor
+        monitor = self.engine("compile.events").monitor
         assert not monitor.calls and monitor.listener is None
 
     def is_compiled(self, compiled=None):
@@ -152,7 +152,7 @@ def model_raises(case):
 
 
 def no_stand_in(case):
-    background, made, tries = case.engine("background"), case.engine("stand_in").StandIn.made, []
+    background, made, tries = case.engine("background.thread"), case.engine("background.stand_in").StandIn.made, []
 
     def short(stand_in):
         tries.append(1)
@@ -161,20 +161,20 @@ def no_stand_in(case):
         return made(stand_in)
 
     case.monkeypatch.setattr(background, "PATIENCE", 0.01)
-    case.monkeypatch.setattr(case.engine("stand_in").StandIn, "made", short)
+    case.monkeypatch.setattr(case.engine("background.stand_in").StandIn, "made", short)
     case.is_right()
     assert len(tries) > 2 and not case.failures
     case.is_compiled()
 
 
 def no_memory_to_compile(case):
-    case.monkeypatch.setattr(case.engine("background"), "PATIENCE", 0.01)
+    case.monkeypatch.setattr(case.engine("background.thread"), "PATIENCE", 0.01)
     case.compiler.plan = [raising(torch.OutOfMemoryError("no memory"))]
     if case.behind:
         case.is_right()
     else:
         error = case.raises(Exception)
-        assert any(isinstance(e, torch.OutOfMemoryError) for e in case.engine("failures").chain(error))
+        assert any(isinstance(e, torch.OutOfMemoryError) for e in case.engine("failures.describe").chain(error))
     assert not case.failures
     case.is_compiled()
 
@@ -186,7 +186,7 @@ def _no_copies(case):
         clones.append(1)
         raise torch.OutOfMemoryError("no memory for a copy")
 
-    case.monkeypatch.setattr(case.engine("layouts"), "memory_of", memory_of)
+    case.monkeypatch.setattr(case.engine("compile.call_shapes"), "memory_of", memory_of)
     return clones
 
 
@@ -201,7 +201,7 @@ def no_copies_nor_compiler(case):
     tried = _no_copies(case)
     case.compiler.plan = [raising(torch.OutOfMemoryError("no memory to compile"))]
     error = case.raises(Exception)
-    assert any(isinstance(e, torch.OutOfMemoryError) for e in case.engine("failures").chain(error)) and tried
+    assert any(isinstance(e, torch.OutOfMemoryError) for e in case.engine("failures.describe").chain(error)) and tried
     assert not case.failures
     torch._dynamo.reset()  # asserts that PyTorch counts no compilation any more
     case.is_compiled()
@@ -250,7 +250,7 @@ def cancelled_compiling(case):
 
 
 def cancelled_behind_another(case):
-    lock, held, go_on = case.engine("block_code").first_call_lock, threading.Event(), threading.Event()
+    lock, held, go_on = case.engine("compile.code").first_call_lock, threading.Event(), threading.Event()
 
     def compiling():
         with lock:
@@ -288,7 +288,7 @@ def cancelled_waiting(case):
     waiting.start()
     pressed = threading.Timer(0.5, cancel)
     with case.monkeypatch.context() as patch:
-        patch.setattr(case.engine("prepare")._Preparation, "thread", waiting)
+        patch.setattr(case.engine("cache.startup")._Preparation, "thread", waiting)
         pressed.start()
         try:
             case.raises(INTERRUPTED)

@@ -92,13 +92,13 @@ class Process:
 
         compile = "at once" if self.waits else "in the background"
         settings = self.module("engine.settings").CompileSettings(compile=compile, only_blocks=BLOCKS)
-        self.compiled = self.module("engine.host.attachment").attach(self.patcher, settings)
-        code = self.module("engine.registry").code_of(self.patcher.model.diffusion_model)
+        self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
+        code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
         before = {name: os.environ.get(name) for name in FOLDERS}
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
-        stats = self.module("engine.report").stats_for(self.patcher.model.diffusion_model, settings)
-        ended = self.module("engine.background").compiler.wait(120)
+        stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
+        ended = self.module("engine.background.thread").compiler.wait(120)
         self.answer["runs"].append(
             {
                 "error": float((result - self.expected).abs().max() / self.expected.abs().max()),
@@ -116,25 +116,25 @@ class Process:
         )
 
     def save(self, name):
-        self.module("engine.host.cache_files").save_cache(self.compiled, name)
+        self.module("engine.host.nodes.cache_files").save_cache(self.compiled, name)
 
     def load(self, name):
-        self.answer["loaded"] = self.module("engine.host.cache_files").load_cache(name)
+        self.answer["loaded"] = self.module("engine.host.nodes.cache_files").load_cache(name)
 
     def forget(self):
         """What is compiled is dropped from memory, as when the model is freed."""
         import torch
 
         torch._dynamo.reset()
-        self.module("engine.registry").code_of._values.clear()
-        self.module("engine.registry")._kinds.clear()
+        self.module("engine.compile.registry").code_of._values.clear()
+        self.module("engine.compile.registry")._kinds.clear()
         torch._dynamo.utils.counters.clear()
 
     def trim(self):
-        self.module("engine.disk_cache").current().trim()
+        self.module("engine.cache.disk").current().trim()
 
     def clear(self):
-        self.module("engine.host.users_folder").open_users_cache().clear()
+        self.module("engine.host.model.user_folder").open_users_cache().clear()
 
     def limit(self, size="4096"):
         """As on a full disk: no file can grow beyond so many bytes, not those of compilers either."""
@@ -210,7 +210,7 @@ class Process:
                 self.answer["resets"] = self.answer.get("resets", 0) + 1
 
         threading.Thread(target=resets, daemon=True).start()
-        backends = self.module("engine.backends")
+        backends = self.module("engine.inductor.run_modes")
         found = backends.inductor
 
         def inductor(*args, **kwargs):

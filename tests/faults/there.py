@@ -145,7 +145,7 @@ def next_process(machine):
 
 def cannot_save(machine):
     before = machine.saved.read_bytes()
-    assert refused(machine.process("run", "fail=engine.cache_file._copy:io", "save=mine"), "save=mine", "cannot be written")
+    assert refused(machine.process("run", "fail=engine.cache.archive._copy:io", "save=mine"), "save=mine", "cannot be written")
     assert machine.saved.read_bytes() == before and not machine.leftovers()
     right(machine.process("run", "save=mine"))
 
@@ -158,7 +158,7 @@ def reset_meanwhile(machine):
 
 def no_memory_to_load(machine):
     shutil.rmtree(machine.folder)
-    answer = machine.process("fail=engine.cache_file._unpack:memory", "load=mine.tckcache")
+    answer = machine.process("fail=engine.cache.archive._unpack:memory", "load=mine.tckcache")
     assert refused(answer, "load=mine.tckcache", error="MemoryError") and not machine.leftovers()
     assert read(machine.process("load=mine.tckcache", "run"))
 
@@ -244,7 +244,7 @@ def killed_sampling(machine):
 
 def killed_saving(machine):
     before = machine.saved.read_bytes()
-    machine.killed("run", "kill=engine.cache_file._write_digest", "save=mine")
+    machine.killed("run", "kill=engine.cache.archive._write_digest", "save=mine")
     assert machine.saved.read_bytes() == before
     _later(machine)
     assert right(machine.process("run", "save=mine")) and not machine.leftovers()
@@ -253,7 +253,7 @@ def killed_saving(machine):
 
 def killed_loading(machine):
     shutil.rmtree(machine.folder)
-    machine.killed("kill=engine.cache_file._unpack", "load=mine.tckcache")
+    machine.killed("kill=engine.cache.archive._unpack", "load=mine.tckcache")
     assert [f.name for f in machine.cache.iterdir() if not f.name.startswith("incoming-")] == [OTHER]
     _later(machine)
     answer = machine.process("load=mine.tckcache", "run", "trim")
@@ -261,7 +261,7 @@ def killed_loading(machine):
 
 
 def killed_reading(machine):
-    machine.killed("kill=engine.backends.inductor", "run")
+    machine.killed("kill=engine.inductor.run_modes.inductor", "run")
     assert read(machine.process("run"))
 
 

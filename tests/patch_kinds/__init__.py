@@ -1,5 +1,5 @@
 """Every way of changing a model that the host has and compiled code must honour.
 
-`test_host_patches.py`, `test_host_lora.py` and `test_host_conditions.py` show that each comes out right with ours,
-`test_host_unsound.py` that it comes out wrong with less.
+`host/model/test_patches.py`, `host/weights/test_lora.py` and `host/model/test_conditions.py` show that each comes out right
+with ours, `host/model/test_unsound.py` that it comes out wrong with less.
 """

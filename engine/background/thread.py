@@ -1,0 +1,274 @@
+"""Compile while images go on: a thread makes the code for calls that ran eager, and nobody waits for it.
+
+It works on stand-ins (`background/stand_in.py`), so it holds no weights, and what it compiles does not run (`inductor/run_modes.py`). What PyTorch
+saves and restores around a compilation is the sampler's meanwhile, so this thread leaves it alone.
+"""
+
+from __future__ import annotations
+
+import collections
+import logging
+import random
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from ..failures.describe import never_swallowed
+from ..torch_settings import SharedScope
+from .gate import gate, waiting_at_gate
+from .stand_in import StandIn
+
+logger = logging.getLogger("torch-compile-kit")
+# Of memory that is free beside what a job takes; else it waits.
+MARGIN = 512 * 2**20
+PATIENCE = 5.0
+# Seconds for which a thread may keep Python's lock from others. Each operation of another thread's gives the lock away, and it
+# waits as long to have it back: 150 of them took 42 ms more with 0.5 ms, 12 ms with this, our thread going on as fast.
+INTERVAL = 5e-5
+ATTEMPTS = 20
+
+
+class Kind(Protocol):
+    """What can be compiled for: see `compiled_kind.CompiledKind`."""
+
+    def compile_ahead(self, stand_in: StandIn) -> None: ...
+
+
+@dataclass
+class Job:
+    """One call for which code is wanted.
+
+    Args:
+        kind: whose code; a job whose kind is gone is over.
+        done: called on the thread, also when nothing came of it.
+        cached: bytes on the device that PyTorch held and did not use when it was asked for.
+        inference, grad: of the thread that called, which guards compare.
+    """
+
+    kind: weakref.ref[Kind]
+    stand_in: StandIn
+    done: Callable[[], None]
+    cached: int
+    inference: bool = field(default_factory=torch.is_inference_mode_enabled)
+    grad: bool = field(default_factory=torch.is_grad_enabled)
+    attempts: int = 0
+
+
+class Compiler:
+    """The thread, started when there is something to do and over when there is not.
+
+    `makes_room` is the host's: whether weights leave the device when somebody asks for memory.
+    """
+
+    def __init__(self) -> None:
+        self.makes_room: Callable[[], bool] = lambda: False
+        self._jobs: collections.deque[Job] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._current: Job | None = None
+
+    def ask(self, kind: Kind, stand_in: StandIn, done: Callable[[], None]) -> None:
+        """Compile for a call, as soon as all that was asked for before is done; returns at once."""
+        cached = 0 if self.makes_room() else _cached(stand_in.device)
+        with self._changed:
+            self._jobs.append(Job(weakref.ref(kind), stand_in, done, cached))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
+                self._thread.start()
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being compiled, or waits to be."""
+        with self._changed:
+            return self._thread is not None
+
+    def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
+        """Until nothing is left to do.
+
+        Args:
+            poll: called ten times a second; may raise to stop waiting.
+
+        Returns:
+            Whether that came in time.
+        """
+        end = None if seconds is None else time.monotonic() + seconds
+        gate.open()
+        while self.busy and (end is None or time.monotonic() < end):
+            if poll is not None:
+                poll()
+            with self._changed:
+                self._changed.wait(0.1)
+        return not self.busy
+
+    def finish(self, kind: Kind, poll: Callable[[], None]) -> None:
+        """Somebody waits for code of `kind`: what is being made of it is made, and nothing else is begun for it.
+
+        Args:
+            poll: called ten times a second; may raise to stop waiting.
+        """
+        with self._changed:
+            dropped = [job for job in self._jobs if job.kind() is kind]
+            self._jobs = collections.deque(job for job in self._jobs if job.kind() is not kind)
+        for job in dropped:
+            job.done()
+        gate.open()
+        while (current := self._current) is not None and current.kind() is kind:
+            poll()
+            with self._changed:
+                self._changed.wait(0.1)
+
+    def _run(self) -> None:
+        _ours.add(threading.get_ident())
+        interval = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval, INTERVAL))
+        try:
+            while (job := self._next()) is not None:
+                try:
+                    again = self._work(job)
+                except Exception:  # never the thread: what waits behind it would wait for ever
+                    logger.exception("compiling in the background stopped for one kind of block")
+                    again = False
+                self._put_back(job) if again else job.done()
+        finally:
+            sys.setswitchinterval(interval)
+            _ours.discard(threading.get_ident())
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            self._current = self._jobs.popleft() if self._jobs else None
+            if self._current is None:
+                self._thread = None
+            self._changed.notify_all()
+            return self._current
+
+    def _put_back(self, job: Job) -> None:
+        """There was no memory: once more behind the others, and not at once."""
+        with self._changed:
+            self._jobs.append(job)
+            alone = len(self._jobs) == 1
+        if alone:
+            time.sleep(PATIENCE)
+
+    def _work(self, job: Job) -> bool:
+        """Whether to try again later."""
+        kind = job.kind()
+        if kind is None:
+            return False
+        job.attempts += 1
+        last = job.attempts >= ATTEMPTS
+        if not self.makes_room() and not _has_room(job):
+            return not last
+        device = job.stand_in.device
+        with ExitStack() as scopes:
+            scopes.enter_context(torch.inference_mode(job.inference))
+            scopes.enter_context(torch.set_grad_enabled(job.grad))
+            scopes.enter_context(_apart())
+            scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
+            if device.type == "cuda":
+                scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
+            try:
+                kind.compile_ahead(job.stand_in)
+            except Exception as error:
+                if never_swallowed(error):
+                    logger.debug("no memory to compile in the background")
+                    return not last
+                if isinstance(error, AssertionError) and "state changed while dynamo tracing" in str(error):
+                    return not last  # the sampler's thread has switched something (TF32) meanwhile
+                raise
+        return False
+
+
+def _has_room(job: Job) -> bool:
+    device = job.stand_in.device
+    if device.type != "cuda":
+        return True
+    free, _total = torch.cuda.mem_get_info(device)
+    return free + job.cached > 2 * job.stand_in.nbytes + MARGIN
+
+
+def _cached(device: torch.device) -> int:
+    """Not on our thread: what asks PyTorch's allocator waits for it with Python's lock in hand, and comfy-aimdo, which works
+    inside the allocator, needs that lock for its log."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+
+# The threads that compile.
+_ours: set[int] = set()
+
+
+def _is_ours() -> bool:
+    return threading.get_ident() in _ours
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None: ...
+
+
+def _unknown(*_args: object, **_kwargs: object) -> dict:
+    raise RuntimeError("a thread that compiles asks for no statistics of memory")  # inductor then goes on without
+
+
+def _apart_for_us(found: Callable, ours: Callable) -> Callable:
+    """A function that is another one for our threads."""
+    return lambda *args, **kwargs: (ours if _is_ours() else found)(*args, **kwargs)
+
+
+# PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
+# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. And on machines without a GPU tracing gives
+# the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes. Trying a
+# kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
+# `copy_args_to_cpu_if_needed`): see `_cached`. From 2.13 on `torch.compiler.is_compiling()` is true for the whole process while
+# anything is compiled: ComfyUI then neither looks for interrupts nor offloads with streams (comfy/ops.py, model_management.py).
+_APART = {
+    "python": (random, "setstate", _nothing),
+    "cpu": (torch.random, "set_rng_state", _nothing),
+    "cuda": (torch.cuda, "set_rng_state", _nothing),
+    "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
+    "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
+    "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
+    "compiling": (torch.compiler, "_compile_session_context", nullcontext),
+}
+_fx = torch.fx._symbolic_trace
+
+
+def _is_fx_symbolic_tracing() -> bool:
+    """In place of PyTorch's code for it, with its module's names: that something is traced with FX is a fact of the process up
+    to 2.14, and compiled code of all threads refuses to run meanwhile. It concerns the thread that traces."""
+    return _is_fx_tracing_flag and torch_compile_kit_traces() and not torch.compiler.is_compiling()  # noqa: F821
+
+
+def _switch(owner: object, name: str) -> tuple:
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
+_switches = {key: _switch(*found) for key, (*found, _) in _APART.items() if hasattr(*found)}
+if hasattr(_fx, "_is_fx_tracing_flag"):  # others keep it for each thread
+    _switches["tracing"] = _switch(_fx.is_fx_symbolic_tracing, "__code__")
+    _switches["traces"] = (lambda: None), (lambda found: _name_in_fx(found))
+
+
+def _name_in_fx(found: Callable | None) -> None:
+    if found is None:
+        _fx.__dict__.pop("torch_compile_kit_traces", None)
+    else:
+        _fx.__dict__["torch_compile_kit_traces"] = found
+
+
+_apart_scope = SharedScope(_switches)
+
+
+def _apart() -> AbstractContextManager:
+    """While it lasts, what our thread does to the process stays with it."""
+    values = {key: _apart_for_us(getattr(*found), ours) for key, (*found, ours) in _APART.items() if hasattr(*found)}
+    return _apart_scope.holding(traces=_is_ours, **values, tracing=_is_fx_symbolic_tracing.__code__)
+
+
+compiler = Compiler()

@@ -1,0 +1,79 @@
+"""What of a UNet is compiled.
+
+What fusing saves on the GPU is little for its convolutions and its smallest images, beside the seconds that each graph of
+PyTorch's takes to make (SDXL: 14 graphs for all, 2 for what matters). Transformers keep all of theirs.
+The choice is the same for all sizes, so that a size that was not warmed needs no other code.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..per_model import PerModel
+from .discovery import can_be_block
+
+# Of the elements that the kind with the most of them goes through in a call of the model; a kind with less is not compiled.
+SHARE = 0.4
+_IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
+
+
+def _mostly_convolutions(block: nn.Module) -> bool:
+    layers = [m for m in block.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
+    convolutions = sum(p.numel() for m in layers for p in m.parameters())
+    return 2 * convolutions > _size(block)
+
+
+def _parts(block: nn.Module) -> tuple[str, ...]:
+    if not any(isinstance(child, _IMAGES) for child in block.children()):
+        return ()
+    lists = [(name, child) for name, child in block.named_children() if isinstance(child, nn.ModuleList)]
+    paths = [f"{name}.{i}" for name, members in lists for i, member in enumerate(members) if can_be_block(member)]
+    return tuple(paths) if 2 * sum(_size(block.get_submodule(path)) for path in paths) > _size(block) else ()
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+# Whether most weights of a block are those of convolutions over images or video.
+is_convolutional = PerModel(_mostly_convolutions)
+# The blocks of tokens inside a block of images (SD 1.5's SpatialTransformer), by path; none if they are not most of it.
+_parts_of = PerModel(_parts)
+
+
+def parts_of(block: nn.Module) -> list[nn.Module]:
+    """What of `block` is compiled in its place: the transformers in a block that has norms and convolutions for images."""
+    try:
+        return [block.get_submodule(path) for path in _parts_of(block)]
+    except AttributeError:  # another node has taken one away
+        return []
+
+
+@dataclass
+class Effort:
+    """Which kinds are worth a graph, in one call of a UNet.
+
+    Args:
+        blocks: how many blocks each kind has, by its `id`.
+        left_out: the classes of those that are not, by the `id` of the block.
+    """
+
+    blocks: Counter[int]
+    left_out: dict[int, str] = field(default_factory=dict)
+    _small: dict[int, bool] = field(default_factory=dict)
+    _most: int = 0
+
+    def is_too_small(self, kind: object, block: nn.Module, args: tuple) -> bool:
+        """Whether `block` should run eager: decided for its kind when its first block comes, by those that came before."""
+        key = id(kind)
+        if key not in self._small:
+            work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]
+            self._small[key] = work < SHARE * self._most
+            self._most = max(self._most, work)
+        if self._small[key]:
+            self.left_out[id(block)] = type(block).__name__
+        return self._small[key]

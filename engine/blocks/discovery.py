@@ -1,0 +1,158 @@
+"""Find the repeated blocks of a model by its structure, without knowing its class.
+
+A block is a module worth compiling as one region: many copies of it share one graph. Two shapes are looked for, outermost
+first: the members of a ModuleList or ModuleDict that repeat a class (the block lists of every DiT), and, where a model
+keeps mixed lists instead (UNets, Stable Cascade), the repeated classes in those lists that hold no block list themselves.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from ..errors import InvalidSetting
+
+# A list of fewer parameters than this share of the model is not worth a graph of its own.
+MINIMUM_SHARE = 0.002
+
+
+@dataclass(frozen=True)
+class Block:
+    """A block by its path; the module itself is looked up when it runs, since patches may replace it.
+
+    Args:
+        path: dotted path below the model that was searched; empty for the model itself.
+        class_name: for reports.
+        parameters: number of weight elements in it.
+    """
+
+    path: str
+    class_name: str
+    parameters: int
+
+
+@dataclass(frozen=True)
+class BlockPlan:
+    """The blocks of one model.
+
+    Args:
+        blocks: in the order of the module tree.
+        total_parameters: of the whole model, for the covered share.
+        whole_model: the model has no repeated blocks, and is compiled as one region.
+    """
+
+    blocks: tuple[Block, ...]
+    total_parameters: int
+    whole_model: bool = False
+
+    @property
+    def covered_share(self) -> float:
+        """Share of the model's parameters that the blocks hold, 0..1."""
+        return sum(b.parameters for b in self.blocks) / max(1, self.total_parameters)
+
+    def select(self, patterns: tuple[str, ...]) -> BlockPlan:
+        """The blocks whose path matches one of the fnmatch patterns; all when there are none.
+
+        Raises:
+            InvalidSetting: a pattern matches nothing; the message lists the blocks there are.
+        """
+        if not patterns:
+            return self
+        for pattern in patterns:
+            if not any(fnmatchcase(b.path, pattern) for b in self.blocks):
+                raise InvalidSetting("only_blocks", pattern, f"matches no block; this model has {self.summary()}.")
+        chosen = tuple(b for b in self.blocks if any(fnmatchcase(b.path, p) for p in patterns))
+        return BlockPlan(chosen, self.total_parameters, self.whole_model)
+
+    def summary(self) -> str:
+        """For example `double_blocks.* (19 DoubleStreamBlock), single_blocks.* (38 SingleStreamBlock)`."""
+        if self.whole_model:
+            return f"the whole model ({self.blocks[0].class_name})"
+        groups = Counter((_without_indices(b.path), b.class_name) for b in self.blocks)
+        return ", ".join(f"{path} ({n} {name})" for (path, name), n in groups.items())
+
+
+def _without_indices(path: str) -> str:
+    return ".".join("*" if part.isdigit() else part for part in path.split("."))
+
+
+def find_blocks(model: nn.Module) -> BlockPlan:
+    """Find the blocks of `model`; the model itself when nothing in it repeats."""
+    total = _size(model)
+    minimum = MINIMUM_SHARE * total
+    blocks = list(_outermost(model, "", _listed_blocks(model, minimum)))
+    repeated = _repeated_in_mixed_lists(model, blocks)
+    blocks = [*blocks, *_outermost(model, "", lambda path, m: id(m) in repeated)]
+    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
+    blocks.sort(key=lambda item: order[item[0]])
+    if not blocks:
+        return BlockPlan((Block("", type(model).__name__, total),), total, whole_model=True)
+    return BlockPlan(tuple(Block(path, type(m).__name__, _size(m)) for path, m in blocks), total)
+
+
+def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module], bool]:
+    """A test for modules that belong to a list which repeats their class."""
+    listed: set[int] = set()
+    for container in model.modules():
+        if not isinstance(container, nn.ModuleList | nn.ModuleDict):
+            continue
+        members = [m for m in container.children() if can_be_block(m)]
+        classes = Counter(type(m) for m in members)
+        if classes and max(classes.values()) >= 2 and sum(map(_size, members)) >= minimum:
+            listed.update(id(m) for m in members)
+    # A list of one is a block list too when its class is one elsewhere (a short `noise_refiner`, a UNet level of depth 1).
+    known = {type(m) for m in model.modules() if id(m) in listed}
+    return lambda path, module: id(module) in listed or type(module) in known
+
+
+def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> set[int]:
+    """Ids of list members whose class occurs at least twice in the model and that neither hold nor belong to a block."""
+    inside: set[int] = set()
+    around: set[int] = set()
+    for path, block in blocks:
+        inside.update(map(id, block.modules()))
+        parts = path.split(".")
+        around.update(id(model.get_submodule(".".join(parts[:i]))) for i in range(len(parts)))
+    members = [
+        child
+        for container in model.modules()
+        if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(container) not in inside
+        for child in container.children()
+        if can_be_block(child) and id(child) not in inside
+    ]
+    holders = {type(m) for m in members if id(m) in around}
+    counts = Counter(type(m).__qualname__ for m in members)
+    return {id(m) for m in members if counts[type(m).__qualname__] >= 2 and type(m) not in holders}
+
+
+def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple[str, nn.Module]]:
+    """Walk the tree from the top and do not look inside what is wanted."""
+    for name, child in module.named_children():
+        child_path = f"{path}.{name}" if path else name
+        if can_be_block(child) and wanted(child_path, child):
+            yield child_path, child
+        else:
+            yield from _outermost(child, child_path, wanted)
+
+
+def can_be_block(module: nn.Module) -> bool:
+    """Whether it has a forward of its own, and at least two layers with weights to fuse around."""
+    if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
+        return False
+    if type(module).forward is nn.Module.forward:
+        return False
+    weighted = sum(1 for m in module.modules() if any(True for _ in m.named_parameters(recurse=False)) or _lazy(m))
+    return weighted >= 2 and any(True for _ in module.children())
+
+
+def _lazy(module: nn.Module) -> bool:
+    """A layer whose weight is not there yet (the host's lazily loaded Linear keeps `weight = None`)."""
+    return hasattr(module, "in_features") and hasattr(module, "weight")
+
+
+def _size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())

@@ -1,0 +1,87 @@
+"""What a block consists of right now.
+
+Other nodes exchange layers inside blocks, give them another `forward` (LoRA in bypass mode, KJNodes' attention for Wan) or hook
+into them, before or after a block was compiled. Guards notice part of that; the rest is noticed here, before each call.
+"""
+
+from __future__ import annotations
+
+import types
+import weakref
+
+from torch import nn
+
+from ..compile.group import CompiledKind
+
+Code = types.CodeType | type
+
+
+class BlockState:
+    """The modules inside a block, as they were when it was last looked at; keeps none of them alive.
+
+    Args:
+        block: what is compiled; its own `forward` and hooks are outside of that and do not count.
+    """
+
+    def __init__(self, block: nn.Module):
+        self.kinds: dict[tuple, CompiledKind] = {}
+        self.forwards: tuple[tuple[str, Code], ...] = ()
+        self.hooked: tuple[str, ...] = ()
+        self._freed: list[weakref.ref] = []
+        self._alive = []
+        for path, module in block.named_modules():
+            self._alive.append(weakref.ref(module, self._freed.append))
+            if module is block:
+                continue
+            code = own_forward(module)
+            if code is not None:
+                self.forwards += ((path, code),)
+            if _is_hooked(module):
+                self.hooked += (path,)
+        self._found = _look_at(block)
+
+    def holds(self, block: nn.Module) -> bool:
+        """Whether nothing in the block has changed since; asked for each block before each call of the model."""
+        return not self._freed and _look_at(block) == self._found
+
+
+def _look_at(block: nn.Module) -> tuple[list[int], list[tuple]]:
+    """The modules in a block by `id`, and those that run something else than their class's forward.
+
+    An `id` is as good as the module while that is alive. Plain dicts and a loop: for SDXL this looks at 2,000 modules a step.
+    """
+    ids, special = [], []
+    waiting = [*block._modules.values()]
+    while waiting:
+        module = waiting.pop()
+        ids.append(id(module))
+        if module is None:
+            continue
+        entries = module.__dict__
+        if entries["_modules"]:
+            waiting.extend(entries["_modules"].values())
+        if "forward" in entries or entries["_forward_hooks"] or entries["_forward_pre_hooks"]:
+            code, hooked = own_forward(module), _is_hooked(module)
+            if code is not None or hooked:
+                special.append((len(ids), code, hooked))
+    return ids, special
+
+
+def own_forward(module: nn.Module) -> Code | None:
+    """The code of a `forward` that somebody has given this one module, or the class of that callable; else None.
+
+    The host leaves the class's own forward in the module's dict when it takes another one back (weight_adapter/bypass.py);
+    that changes nothing except for guards, so it is removed.
+    """
+    found = module.__dict__.get("forward")
+    if found is None:
+        return None
+    function = getattr(found, "__func__", found)
+    if function is type(module).forward and getattr(found, "__self__", None) is module:
+        del module.__dict__["forward"]
+        return None
+    return function.__code__ if isinstance(function, types.FunctionType) else type(found)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)

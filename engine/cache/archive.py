@@ -1,0 +1,291 @@
+"""One file with the compiled code of a model, to carry to another machine of the same kind.
+
+A zip file whose members, stored as they are, are the files of the kinds' cache folders, and a header. At its end, as the
+comment of the archive, stands the sha256 of all that is before. PyTorch's own `torch.compiler.save_cache_artifacts` is not
+used: it holds all that the process has compiled, other packs' code too, nothing of what an earlier process compiled, no
+compiled C++ of the CPU, and no header that could be checked before it is unpickled.
+
+The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import struct
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+
+from ..errors import TorchCompileKitError
+from .disk import ABOUT, DiskCache
+from .environment import environment
+from .folders import make_private, remove, remove_leftovers
+
+FORMAT = "torch-compile-kit cache 3"
+# Of our own: .safetensors stands for "no code inside".
+SUFFIX = ".tckcache"
+HEADER = "header.json"
+MAX_HEADER = 64 * 1024**2
+# Triton's kernels are inside inductor's entries and are written out from there (torch/_inductor/triton_bundler.py), with the
+# absolute paths of the machine in them; locks are empty.
+LEFT_OUT = ("triton", "locks")
+_MEMBER = re.compile(r"[0-9a-f]{12}(/[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*)+")
+_DIGEST = re.compile(rb"[0-9a-f]{64}")
+_NO_DIGEST = b"0" * 64
+_CHUNK = 1024**2
+# Names that mean a device on Windows, whatever their ending is.
+_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[0-9¹²³])( *\..*| *)", re.IGNORECASE)
+
+_UNREADABLE = (
+    zipfile.BadZipFile, struct.error, EOFError,
+    RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError,
+)  # fmt: skip
+
+
+class CacheFileError(TorchCompileKitError):
+    """A cache file cannot be used; the text says why and what to do."""
+
+
+@dataclass
+class CacheFile:
+    """What the header of a cache file tells.
+
+    Args:
+        environment: see `environment.environment`, of the machine that wrote it.
+        pack: version of this pack.
+        models: classes of the host's models.
+        sizes: what they were compiled for.
+        members: file below the cache folder -> sha256.
+    """
+
+    environment: dict[str, str]
+    pack: str
+    models: list[str]
+    sizes: list[str]
+    members: dict[str, str] = field(default_factory=dict)
+
+
+def write_cache_file(
+    path: Path,
+    cache: DiskCache,
+    folders: Iterable[str],
+    pack: str,
+    models: list[str],
+    sizes: list[str],
+) -> int:
+    """Pack the folders of some kinds, a piece at a time: such a file can be larger than the memory that is left.
+
+    Args:
+        path: replaced when it exists, in one step.
+        folders: names, see `CompiledKind.folder`.
+        pack, models, sizes: for the header.
+
+    Returns:
+        How many files are in it.
+
+    Raises:
+        CacheFileError: nothing is in these folders, they were cleared meanwhile, or the file cannot be written.
+    """
+    files = _files(cache.root, folders)
+    if not any(not name.endswith(ABOUT) for name, _ in files):
+        raise CacheFileError(f"nothing of this model is in the cache folder {cache.root}; run Torch Compile Warmup before.")
+    partial = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(list(path.parent.glob("torch-compile-kit-*.partial")))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="torch-compile-kit-", suffix=".partial", delete=False) as made:
+            partial = Path(made.name)
+            with zipfile.ZipFile(made, "w") as archive:
+                members = {name: _pack(archive, name, file) for name, file in files}
+                header = {
+                    "format": FORMAT,
+                    "pack": pack,
+                    **environment(),
+                    "models": models,
+                    "sizes": sizes,
+                    "members": members,
+                }
+                archive.writestr(HEADER, json.dumps(header, indent=1))
+                archive.comment = _NO_DIGEST
+        _write_digest(partial)
+        os.replace(partial, path)
+    except OSError as error:
+        raise CacheFileError(f"{path} cannot be written: {error}") from error
+    finally:
+        if partial is not None:
+            partial.unlink(missing_ok=True)
+    return len(members)
+
+
+def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
+    """Unpack a cache file into the cache; files that are there already stay.
+
+    Raises:
+        CacheFileError: it is damaged, of another kind, or made with other versions or for another GPU; or the cache folder
+            cannot be written. The cache is unchanged then, save for members before the one that could not be written.
+    """
+    incoming = None
+    try:
+        with open(path, "rb") as file:
+            _check_digest(file, path.name)
+            with _refusing(path.name), zipfile.ZipFile(file) as archive:
+                found = _read_header(archive, path)
+                _check_machine(found, path.name)
+                make_private(cache.root)
+                incoming = Path(tempfile.mkdtemp(dir=cache.root, prefix="incoming-"))
+                for name, digest in found.members.items():
+                    if _unpack(archive, name, incoming / name) != digest:
+                        raise CacheFileError(f"{path.name} is damaged: {name} is not what the header says. Copy it again.")
+        for name in found.members:  # all are what they should be
+            if not (cache.root / name).exists():
+                make_private(cache.root / name.partition("/")[0])
+                (cache.root / name).parent.mkdir(parents=True, exist_ok=True)
+                os.replace(incoming / name, cache.root / name)
+    except OSError as error:
+        raise CacheFileError(f"{path.name} cannot be read, or the cache folder {cache.root} not written: {error}") from error
+    finally:
+        if incoming is not None:
+            remove(incoming)
+    return found
+
+
+def is_device(name: str) -> bool:
+    """Whether a name means a device on Windows, where a file of that name cannot be had."""
+    return _DEVICE.fullmatch(name) is not None
+
+
+def _check_digest(file: BinaryIO, name: str) -> None:
+    """Before anything in the file is looked at."""
+    digest, declared = _digest(file)
+    if not _DIGEST.fullmatch(declared):
+        raise CacheFileError(
+            f"{name} is no file of Save Compile Cache, or only a part of one. Copy it again, or choose another."
+        )
+    if digest != declared:
+        raise CacheFileError(f"{name} is damaged: its sha256 is not the one at its end. Copy it again.")
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Whatever reading it raises is a reason to refuse it: its digest fits, so somebody has made it so."""
+    try:
+        yield
+    except _UNREADABLE as error:
+        if isinstance(error, CacheFileError):
+            raise
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CacheFileError(f"{name} cannot be read as a file of Save Compile Cache. Do not use it. ({reason})") from error
+
+
+def _read_header(archive: zipfile.ZipFile, path: Path) -> CacheFile:
+    listed = archive.infolist()
+    names = [info.filename for info in listed]
+    if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in listed):
+        raise ValueError("members are compressed or encrypted")
+    if sum(info.file_size for info in listed) > path.stat().st_size or archive.getinfo(HEADER).file_size > MAX_HEADER:
+        raise ValueError("members are larger than the file")
+    header = json.loads(archive.read(HEADER))
+    if header.get("format") != FORMAT:
+        made = str(header.get("format"))[:100]
+        raise CacheFileError(f"{path.name}: the format is {made!r}, not {FORMAT!r}. Choose a file of Save Compile Cache.")
+    found = CacheFile(
+        {name: _text(header[name]) for name in environment()},
+        _text(header["pack"]),
+        _texts(header["models"]),
+        _texts(header["sizes"]),
+        dict(zip(header["members"], _texts(list(header["members"].values())), strict=True)),
+    )
+    if sorted(names) != sorted([HEADER, *found.members]):
+        raise ValueError("its list of members is another")
+    for name in found.members:
+        if not _MEMBER.fullmatch(name) or any(map(is_device, name.split("/"))):
+            raise CacheFileError(f"{path.name} holds {name[:200]!r}, which is no file of a cache folder. Do not use it.")
+    return found
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{type(value).__name__} where text should be")
+    return value
+
+
+def _texts(value: object) -> list[str]:
+    if not isinstance(value, list):
+        raise TypeError(f"{type(value).__name__} where a list should be")
+    return [_text(entry) for entry in value]
+
+
+def _check_machine(found: CacheFile, name: str) -> None:
+    other = [
+        f"{key} is {mine} here, {found.environment[key][:100]} in the file"
+        for key, mine in environment().items()
+        if found.environment[key] != mine
+    ]
+    if other:
+        raise CacheFileError(f"{name} was made for another machine: {'; '.join(other)}. Save one on a machine like this.")
+
+
+def _files(root: Path, folders: Iterable[str]) -> list[tuple[str, Path]]:
+    found = []
+    for folder in sorted(set(folders)):
+        for parent, inside, files in os.walk(root / folder):
+            if Path(parent) == root / folder:
+                inside[:] = [name for name in inside if name not in LEFT_OUT]
+            for name in files:
+                file = Path(parent) / name
+                member = file.relative_to(root).as_posix()
+                if _MEMBER.fullmatch(member) and not file.is_symlink() and not name.endswith((".lock", ".tmp")):
+                    found.append((member, file))
+    return sorted(found)
+
+
+def _pack(archive: zipfile.ZipFile, name: str, file: Path) -> str:
+    """Add a file as it is; returns its sha256."""
+    try:
+        with open(file, "rb") as source, archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as target:
+            return _copy(source, target)
+    except FileNotFoundError as error:
+        raise CacheFileError(
+            f"{file} is gone: the cache was cleared while it was saved. Run Torch Compile Warmup and this node again."
+        ) from error
+
+
+def _unpack(archive: zipfile.ZipFile, name: str, file: Path) -> str:
+    """Write a member to a file; returns its sha256."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with archive.open(name) as source, open(file, "xb") as target:
+        return _copy(source, target)
+
+
+def _copy(source: BinaryIO, target: BinaryIO) -> str:
+    digest = hashlib.sha256()
+    while chunk := source.read(_CHUNK):
+        digest.update(chunk)
+        target.write(chunk)
+    return digest.hexdigest()
+
+
+def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
+    """sha256 of all but the end of a file, and the end, where the same should stand."""
+    left = file.seek(0, os.SEEK_END) - len(_NO_DIGEST)
+    digest = hashlib.sha256()
+    file.seek(0)
+    while left > 0:
+        chunk = file.read(min(_CHUNK, left)) or bytes(left)  # what is cut off meanwhile does not fit
+        digest.update(chunk)
+        left -= len(chunk)
+    return digest.hexdigest().encode(), file.read()
+
+
+def _write_digest(path: Path) -> None:
+    with open(path, "r+b") as file:
+        digest, _ = _digest(file)
+        file.seek(-len(_NO_DIGEST), os.SEEK_END)
+        file.write(digest)

@@ -1,0 +1,285 @@
+"""A lasting place for what inductor writes: compiled graphs, kernels, the choices of autotuning.
+
+PyTorch's own is in the system's temp folder, one for all. Here each kind of block has a folder: it is inductor's folder while a
+block of the kind compiles, and only then, so that the plain `torch.compile` of others keeps its own; the folders that were not
+used for longest go first when all are too large; and one model's can be packed into a file (`cache/archive.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..torch_settings import folder_scope
+from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
+from .folders import (
+    WRITTEN_SECONDS,
+    comes_from,
+    is_damaged,
+    make_private,
+    read_json,
+    remove,
+    remove_leftovers,
+    size_of,
+    write_json,
+)
+
+logger = logging.getLogger("torch-compile-kit")
+ABOUT = "about.json"
+CHOICES = "choices.json"
+# Another ComfyUI may be compiling into a folder of the same user.
+IN_USE_SECONDS = 600
+# After a compilation, until the size is looked at.
+LOOK_SECONDS = 60
+_lock = threading.RLock()
+
+
+@dataclass
+class DiskCache:
+    """The folders of all kinds below one root.
+
+    Args:
+        root: made when missing.
+        limit: bytes that all folders may have together.
+    """
+
+    root: Path
+    limit: int
+
+    def __post_init__(self) -> None:
+        self._compiling: dict[str, int] = {}
+        self._looked_at: set[str] = set()
+        self._healed: set[str] = set()
+        self._later: threading.Timer | None = None
+
+    def enter(self, name: str, block: str) -> None:
+        """Make the folder `name` the one that inductor and Triton use, until `exit`.
+
+        Args:
+            block: class of the blocks, for people who look into the folder.
+        """
+        folder = self.root / name
+        with _lock:
+            self._compiling[name] = self._compiling.get(name, 0) + 1
+            variables = {"inductor_folder": str(folder)}
+            if users_triton_folder() is None:
+                variables["triton_folder"] = str(folder / "triton")
+            try:
+                self._make(name, block)
+                if name not in self._looked_at:
+                    self._looked_at.add(name)
+                    if is_damaged(folder, WRITTEN_SECONDS):
+                        self._compile_anew(name, "files in it are empty, as after a loss of power")
+            except OSError as error:  # removed or full since it was opened: compiling itself must not fail over that
+                logger.warning("the cache folder %s cannot be used: %s", folder, error)
+                variables = {}
+            folder_scope.enter(**variables)
+
+    def exit(self, name: str) -> None:
+        with _lock:
+            self._compiling[name] -= 1
+            if not self._compiling[name]:
+                del self._compiling[name]
+            folder_scope.exit()
+            self._look_later(LOOK_SECONDS)
+
+    def heal(self, name: str, error: BaseException) -> bool:
+        """After a kind could not be compiled: empty its folder if that is why, so that it can be compiled once more.
+
+        Once for each folder in a process: what fails again has another cause.
+
+        Args:
+            name: of the folder; it may be entered.
+            error: what compiling has raised.
+
+        Returns:
+            Whether to compile once more.
+        """
+        folder = self.root / name
+        with _lock:
+            if name in self._healed or not (comes_from(error, folder) or is_damaged(folder)):
+                return False
+            self._healed.add(name)
+            self._compile_anew(name, f"what is in it cannot be loaded ({type(error).__name__})")
+            return True
+
+    def _compile_anew(self, name: str, reason: str) -> None:
+        logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
+        for entry in (self.root / name).iterdir():
+            if entry.name not in (ABOUT, CHOICES):
+                remove(entry)
+
+    def recall(self, name: str, key: str) -> str | None:
+        """What `remember` has kept, in this process or an earlier one."""
+        return read_json(self.root / name / CHOICES).get(key)
+
+    def remember(self, name: str, owner: str, key: str, value: str) -> None:
+        """Keep a choice that compiled code depends on, so that the next process makes the same.
+
+        Args:
+            name: of the folder; it travels and goes like those of kinds.
+            owner: class it is about, for people who look into the folder.
+        """
+        try:
+            self._make(name, owner)
+            file = self.root / name / CHOICES
+            write_json(file, read_json(file) | {key: value})
+        except OSError as error:
+            logger.warning("%s is not kept in %s: %s", value, self.root, error)
+
+    def _make(self, name: str, owner: str) -> None:
+        """The folder, used now."""
+        about = self.root / name / ABOUT
+        make_private(about.parent)
+        if not read_json(about):
+            write_json(about, {"class": owner, **environment()}, indent=1)
+        os.utime(about)
+
+    def folders(self) -> list[Path]:
+        """Those of kinds, least recently used first."""
+        found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
+        return sorted(found, key=_last_used)
+
+    def has_current(self) -> bool:
+        """Whether one was made by the same versions on the same device."""
+        now = environment().items()
+        return any(now <= read_json(folder / ABOUT).items() for folder in self.folders())
+
+    def size(self) -> int:
+        """Bytes of all folders."""
+        return sum(map(size_of, self.folders()))
+
+    def trim(self) -> int:
+        """Remove the least recently used folders until the rest is within the limit.
+
+        Never one that is being compiled into, here or (used in the last ten minutes) by another process. What killed processes
+        have left goes, too.
+
+        Returns:
+            How many bytes were removed.
+        """
+        with _lock:
+            self._remove_leftovers()
+            sizes = {folder: size_of(folder) for folder in self.folders()}
+            total = excess = sum(sizes.values())
+            for folder, size in sizes.items():
+                if total <= self.limit:
+                    break
+                if folder.name not in self._compiling and time.time() - _last_used(folder) > IN_USE_SECONDS:
+                    total -= size - remove(folder)
+            if total != excess:
+                logger.info("compile cache: %d MiB removed, %d MiB kept in %s", (excess - total) >> 20, total >> 20, self.root)
+            return excess - total
+
+    def _remove_leftovers(self) -> None:
+        remove_leftovers(list(self.root.glob("*")) + list(self.root.parent.glob("torch-compile-kit-*.partial")))
+        for folder in self.folders():
+            if folder.name not in self._compiling:
+                remove_leftovers(list(folder.rglob("*")))
+
+    def _look_later(self, seconds: float) -> None:
+        """Trim after a while, once for all that is compiled until then."""
+        if self._later is None:
+            self._later = threading.Timer(seconds, self._look)
+            self._later.daemon = True
+            self._later.start()
+
+    def _look(self) -> None:
+        self.trim()
+        with _lock:
+            self._later = None
+            if self.size() > self.limit:  # the rest is in use
+                self._look_later(IN_USE_SECONDS)
+
+    def clear(self) -> int:
+        """Remove everything but what is being compiled into; compiled code in memory goes on working.
+
+        Returns:
+            How many bytes were removed.
+        """
+        with _lock:
+            before = self.size()
+            for folder in self.folders():
+                if folder.name not in self._compiling:
+                    remove(folder)
+            return before - self.size()
+
+    def usage(self) -> dict:
+        """For the page and for scripts."""
+        entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
+        return {
+            "folder": str(self.root),
+            "bytes": sum(entry["bytes"] for entry in entries),
+            "limit": self.limit,
+            "entries": entries,
+        }
+
+
+class _Current:
+    """The cache of this process; None until the host names a folder, or when that cannot be written."""
+
+    cache: DiskCache | None = None
+    opened = False
+
+
+def current() -> DiskCache | None:
+    """The cache in use, if there is one."""
+    return _Current.cache
+
+
+def open_cache(folder: Path) -> DiskCache | None:
+    """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
+
+    Only the first call has an effect. A folder that cannot be written, or that others may write, is said in the log, and
+    PyTorch's own place is used.
+    """
+    with _lock:
+        if not _Current.opened:
+            _Current.opened = True
+            users = users_folder()
+            root = Path(users) / "torch-compile-kit" if users else folder
+            try:
+                if not users:
+                    make_private(root.parent)
+                make_private(root)
+                with tempfile.TemporaryFile(dir=root):
+                    pass
+                _Current.cache = DiskCache(root, limit_in_bytes())
+            except OSError as error:
+                logger.warning(
+                    "the cache folder %s cannot be used: %s. Compiled code goes to the system's temp folder and may be lost at "
+                    "the next restart; TORCHINDUCTOR_CACHE_DIR names another folder",
+                    root,
+                    error,
+                )
+        return _Current.cache
+
+
+def folder_name(block: str, structure: tuple) -> str:
+    """A short name (paths are limited on Windows), the same in every process.
+
+    Args:
+        block: class of the blocks.
+        structure: see `structure.structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are
+            left out, since custom packs are named by the folder they are in.
+    """
+    layers, *tensors = structure
+    layers = tuple((name, *rest) for name, _module, *rest in layers)
+    text = json.dumps([environment(), block, layers, tensors])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _last_used(folder: Path) -> float:
+    """0 if it cannot be told, also by a date that is still to come: the clock was wrong then."""
+    try:
+        used = (folder / ABOUT).stat().st_mtime
+    except OSError:
+        return 0.0
+    return used if used <= time.time() + IN_USE_SECONDS else 0.0

@@ -1,0 +1,83 @@
+"""What the disk cache depends on beside the model: versions, device, and the user's variables."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import logging
+import os
+import platform
+import sys
+from pathlib import Path
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
+
+logger = logging.getLogger("torch-compile-kit")
+# Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
+SOURCES = ("inductor/*.py", "compile/events.py", "compile/dynamic_sizes.py")
+LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
+DEFAULT_GIB = 2.0
+
+
+def limit_in_bytes() -> int:
+    """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else 2 GiB."""
+    given = os.environ.get(LIMIT, "")
+    try:
+        gib = float(given or DEFAULT_GIB)
+        if not 0 <= gib < float("inf"):
+            raise ValueError
+    except ValueError:
+        logger.warning("%s = %r: not a number of GiB; %g is used", LIMIT, given, DEFAULT_GIB)
+        gib = DEFAULT_GIB
+    return int(gib * 1024**3)
+
+
+def users_folder() -> str | None:
+    """What the user has set TORCHINDUCTOR_CACHE_DIR to; PyTorch sets it to its default itself."""
+    value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return value if value and Path(value) != Path(default_cache_dir()) else None
+
+
+def users_triton_folder() -> str | None:
+    """What the user has set TRITON_CACHE_DIR to; inductor sets it to a folder in its own (triton_heuristics.py)."""
+    value = os.environ.get("TRITON_CACHE_DIR")
+    return value if value and Path(cache_dir()) not in Path(value).parents else None
+
+
+@functools.cache
+def environment() -> dict[str, str]:
+    """What compiled code depends on beside the model: another value of any of them is another cache."""
+    try:
+        import triton
+
+        triton_version = triton.__version__
+    except ImportError:
+        triton_version = "none"
+    gpu = torch.cuda.is_available()
+    return {
+        "torch": torch.__version__,
+        "triton": triton_version,
+        "cuda": str(torch.version.cuda or torch.version.hip or "none"),
+        "python": ".".join(map(str, sys.version_info[:2])),
+        "platform": f"{sys.platform} {platform.machine()}",
+        "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}",
+        "comfy-kitchen": _version_of("comfy-kitchen"),
+        "code of the pack": version_of_pack(),
+    }
+
+
+@functools.cache
+def version_of_pack() -> str:
+    """A digest of `SOURCES`."""
+    engine = Path(__file__).parent.parent
+    files = sorted(file for pattern in SOURCES for file in engine.glob(pattern))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _version_of(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"

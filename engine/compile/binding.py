@@ -1,0 +1,214 @@
+"""Put compiled forwards into the blocks of a model for the length of one call."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from ..blocks import channels_last
+from ..blocks.convolutions import Effort, is_convolutional, parts_of
+from ..blocks.discovery import BlockPlan, find_blocks
+from ..blocks.duplicate_classes import find_twins, one_class
+from ..per_model import PerModel
+from ..settings import CompileSettings
+from .group import CompiledKind, ModelCall, submit
+from .registry import ModelCode, code_of
+
+
+class WeightGroup(Protocol):
+    """The weights of one block, which are somewhere else until it runs."""
+
+    def place(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
+class WeightGroups(Protocol):
+    """The groups of a model, by `id` of the block; blocks whose weights are in place have none."""
+
+    groups: dict[int, WeightGroup]
+    may_stay: bool
+    paged: bool
+
+    def drop(self) -> None: ...
+
+
+# All blocks of a model, found once.
+plan_for = PerModel(find_blocks)
+
+
+class Binding:
+    """The chosen blocks of a model for one call of it.
+
+    Args:
+        call: what holds for all blocks; its `poll` is called before each of them.
+        weights_of: says how the weights of the given blocks get in place, where they are not.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: CompileSettings,
+        call: ModelCall,
+        weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
+    ):
+        self._model, self._settings, self.call = model, settings, call
+        self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
+        self._free = [block for block in self._blocks if _is_free(block)]
+        self._weights = weights_of(self._free) if weights_of is not None else None
+
+    @property
+    def plain(self) -> bool:
+        """Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay in place."""
+        whole = len(self._free) == len(self._blocks)
+        hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
+        return whole and not hooked and (self._weights is None or self._weights.may_stay)
+
+    @property
+    def paged(self) -> bool:
+        """Whether blocks get weights that the host pages."""
+        return self._weights is not None and self._weights.paged
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """While it lasts, the blocks run compiled.
+
+        Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
+        as ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
+        """
+        code = code_of(self._model)
+        runs = self._runs(code)
+        if code.twins is None:
+            code.twins = find_twins(self._model)
+        bound: list[tuple[nn.Module, Callable | None]] = []
+        try:
+            for block, run in runs.items():
+                bound.append((block, block.__dict__.get("forward")))
+                block.__dict__["forward"] = functools.partial(_run_block, run, block)
+            with one_class(code.twins):
+                yield
+            code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
+            effort = next((run.effort for run in runs.values()), None)  # one for all
+            code.too_small = Counter(effort.left_out.values()) if effort is not None else Counter()
+        finally:
+            if self._weights is not None:
+                self._weights.drop()
+            for block, found in reversed(bound):
+                if found is None:
+                    block.__dict__.pop("forward", None)
+                else:
+                    block.__dict__["forward"] = found
+
+    def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
+        """How each block runs. Some of a UNet's run eager, or are compiled in parts; their weights are put in place all the
+        same, since the block before has begun to fetch them."""
+        if self._settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
+            code.left_out, code.parts = Counter(), Counter()
+            return {}
+        chooses = not self._settings.compiles_convolutions and not all(map(is_convolutional, self._free))
+        left_out = [block for block in self._free if chooses and is_convolutional(block)]
+        parts = {block: found for block in self._free if chooses and (found := _free_parts(block))}
+        code.left_out = Counter(type(block).__name__ for block in left_out)
+        code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
+        eager = {*left_out, *parts}
+        to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
+        kinds = {block: kind for block in to_compile if (kind := code.kind_of(block, self._settings)) is not None}
+        effort = Effort(Counter(map(id, kinds.values()))) if left_out else None
+        groups = self._weights.groups if self._weights is not None else {}
+        runs = {}
+        for block in dict.fromkeys([*self._free, *kinds]):
+            kind, group = kinds.get(block), groups.get(id(block))
+            if kind is not None or group is not None:
+                runs[block] = _Run(self.call, kind, group, effort)
+        return runs
+
+
+@contextmanager
+def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall | None = None, **options) -> Iterator[bool]:
+    """While it lasts, the chosen blocks of `model` run compiled; yields `Binding.plain`, and takes the options of `Binding`."""
+    binding = Binding(model, settings, call or ModelCall(), **options)
+    with binding.bound():
+        yield binding.plain
+    submit(binding.call.asks)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """How a block runs in this call of the model; see `Binding`.
+
+    Args:
+        kind: its compiled code; None if it runs eager.
+    """
+
+    call: ModelCall
+    kind: CompiledKind | None
+    group: WeightGroup | None
+    effort: Effort | None
+
+
+def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
+    if torch.compiler.is_dynamo_compiling():  # this call: somebody compiles the whole model around us
+        return type(block).forward(block, *args, **kwargs)
+    run.call.ran = True
+    run.call.poll()
+    with nullcontext() if run.group is None else _placed(run.group):
+        if run.kind is None or (run.effort is not None and run.effort.is_too_small(run.kind, block, args)):
+            return type(block).forward(block, *args, **kwargs)
+        if not channels_last.is_active():
+            return run.kind(block, run.call, args, kwargs)
+        with channels_last.paused():
+            args, copies = channels_last.turned(args)
+            result = run.kind(block, run.call, args, kwargs)
+            for image, copy in copies:
+                image.copy_(copy)
+            return channels_last.turned_result(result)
+
+
+def is_ours(forward: object) -> bool:
+    """Whether a module's `forward` is one that `Binding` has put there; others may be partials too."""
+    return isinstance(forward, functools.partial) and forward.func is _run_block
+
+
+@contextmanager
+def _placed(group: WeightGroup) -> Iterator[None]:
+    try:
+        with channels_last.paused() if channels_last.is_active() else nullcontext():
+            group.place()
+        yield
+    finally:
+        group.release()
+
+
+def _free_parts(block: nn.Module) -> list[nn.Module]:
+    """What is compiled in place of a block of images; nothing if somebody has replaced one of its parts."""
+    parts = parts_of(block)
+    return parts if all(map(_is_free, parts)) else []
+
+
+def _is_free(block: nn.Module) -> bool:
+    """Whether the block runs its class's forward, and nobody has put another one in its place.
+
+    The host leaves `forward` in `__dict__` after it takes an object patch back; that one is the block's own.
+    """
+    found = block.__dict__.get("forward")
+    if found is None:
+        return True
+    return isinstance(found, types.MethodType) and found.__func__ is type(block).forward and found.__self__ is block
+
+
+def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
+    """The modules of the plan's blocks, those that are there."""
+    for block in plan.blocks:
+        module: nn.Module | None = model
+        for name in block.path.split(".") if block.path else ():
+            module = module._modules.get(name) if module is not None else None
+        if module is not None:
+            yield module

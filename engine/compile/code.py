@@ -1,0 +1,237 @@
+"""What PyTorch has compiled for one kind of block: made for a call, or ahead of it, and what went wrong with it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..background.stand_in import StandIn
+from ..cache.disk import current
+from ..cache.startup import wait_until_prepared
+from ..errors import BlockCompileError
+from ..failures.describe import Failure, describe_failure, is_graph_break, is_limit_hit, never_swallowed
+from ..inductor.run_modes import NotRun, ahead, backend_of
+from ..inductor.run_modes import state as backend_state
+from ..settings import CompileSettings
+from ..torch_settings import compile_scope
+from .call_shapes import Changed
+from .events import DYNAMIC, STATIC, CompileEvent, CompileStats, monitor, watching
+
+logger = logging.getLogger("torch-compile-kit")
+RETRIES = 3
+# Code objects that nobody calls any more. Not freed where they are given up: that can be in the middle of PyTorch's freeing of
+# the same (a reset), and ends the process.
+_unused: list[types.CodeType] = []
+# Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
+first_call_lock = threading.RLock()
+
+
+@contextmanager
+def first_call(poll: Callable[[], None]) -> Iterator[None]:
+    """Alone in `first_call_lock`.
+
+    Args:
+        poll: called ten times a second while another thread is in it; may raise to stop waiting.
+    """
+    while not first_call_lock.acquire(timeout=0.1):
+        poll()
+    try:
+        yield
+    finally:
+        first_call_lock.release()
+
+
+@dataclass
+class BlockCode:
+    """The compiled code of one kind of block.
+
+    Args:
+        name: for reports, its patches included.
+        forward: the class's own forward function.
+        settings: decides backend, options, shapes and limits.
+        folder: name of its folder in the disk cache, and the class of its blocks.
+        varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
+        must_run: it cannot be made ahead of a call: it is no single graph, or no copy of a call is like the call.
+        ready: runs code that is there and compiles none, or eager; None before there can be any.
+    """
+
+    name: str
+    forward: Callable
+    settings: CompileSettings
+    folder: tuple[str, str]
+    varying: set[str]
+    stats: CompileStats = field(default_factory=CompileStats)
+    failure: Failure | None = None
+    limit_reached: bool = False
+    must_run: bool = False
+    compiles: int = 0
+    ready: Callable | None = None
+    _retries: int = 0
+    _own: types.FunctionType | None = None
+    _compiled: Callable | None = None
+
+    def give_up(self, failure: Failure) -> None:
+        self.failure = failure
+        logger.warning("%s", failure.message())
+
+    def forgive(self) -> None:
+        """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
+        if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
+            self._retries += 1
+            self.failure = None
+
+    def run_failed(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Eager, or with the error where the user wants that."""
+        if self.settings.on_failure == "stop":
+            raise BlockCompileError(self.failure.message())
+        return self.forward(block, *args, **kwargs)
+
+    def call(self, block: nn.Module, args: tuple, kwargs: dict, again: bool = False) -> object:
+        """Call compiled code, and note what that compiles.
+
+        Args:
+            again: there has been code for such a call, so something else than shapes differs: a float, perhaps.
+        """
+        beforehand = backend_state.ahead
+        if beforehand:
+            compiled = self._compile(whole=True)
+        elif self._compiled is None:
+            compiled = self._compiled = self._compile(whole=self.settings.fullgraph)
+        else:
+            compiled = self._compiled
+        changed = Changed(() if beforehand else (args, kwargs))
+        event = CompileEvent(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
+        limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
+        if limited:
+            limit = self.settings.variant_limit
+            compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
+        monitor.calls.append(event)
+        try:
+            return compiled(block, *args, **kwargs)
+        except NotRun:
+            return None
+        except Exception as error:
+            if not is_limit_hit(error) and (not event.started or never_swallowed(error)):
+                raise
+            if not changed.put_back():
+                raise
+            if beforehand and is_graph_break(error) and not self.settings.fullgraph:
+                self.must_run = True
+                return None
+            cache = current()
+            if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
+                return self._after_failure(error, block, args, kwargs, beforehand)
+        finally:
+            monitor.calls.pop()
+            event.close()
+            if limited:
+                compile_scope.exit()
+            if event.started:
+                self.compiles += 1
+                self.stats += event.stats()
+        return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
+
+    def _after_failure(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict, beforehand: bool) -> object:
+        failure = self._note_failure(error)
+        if beforehand:
+            if failure is not None:
+                self.give_up(failure)
+            return None
+        if failure is not None and self.settings.on_failure == "stop":
+            self.failure = failure
+            raise BlockCompileError(failure.message()) from error
+        # An error of the model itself comes again here and is the user's to see, as without us.
+        result = self.forward(block, *args, **kwargs)
+        if failure is not None:
+            self.give_up(failure)
+        return result
+
+    def compile_ahead(self, stand_in: StandIn) -> None:
+        """On a thread of its own: make the code for such a call, of which nothing runs; `again` as for `call`."""
+        if self.failure is not None or self.must_run:
+            return
+        self.stats.seconds += wait_until_prepared()
+        with first_call_lock, watching, ahead():
+            block, args, kwargs = stand_in.made()
+            self.call(block, args, kwargs, stand_in.again)
+
+    def _compile(self, whole: bool) -> Callable:
+        """torch.compile of a private copy of the forward.
+
+        PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
+        and setting its own, and frees it with this object.
+
+        Args:
+            whole: as one graph, or not at all.
+        """
+        if self._own is None:
+            source = self.forward
+            own = types.FunctionType(
+                source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
+            )
+            own.__kwdefaults__ = source.__kwdefaults__
+            own.__qualname__ = source.__qualname__
+            self._own, self.ready = own, torch._dynamo.run(own)
+            weakref.finalize(self, _unused.append, own.__code__).atexit = False
+        options = self.settings.inductor_options() or None
+        return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)
+
+    def variants(self) -> list[object] | None:
+        """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
+        if not hasattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list"):
+            return None
+        entries = _cache_entries(self._own.__code__) if self._own is not None else []
+        found = [entry.guard_manager for entry in entries]
+        return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
+
+    def _switches(self, again: bool) -> dict[str, object]:
+        """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.
+
+        Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm had PyTorch trace a block twice
+        (torch/fx/passes/_tensorify_python_scalars.py).
+        """
+        owner = self.forward.__code__.co_varnames[0]
+        sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
+        named = ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
+        shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not again}
+        return {**shapes, "dynamic_sources": named}
+
+    def _note_failure(self, error: Exception) -> Failure | None:
+        """What to say of an error while compiling; None where only new shapes run eager."""
+        if not is_limit_hit(error):
+            return describe_failure(self.name, error)
+        if not self.limit_reached:
+            self.limit_reached = True
+            changed = self.stats.recompiles[-1].guard.partition(": ")[2] if self.stats.recompiles else "unknown"
+            logger.warning(
+                "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
+                "or dynamic to true.",
+                self.name,
+                self.settings.variant_limit,
+                changed.partition("  #")[0].strip().rstrip("."),
+            )
+        return None
+
+
+def free_unused() -> None:
+    """Free what PyTorch has compiled of them.
+
+    It never does so itself: its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives,
+    which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
+    """
+    while _unused:
+        torch._C._dynamo.eval_frame.reset_code(_unused.pop())
+
+
+def _cache_entries(code: types.CodeType) -> list:
+    """What PyTorch has compiled of a code object (torch/csrc/dynamo/eval_frame.c); a reset empties it."""
+    return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)

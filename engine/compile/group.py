@@ -1,0 +1,257 @@
+"""All blocks of one kind, which share compiled code: what each call of a block runs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import nn
+
+from ..background.stand_in import StandIn
+from ..background.thread import compiler
+from ..cache.startup import wait_until_prepared
+from ..failures.describe import Failure
+from ..inductor.run_modes import state as backend_state
+from ..options.filling import changes_an_object
+from ..options.filter import OptionsFilter, patch_objects
+from ..settings import CompileSettings
+from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
+from .code import BlockCode, first_call
+from .events import CompileStats, watching
+
+# More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
+PATCH_VARIANTS = 4
+NONE: Mapping = MappingProxyType({})
+
+
+class Ask(NamedTuple):
+    """Code that a call would have needed: `maker` makes it, and knows the call as `variant`."""
+
+    maker: Maker
+    variant: object
+    stand_in: StandIn
+
+
+class Maker(Protocol):
+    def make(self, variant: object, stand_in: StandIn) -> None: ...
+
+
+def submit(asks: list[Ask]) -> None:
+    """Have the code made that calls have asked for. Not in the middle of one: the thread would take Python's lock from it."""
+    for ask in asks:
+        ask.maker.make(ask.variant, ask.stand_in)
+    asks.clear()
+
+
+@dataclass
+class ModelCall:
+    """One call of a model, for all its blocks.
+
+    Args:
+        waits: code that is not there is compiled now; else the block runs eager, and a thread compiles.
+        poll: called while something is waited for; may raise to stop (the host's interrupt).
+        ran: blocks have run in it; in a replay of a CUDA graph none do.
+        eager: kinds (by `id`) and shapes that run eager in this call, so that a kind does not change over in the middle of it.
+        asks: what is to be made for such calls; see `submit`.
+    """
+
+    waits: bool = True
+    poll: Callable[[], None] = lambda: None
+    ran: bool = False
+    eager: set[tuple] = field(default_factory=set)
+    asks: list[Ask] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class CompiledKind:
+    """Blocks of one class and structure, compiled once and called with the block as `self`.
+
+    Holds no block and no weight: freeing the model frees them at once.
+
+    Args:
+        class_name: for reports.
+        forward: the class's own forward function.
+        settings: decides backend, options, shapes and limits.
+        filter_options: see `block_options`.
+        folder: name of its folder in the disk cache.
+        patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
+            patches, so that what a patch costs or breaks ends with it.
+        fills_cache: calls have run eager since they were given a function that changes an object, see `closures`.
+    """
+
+    class_name: str
+    forward: Callable
+    settings: CompileSettings
+    filter_options: OptionsFilter
+    folder: str
+    patches: tuple[str, ...] = ()
+    patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
+    numbers: dict[str, int] | None = None
+    varying: set[str] = field(default_factory=set)
+    fills_cache: bool = False
+    _patch_variants: Counter[tuple] = field(default_factory=Counter)
+    _seen: set[tuple] = field(default_factory=set)
+    _asked: Counter[tuple] = field(default_factory=Counter)
+    _waiting: set[tuple] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        code = self.forward.__code__
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        self._options_at = names.index("transformer_options") if "transformer_options" in names else None
+        name = f"{self.class_name} with {', '.join(self.patches)}" if self.patches else self.class_name
+        self.code = BlockCode(name, self.forward, self.settings, (self.folder, self.class_name), self.varying)
+
+    @property
+    def stats(self) -> CompileStats:
+        return self.code.stats
+
+    @property
+    def failure(self) -> Failure | None:
+        return self.code.failure
+
+    @property
+    def limit_reached(self) -> bool:
+        return self.code.limit_reached
+
+    @property
+    def is_being_compiled(self) -> bool:
+        """Whether a thread makes code for it now, or soon."""
+        return bool(self._waiting)
+
+    def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
+        """Run `block` compiled, or eager where that has failed before or is not ready."""
+        if changes_an_object(args, kwargs):
+            self.fills_cache = True
+            return self.forward(block, *args, **kwargs)
+        given = kwargs.get("transformer_options")
+        at = None
+        if given is None and self._options_at is not None and len(args) >= self._options_at:
+            at = self._options_at - 1
+            given = args[at]
+        if not given:
+            return self._run(block, call, args, kwargs)
+        options, patches = self.filter_options(given)
+        kind = self._for_patches(patches) if patches else self
+        if self.failure is not None or kind.failure is not None:
+            return (kind if self.failure is None else self).code.run_failed(block, args, kwargs)
+        if at is None:
+            kwargs = {**kwargs, "transformer_options": options}
+        else:
+            args = (*args[:at], options, *args[at + 1 :])
+        compiles = kind.code.compiles
+        try:
+            return kind._run(block, call, args, kwargs, given)
+        finally:
+            if options is not given:
+                OptionsFilter.write_back(given, options)
+            if patches and call.waits and kind.code.compiles != compiles:
+                kind._count_variant((shapes_of(args, kwargs), patch_objects(given)))
+
+    def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
+        if patches not in self.patched:
+            kind = CompiledKind(
+                self.class_name, self.forward, self.settings, self.filter_options, self.folder, patches, varying=self.varying
+            )
+            self.patched[patches] = kind
+        return self.patched[patches]
+
+    def _count_variant(self, variant: tuple) -> None:
+        """Give up on a patch that makes the same blocks compile again and again for the same shapes."""
+        self._patch_variants[variant] += 1
+        if self._patch_variants[variant] > PATCH_VARIANTS:
+            self._too_many_variants()
+
+    def _too_many_variants(self) -> None:
+        if self.failure is None:
+            guard = self.stats.recompiles[-1].guard if self.stats.recompiles else "unknown"
+            cure = "Other blocks and runs without this patch stay compiled."
+            self.code.give_up(Failure(self.code.name, f"compiled {PATCH_VARIANTS + 1} times for the same shapes.", cure, guard))
+
+    def forgive(self) -> None:
+        """A new run begins: what may have passed is tried again."""
+        for kind in (self, *self.patched.values()):
+            kind.code.forgive()
+
+    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping = NONE) -> object:
+        if self.failure is not None:
+            return self.code.run_failed(block, args, kwargs)
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
+                return self._run_contiguous(block, call, args, kwargs, given)
+            if isinstance(tensor, torch.Tensor) and has_odd_strides(tensor):
+                return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs, given)
+        signature = shapes_of(args, kwargs)
+        if not call.waits and not self.code.must_run:
+            return self._run_if_ready(block, call, (signature, patch_objects(given)), args, kwargs)
+        if signature in self._seen:
+            return self.code.call(block, args, kwargs, again=True)
+        if self.limit_reached and self.settings.dynamic == "false":
+            return self.forward(block, *args, **kwargs)
+        if self._waiting:  # the thread makes what is wanted here, or is about to
+            compiler.finish(self, call.poll)
+        self.stats.seconds += wait_until_prepared(call.poll)
+        with first_call(call.poll):
+            watching.renew()
+            result = self.code.call(block, args, kwargs)
+            if self.failure is None:
+                self._seen.add(signature)
+        return result
+
+    def _run_if_ready(self, block: nn.Module, call: ModelCall, variant: tuple, args: tuple, kwargs: dict) -> object:
+        """Run compiled code if PyTorch has some for this very call, else eager, and have it made.
+
+        Args:
+            variant: shapes and patches of the call.
+        """
+        if (id(self), variant) in call.eager:
+            return self.forward(block, *args, **kwargs)
+        runs = backend_state.runs
+        result = (self.code.ready or self.forward)(block, *args, **kwargs)
+        if backend_state.runs == runs:
+            call.eager.add((id(self), variant))
+            capturing = args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
+            if variant not in self._waiting and not capturing:
+                call.asks.append(Ask(self, variant, StandIn(block, args, kwargs)))
+        return result
+
+    def make(self, variant: tuple, stand_in: StandIn) -> None:
+        """Have code made for such a call; see `submit`."""
+        if variant in self._waiting or self.limit_reached or self.failure is not None:
+            return
+        self._asked[variant] += 1
+        if self._asked[variant] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
+            if self.patches:
+                self._too_many_variants()
+            self.code.must_run = True
+            return
+        self._waiting.add(variant)
+        stand_in.again = self._asked[variant] > 1
+        compiler.ask(self, stand_in, lambda: self._waiting.discard(variant))
+
+    def compile_ahead(self, stand_in: StandIn) -> None:
+        """On the compiler's thread, see `BlockCode.compile_ahead`."""
+        self.code.compile_ahead(stand_in)
+
+    def _run_contiguous(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping) -> object:
+        """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
+        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
+        by_id = {id(original): copy for original, copy in copied}
+        result = self._run(block, call, tuple(by_id.get(id(a), a) for a in args), kwargs, given)
+        for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
+            original.copy_(copy)
+        return result
+
+    def variants(self) -> list[object] | None:
+        """See `BlockCode.variants`."""
+        return self.code.variants()
+
+    def meet(self, block: nn.Module) -> None:
+        """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
+        numbers = {name: value for name, value in vars(block).items() if type(value) is int}
+        if self.numbers is None:
+            self.numbers = numbers
+        self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)

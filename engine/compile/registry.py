@@ -1,0 +1,150 @@
+"""Compiled code by model: shared by all clones and nodes, kept across executions, freed with the model."""
+
+from __future__ import annotations
+
+import logging
+import types
+import weakref
+from collections import Counter
+from typing import NamedTuple
+
+from torch import nn
+
+from ..blocks.convolutions import is_convolutional, parts_of
+from ..blocks.state import BlockState
+from ..blocks.structure import structure_of
+from ..cache.disk import folder_name
+from ..failures.describe import Failure
+from ..options.filter import OptionsFilter
+from ..per_model import PerModel
+from ..settings import CompileSettings
+from ..warmup.record import WarmRecord
+from .code import free_unused
+from .group import CompiledKind
+
+logger = logging.getLogger("torch-compile-kit")
+
+
+class Generation(NamedTuple):
+    """How often a model's code has been made, and whether there are kernels for its norms."""
+
+    compiles: int = 0
+    norms: bool = False
+
+
+class ModelCode:
+    """The compiled kinds of one diffusion model, per settings.
+
+    `settled`: the last call of the model that ran its blocks found all its code. `eager_calls` counts calls in which blocks ran
+    eager while their code was made in the background. What is left uncompiled of a UNet, by class: `left_out` are blocks of
+    convolutions, `too_small` blocks with little of the work; of others only `parts` are compiled (see `graph_choice`).
+    `uncalled`: blocks, by class, if no call so far has run any of them: it uses them by other methods than `forward`.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple, CompiledKind] = {}
+        self.warm = WarmRecord()
+        self.left_out: Counter[str] = Counter()
+        self.too_small: Counter[str] = Counter()
+        self.parts: Counter[str] = Counter()
+        self.uncalled: Counter[str] | None = None
+        self.eager_calls = 0
+        self.settled = False
+        self._generation = Generation()
+        self.twins: list[tuple[nn.Module, type]] | None = None
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
+
+    @property
+    def kinds(self) -> dict[tuple, CompiledKind]:
+        """All kinds in use, those of blocks with patches included; the last part of the key is that of the settings."""
+        found = dict(self._kinds)
+        for key, kind in self._kinds.items():
+            found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(kind.patched.items())}
+        return found
+
+    def kind_of(self, block: nn.Module, settings: CompileSettings) -> CompiledKind | None:
+        """The kind that runs `block`, made on first use; None when its forward is no Python function."""
+        kind_key = settings.kind_key()
+        state = self._of_block.get(block)
+        if state is None or not state.holds(block):
+            state = self._of_block[block] = BlockState(block)
+        if kind_key not in state.kinds:
+            state.kinds[kind_key] = self._find_kind(block, state, settings)
+        return state.kinds[kind_key]
+
+    def state_of(self, block: nn.Module) -> BlockState | None:
+        """What `block` consisted of when it last ran compiled."""
+        return self._of_block.get(block)
+
+    def unchanged(self, blocks: list[nn.Module], settings: CompileSettings) -> bool:
+        """Whether all of `blocks` that are compiled have run under these settings, and consist of the same parts since."""
+        compiled = blocks
+        if not settings.compiles_convolutions and not all(map(is_convolutional, blocks)):
+            parts = [part for block in blocks for part in parts_of(block) or [block]]
+            compiled = [part for part in parts if not is_convolutional(part)]
+        states = [self._of_block.get(block) for block in compiled]
+        return all(
+            state is not None and settings.kind_key() in state.kinds and state.holds(block)
+            for block, state in zip(compiled, states, strict=True)
+        )
+
+    def called(self, blocks: Counter[str], ran: bool) -> None:
+        """The model has been called with `blocks`, by class, ready to run compiled; `ran`: some did."""
+        if ran:
+            self.uncalled = Counter()
+        elif self.uncalled is None and blocks:
+            self.uncalled = blocks
+            logger.warning("%s", uncalled_in_words(blocks))
+
+    @property
+    def is_being_compiled(self) -> bool:
+        """Whether a thread makes code for the model, or soon will."""
+        return any(kind.is_being_compiled for kind in self.kinds.values())
+
+    def generation(self, norms: bool = False) -> Generation:
+        """Changes when code has been made for the model, or the kernels of norms, and nothing more is being made."""
+        if not self.is_being_compiled:
+            self._generation = Generation(sum(kind.code.compiles for kind in self.kinds.values()), norms)
+        return self._generation
+
+    def new_run(self) -> None:
+        """A sampling run begins: failures that may have passed are forgotten, and what freed models have left."""
+        free_unused()
+        for kind in self._kinds.values():
+            kind.forgive()
+
+    def _find_kind(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> CompiledKind | None:
+        forward = type(block).forward
+        if not isinstance(forward, types.FunctionType):
+            return None
+        structure = structure_of(block)
+        key = (forward, structure, state.forwards, state.hooked, settings.kind_key())
+        kind = self._kinds.get(key) or _kinds.get(key)
+        if kind is None:
+            name = type(block).__name__
+            kind = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
+            _kinds[key] = kind
+            if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
+                kind.code.failure = Failure(
+                    kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
+                )
+        kind.meet(block)
+        self._kinds[key] = kind
+        return kind
+
+
+def uncalled_in_words(blocks: Counter[str]) -> str:
+    """Of `ModelCode.uncalled`."""
+    named = ", ".join(f"{count} {name}" for name, count in blocks.items())
+    return f"The model does not call its blocks ({named}) as modules but by other methods: they run uncompiled."
+
+
+# Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.
+_kinds: weakref.WeakValueDictionary[tuple, CompiledKind] = weakref.WeakValueDictionary()
+# The compiled code that belongs to a model (the module whose blocks are compiled).
+code_of = PerModel(lambda _model: ModelCode())
+
+
+def live_models() -> list[tuple[nn.Module, ModelCode]]:
+    """All models with compiled code that are still in memory."""
+    return code_of.items()

@@ -1,0 +1,298 @@
+"""CUDA graphs over a whole diffusion model, one per shape.
+
+PyTorch's own (`triton.cudagraphs`) make a tree per compiled region, and regions that follow each other overwrite their outputs
+(pytorch#152887). Here the model's forward, compiled blocks and all, is captured once per shape and replayed: no Python, no
+launches one by one. Small models are bound by those; large ones gain little.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import types
+import weakref
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..compile.binding import is_ours
+from ..compile.group import Ask
+from ..failures.describe import never_swallowed
+from ..inductor.run_modes import gpu_lock
+from ..per_model import PerModel
+from .launches import as_numbers
+
+logger = logging.getLogger("torch-compile-kit")
+# Each graph holds its inputs and its output; working memory is shared.
+MAX_GRAPHS = 8
+# The host makes tensors up to 16 KiB anew for each run, and those of layers that it does not page.
+SMALL = 2**20
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+@dataclass
+class Captured:
+    """One captured call.
+
+    Args:
+        device: where it was captured, and is replayed.
+        inputs: the tensors to fill before a replay, in the order of the flattened arguments.
+        output: what the call returns, overwritten by each replay.
+    """
+
+    device: torch.device
+    graph: torch.cuda.CUDAGraph
+    inputs: list[torch.Tensor]
+    output: object
+
+    def replay(self, tensors: list[torch.Tensor]) -> object:
+        with torch.cuda.device(self.device):  # another one may be the current one
+            for static, given in zip(self.inputs, tensors, strict=True):
+                static.copy_(given)
+            self.graph.replay()
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
+
+
+@functools.cache
+def capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """The stream that graphs on `device` are captured on, one for all, as their shared memory asks for.
+
+    PyTorch's own default (`torch.cuda.graph`) belongs to whichever device came first: on others it records nothing.
+    """
+    return torch.cuda.Stream(device)
+
+
+# What `call` keeps the weights in place with, if they can stay anywhere at all.
+Keep = Callable[[], AbstractContextManager[bool]]
+
+
+@dataclass
+class ModelGraphs:
+    """The graphs of one model.
+
+    Args:
+        seen: calls that have run plainly once, and so have compiled what they need.
+        failures: why a call cannot be captured.
+        device: where the model computes.
+        code: see `call`.
+        asks: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
+        plain_calls: since then.
+        obstacle: what about the layers forbids replays now, or None.
+        state: where the weights were, and what the layers ran, when the graphs were captured.
+        functions: what the layers run in this sampling run.
+        homes: small tensors of our own that stand in for those that the host makes anew for each run.
+    """
+
+    graphs: dict[Hashable, Captured] = field(default_factory=dict)
+    seen: set[Hashable] = field(default_factory=set)
+    failures: dict[Hashable, str] = field(default_factory=dict)
+    state: list | None = None
+    functions: list | None = None
+    homes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+    checked: bool = False
+    device: torch.device | None = None
+    obstacle: str | None = None
+    code: Hashable = None
+    asks: list[Ask] = field(default_factory=list)
+    plain_calls: int = 0
+    captures: int = 0
+    replays: int = 0
+    _pool: object = None
+
+    def drop(self) -> None:
+        """Free the graphs and their memory: the weights have moved, or are about to."""
+        self.graphs.clear()
+        self.seen.clear()
+        self.failures.clear()
+        self.homes.clear()
+        self.state = None
+        self._pool = None
+
+    def new_run(self) -> None:
+        """A sampling run begins: weights may have moved since the last."""
+        self.checked = False
+        self.obstacle = None
+
+    def check_model(self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None) -> None:
+        """Once a sampling run: graphs hold the addresses of the weights, and what replaced forwards and hooks did.
+
+        Args:
+            device: where the model computes.
+            places: where the host keeps the weights of a layer that come and go, None for other layers. The host that pages
+                weights makes all small ones anew for each run; these are copied to where the graphs know them.
+        """
+        if self.checked:
+            return
+        self.checked, self.device = True, device
+        state: list[object] = [device]
+        functions: list[object] = []
+        homes: dict[tuple[str, str], torch.Tensor] = {}
+        for path, module in model.named_modules():
+            place = places(module) if places is not None else None
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or place is not None:
+                        continue
+                    if tensor.device.type != device.type:
+                        self.obstacle = self.obstacle or "a layer's weights are elsewhere"
+                    if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
+                        tensor = homes[path, name] = self._settled(table, name, tensor, self.homes.get((path, name)))
+                    state += _addresses(tensor)
+            state += [_weakly(module), place]
+            functions += [type(module), type(module).forward, *functions_of(module)]
+            state += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
+            if module._forward_hooks or module._forward_pre_hooks:
+                self.obstacle = "a layer has a forward hook"
+        self.functions = functions
+        state += functions
+        if self.state != state:
+            if self.graphs:
+                logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")
+            self.drop()
+            self.state, self.homes = state, homes
+
+    @staticmethod
+    def _settled(table: dict, name: str, tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
+        """A tensor of our own with the same values, put in the other's place; the other may be what the host restores."""
+        same = home is not None and _kind(home) == _kind(tensor)
+        with torch.inference_mode(tensor.is_inference()):  # compiled code tells the two kinds of tensors apart
+            if not same:
+                home = tensor.detach().clone()
+            elif home.data_ptr() != tensor.data_ptr():
+                home.copy_(tensor)
+            table[name] = nn.Parameter(home, requires_grad=False) if isinstance(tensor, nn.Parameter) else home
+        return home
+
+    def call(
+        self,
+        key: Hashable,
+        forward: Callable,
+        args: tuple,
+        kwargs: dict,
+        fixed: dict,
+        keep: Keep = lambda: nullcontext(True),
+        code: Callable[[], Hashable] = lambda: None,
+    ) -> object:
+        """Replay the call if it has been captured, capture it when it comes the second time, else run it.
+
+        Args:
+            key: all that the call depends on but what is in the tensors: `value_key` of the arguments and more.
+            args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
+            fixed: keyword arguments that are the same for equal keys.
+            keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
+            code: tells something that changes when more of the model has been compiled, so that it is captured anew.
+        """
+        self._renew(code())
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(t.device != self.device for t in tensors):  # a number on the CPU becomes a constant of the graph
+            self.failures["device"] = "an input is on another device"
+            return forward(*args, **kwargs, **fixed)
+        if key in self.seen and key not in self.failures:
+            with keep() as present:
+                captured = self.graphs.get(key) if present else None
+                if captured is not None:
+                    self.replays += 1
+                elif present and gpu_lock.acquire(blocking=False):  # else code is tried on the GPU: the next call then
+                    try:
+                        captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                    finally:
+                        gpu_lock.release()
+                if captured is not None:
+                    return captured.replay(tensors)
+        result = forward(*args, **kwargs, **fixed)
+        self._renew(code())
+        self.seen.add(key)
+        return result
+
+    def _renew(self, code: Hashable) -> None:
+        if code != self.code:
+            self.code = code
+            self.graphs.clear()
+            self.seen.clear()
+
+    def _capture(
+        self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
+    ) -> Captured | None:
+        """The call as a graph, which has not run yet; None if it cannot be one."""
+        static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
+        replacements = iter(static)
+        own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(own, spec)
+        while len(self.graphs) >= MAX_GRAPHS:
+            self.graphs.pop(next(iter(self.graphs)))
+        device = self.device
+        stream = capture_stream(device)
+        try:
+            with torch.cuda.device(device):
+                if self._pool is None:
+                    self._pool = torch.cuda.graph_pool_handle()
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize(device)
+                capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
+                with as_numbers(), capture:
+                    try:
+                        output, failed = forward(*args, **kwargs, **fixed), None
+                    except Exception as error:
+                        failed = error
+                if failed is not None:
+                    # What the error keeps alive was never allocated, and giving that back would end the process
+                    # (CUDAMallocAsyncAllocator.cpp, `free_impl`): so it is.
+                    graph.replay()
+                    torch.cuda.synchronize(device)
+                    raise failed
+        except Exception as error:
+            if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):
+                raise
+            torch.cuda.synchronize(device)
+            if isinstance(error, torch.OutOfMemoryError):  # a plain call needs no memory of its own beside
+                self.drop()
+            self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            logger.warning("CUDA graph not captured, running without: %s", self.failures[key])
+            return None
+        self.captures += 1
+        logger.info("CUDA graph %d captured", self.captures)
+        # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
+        self.graphs[key] = Captured(device, graph, static, output)
+        return self.graphs[key]
+
+
+def functions_of(module: nn.Module) -> list[tuple]:
+    """What somebody else has put over the methods of this one module: (name, what tells it from others)."""
+    return [
+        (name, _weakly(getattr(value, "__func__", value)), _weakly(getattr(value, "__self__", None)))
+        for name, value in module.__dict__.items()
+        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not _is_own(module, name, value)
+    ]
+
+
+def _is_own(module: nn.Module, name: str, value: Callable) -> bool:
+    """The host leaves the class's own forward there when it takes an object patch back."""
+    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
+
+
+def _weakly(value: object) -> tuple:
+    """Equal for the same object only, also when another one has its address later, and does not keep it alive."""
+    try:
+        return id(value), weakref.ref(value)
+    except TypeError:  # built in
+        return id(value), value
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
+
+
+def _addresses(tensor: torch.Tensor) -> list[int]:
+    """Where its data are; quantised tensors are made of several."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr()]
+    return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]
+
+
+# The graphs that belong to a model.
+graphs_of = PerModel(lambda _model: ModelGraphs())

@@ -1,0 +1,276 @@
+"""Run the host's diffusion model through CUDA graphs where that is safe, and say why where it is not."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+import comfy.model_management
+import torch
+from torch import nn
+
+from ...background.gate import gate
+from ...blocks.channels_last import run_channels_last
+from ...compile.binding import Binding
+from ...compile.call_shapes import copied_containers
+from ...compile.group import ModelCall, submit
+from ...compile.registry import code_of
+from ...cuda_graphs.capture import ModelGraphs, functions_of, graphs_of
+from ...cuda_graphs.keys import NoKey, value_key
+from ...cuda_graphs.probe import probe
+from ...errors import BlockCompileError
+from ...failures.describe import never_swallowed
+from ...options.filter import BOOKKEEPING, keys_read
+from ...per_model import PerModel
+from ..weights.dynamic_vram import AllPages, address_of
+from .norm_kernels import kernels, norm_kernels
+
+logger = logging.getLogger("torch-compile-kit")
+# Calls, one after the other, that could not be captured: weights come and go.
+PLAIN_CALLS = 3
+# Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
+CAPTURES_ASYNC = {"2.11"}
+# Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
+_MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
+
+
+def no_graphs(device: torch.device) -> str | None:
+    """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return "CUDA graphs are off: they have not been measured on AMD's devices."
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator == "cudaMallocAsync":
+        version = ".".join(torch.__version__.split(".")[:2])
+        works = version in CAPTURES_ASYNC or probe.works(device)
+        if works:
+            return None
+        if works is None:
+            return (
+                f"CUDA graphs begin when they have been tried, behind the scenes, with cudaMallocAsync and PyTorch {version}."
+            )
+        return (
+            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they do not work with PyTorch {version}. "
+            "Start ComfyUI with --disable-cuda-malloc to have them."
+        )
+    if allocator != "native":
+        return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
+    return None
+
+
+@contextmanager
+def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: list[str]) -> Iterator[None]:
+    """While it lasts, calls of `network` are captured and replayed.
+
+    Args:
+        binding: its blocks, bound only for calls that run them: a replay does not.
+        device: where it computes.
+        notes: gets the reason when a call cannot be captured.
+    """
+    # Also a method that its forward calls, for the length of a call (TeaCache).
+    if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
+        note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
+        with binding.bound():
+            yield
+        return
+    graphs, pages = graphs_of(network), pages_of(network)
+    graphs.check_model(network, device, address_of if pages else None)
+    read_of(network).look(network, graphs.functions)
+    forward = network.forward
+    keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else functools.partial(nullcontext, True)
+
+    def run(*args, transformer_options=None, **kwargs):
+        options = transformer_options or {}
+        reason, key = _obstacle(network, options), None
+        code = code_of(network)
+        # Part of the key: a capture bears no kernel that has never run.
+        fast = binding.call.waits or code.generation(norm_kernels.ready).norms
+        if reason is None:
+            try:
+                key = fast, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+            except NoKey as error:
+                reason = f"the call depends on {error}, which may change unseen"
+        if reason:
+            note(notes, f"CUDA graphs are off: {reason}.")
+            with binding.bound():
+                return forward(*args, transformer_options=options, **kwargs)
+        call = functools.partial(_fetching, pages, forward) if pages else forward
+        call = functools.partial(_run_bound, binding, network, notes, fast, call)
+        if pages:
+            options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
+        generation = functools.partial(code.generation, norm_kernels.ready)
+        result = graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, generation)
+        _submit_behind_replays(graphs, binding.call, key)
+        return result
+
+    network.__dict__["forward"] = run
+    try:
+        yield
+    finally:
+        network.__dict__.pop("forward", None)
+
+
+def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
+    """Compiling begins when calls are replayed: launching kernel by kernel beside it would take several times as long."""
+    graphs.asks += call.asks
+    graphs.plain_calls = graphs.plain_calls + 1 if call.asks else 0
+    call.asks.clear()
+    if key in graphs.graphs:
+        gate.open()
+    if graphs.asks and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
+        submit(graphs.asks)
+
+
+def _run_bound(
+    binding: Binding, network: nn.Module, notes: list[str], fast: bool, forward: Callable, *args, **kwargs
+) -> object:
+    with binding.bound():
+        if code_of(network).left_out:
+            if fast:
+                norm_kernels.ready = True  # from here on
+                return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+            norm_kernels.ask(binding.call, args[0].device)
+        return forward(*args, **kwargs)
+
+
+@dataclass
+class Crowding:
+    """Whether there is room for all weights.
+
+    Args:
+        absences: calls of this run, one after the other, for which not all paged weights were in memory.
+        crowded: they do not all fit.
+    """
+
+    absences: int = 0
+    crowded: bool = False
+
+
+@contextmanager
+def _kept(pages: AllPages, graphs: ModelGraphs, crowding: Crowding) -> Iterator[bool]:
+    """Keep the weights in memory during a capture or a replay; yields whether they are there."""
+    pinned = pages.pin()
+    try:
+        crowding.absences = 0 if pinned else crowding.absences + 1
+        room = pages.have_room()
+        crowding.crowded = not pinned and (crowding.crowded or (crowding.absences > 1 and not room))
+        if crowding.crowded and graphs.graphs:
+            graphs.drop()  # their memory is better used for weights
+        elif crowding.absences > 1 and room:  # something that was used once is not used any more
+            graphs.drop()
+            pages.learn(anew=True)
+        yield pinned is not None
+    finally:
+        if pinned:
+            pages.unpin(pinned)
+
+
+def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
+    """A call of the model that may fetch weights."""
+    try:
+        result = forward(*args, **kwargs)
+    except BaseException:
+        pages.clean_up()
+        raise
+    pages.learn()
+    return result
+
+
+def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
+    """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
+    if not turns_convolutions(network):
+        return forward(*args, **kwargs)
+    options = {"transformer_options": kwargs["transformer_options"]}  # which the model may write to
+    once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
+    try:
+        return run_channels_last(kernels(), forward, once, given | options)
+    except Exception as error:
+        passed_on = (BlockCompileError, comfy.model_management.InterruptProcessingException)
+        if never_swallowed(error) or isinstance(error, passed_on) or torch.cuda.is_current_stream_capturing():
+            raise
+        result = forward(*args, **kwargs)  # an error of the model itself comes again here
+        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        cannot_turn(network).append(reason)
+        note(notes, f"Convolutions keep ComfyUI's layout: {reason}")
+        return result
+
+
+def turns_convolutions(network: nn.Module) -> bool:
+    """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with it."""
+    return kernels() is not None and not cannot_turn(network)
+
+
+# Why a model cannot run channels_last.
+cannot_turn: PerModel[list[str]] = PerModel(lambda _network: [])
+pages_of = PerModel(AllPages)
+crowding_of = PerModel(lambda _network: Crowding())
+read_of = PerModel(lambda _network: Read())
+
+
+def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
+    """The host detaches a patcher; when it unloads the model with it, the graphs' memory is wanted elsewhere."""
+    if unpatch_all:
+        graphs_of(network).drop()
+
+
+def new_run(network: nn.Module, *_: object) -> None:
+    """A sampling run begins: the host has loaded the model, weights may have moved since the last."""
+    graphs = graphs_of(network)
+    graphs.new_run()
+    if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
+        graphs.obstacle = "another node changes weights on their way to a layer"
+    pages_of(network).new_run(network)
+    crowding_of(network).absences = 0
+
+
+def graphs_summary(network: nn.Module) -> list[str]:
+    """For the report."""
+    graphs = graphs_of(network)
+    lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
+    if crowding_of(network).crowded:
+        lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
+    return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
+
+
+def _obstacle(network: nn.Module, options: dict) -> str | None:
+    """Why a replay might not do what a call does."""
+    if options.get("wrappers", {}).get("diffusion_model"):
+        return "another node wraps the model"
+    if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
+        return "the model is patched"
+    read = read_of(network).keys & {"sigmas", "sample_sigmas", "uuids"}
+    if read:
+        return f"the model reads {', '.join(sorted(read))}"
+    return graphs_of(network).obstacle
+
+
+def kept_options(network: nn.Module, options: dict) -> dict:
+    """What of the options a call depends on."""
+    read = read_of(network).keys
+    return {
+        name: value for name, value in options.items() if name not in _MACHINERY and (name not in BOOKKEEPING or name in read)
+    }
+
+
+@dataclass
+class Read:
+    """What the code of a network reads of the options, and the functions that were looked at for it."""
+
+    functions: list | None = None
+    keys: frozenset[str] = BOOKKEEPING
+
+    def look(self, network: nn.Module, functions: list) -> None:
+        """Again when one has been replaced; not while our own are in the blocks."""
+        if functions != self.functions:
+            self.functions, self.keys = functions, keys_read(network)
+
+
+def note(notes: list[str], text: str) -> None:
+    """Say it once, in the log and in the report."""
+    if text not in notes:
+        notes.append(text)
+        logger.info("%s", text)

@@ -1,0 +1,106 @@
+"""Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from ...blocks.structure import structure_of
+from ...cache.disk import current, folder_name
+from ...compile.call_shapes import copied_containers
+from ...inductor.attention_kernels import CHECKPOINT, AttentionSurvey, in_words, override_for
+from ...per_model import PerModel
+from .call_info import OPTIONS_AT
+
+OVERRIDE = "optimized_attention_override"
+MEMORY = "attention"
+logger = logging.getLogger("torch-compile-kit")
+
+# Per model, what the input asked for -> the kernel found. One that changed with the length of the prompt would recompile.
+_chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
+# Where newer hosts keep the attention that a checkpoint or a LoRA asks for (0.38, comfy/ldm/modules/attention.py), if it does.
+_preferences: PerModel[list[nn.Module]] = PerModel(
+    lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
+)
+
+
+def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
+    """The kernel in use, `host` for what ComfyUI takes, CHECKPOINT for what it takes there; None before the first run."""
+    return _chosen(network).get(wanted)
+
+
+def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool) -> tuple[tuple, Callable | None]:
+    """The arguments of the host's `apply_model` with our kernel in the options, where it may be.
+
+    Args:
+        wanted: the `attention` input.
+        executor: of an APPLY_MODEL wrapper; called once more to measure, if the user `waits`.
+
+    Returns:
+        The arguments, and what to call when an eager call with them is over: it tells what the model asks for, and nothing is
+        compiled before the kernel is known.
+    """
+    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
+    if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
+        return args, None
+    base_model = executor.class_obj
+    chosen = _chosen(base_model.diffusion_model)
+    if wanted == "auto" and _prefers_its_own(base_model.diffusion_model):
+        _keep(base_model, wanted, CHECKPOINT)  # an override would come before it (`wrap_attn`)
+    elif chosen.get(wanted) in (None, CHECKPOINT):
+        known = _recalled(wanted, base_model.diffusion_model)
+        if known is None:
+            survey = AttentionSurvey(wanted)
+            if not waits:
+                return _with_override(args, survey), functools.partial(_choose, base_model, survey)
+            once, once_options = copied_containers((args, kwargs))
+            executor(*_with_override(once, survey), **once_options)
+            _choose(base_model, survey)
+        else:
+            _keep(base_model, wanted, known)
+    override = override_for(chosen[wanted])
+    return (args if override is None else _with_override(args, override)), None
+
+
+def _can_measure(device: torch.device) -> bool:
+    """Where calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
+    return device.type == "cuda"
+
+
+def _prefers_its_own(network: nn.Module) -> bool:
+    return any(getattr(module, "function", None) is not None for module in _preferences(network))
+
+
+def _recalled(wanted: str, network: nn.Module) -> str | None:
+    """What was measured before a restart: another choice would have to be compiled again."""
+    cache = current()
+    known = cache.recall(_folder(network), MEMORY) if cache is not None and wanted == "auto" else None
+    return known if isinstance(known, str) and (known == "host" or override_for(known) is not None) else None
+
+
+def _choose(base_model, survey: AttentionSurvey) -> None:
+    """Measure, and keep what is best."""
+    network, cache, best = base_model.diffusion_model, current(), survey.best()
+    _keep(base_model, survey.wanted, best)
+    if cache is not None and survey.wanted == "auto" and survey.complete:
+        cache.remember(_folder(network), type(network).__name__, MEMORY, best)
+
+
+def _keep(base_model, wanted: str, choice: str) -> None:
+    chosen = _chosen(base_model.diffusion_model)
+    if chosen.get(wanted) != choice:
+        chosen[wanted] = choice
+        logger.info("%s: attention: %s", type(base_model).__name__, in_words(choice))
+
+
+def _folder(network: nn.Module) -> str:
+    return folder_name(type(network).__name__, structure_of(network))
+
+
+def _with_override(args: tuple, override) -> tuple:
+    options = {**args[OPTIONS_AT], OVERRIDE: override}
+    return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])

@@ -1,0 +1,43 @@
+"""Where the host's user keeps compiled code and cache files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import comfy.model_management
+import folder_paths
+
+from ...cache.disk import DiskCache, open_cache
+from ...cache.startup import prepare
+from ...settings import CompileSettings
+
+CACHE = "cache"
+
+
+def kit_folder() -> Path:
+    """The pack's folder in the user's: cache files lie in it, the cache itself in `cache`."""
+    return Path(folder_paths.get_user_directory()) / "torch-compile-kit"
+
+
+def open_users_cache() -> DiskCache | None:
+    """The cache of this user; see `disk_cache.open_cache`."""
+    return open_cache(kit_folder() / CACHE)
+
+
+def get_ready_again() -> None:
+    """After a restart, while nobody asks for anything: who has compiled here with these versions will do so again."""
+    if (kit_folder() / CACHE).is_dir():
+        cache = open_users_cache()
+        if cache is not None and cache.has_current():
+            _prepare()
+
+
+def get_ready(settings: CompileSettings) -> None:
+    """Open the cache, and prepare for the first compilation if somebody will wait for it; costs nothing the second time."""
+    open_users_cache()
+    if settings.backend == "inductor" and settings.waits:
+        _prepare()
+
+
+def _prepare() -> None:
+    prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")

@@ -1,0 +1,121 @@
+"""The cache files of the host's user: save what is compiled for a model, load it on another machine."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from ...blocks.structure import structure_of
+from ...cache.archive import SUFFIX, CacheFileError, is_device, load_cache_file, write_cache_file
+from ...cache.disk import folder_name
+from ...cache.folders import check_private, make_private
+from ...errors import InvalidSetting, shown
+from ...notices.recompile_log import watch_of
+from ...notices.report import kinds_for
+from ...user_input import check_model, check_text
+from ..model.attach import attached_settings, diffusion_model, model_name
+from ..model.user_folder import kit_folder, open_users_cache
+
+logger = logging.getLogger("torch-compile-kit")
+NO_FILE = "none"
+NOTHING_TO_SAVE = "Nothing to save: put Torch Compile Model (backend inductor) and Torch Compile Warmup before this node."
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
+
+
+def cache_files() -> list[str]:
+    """The cache files that the user has put or saved into the folder, newest first."""
+    try:
+        found = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
+    except OSError:
+        return []
+    return [file.name for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
+
+
+def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
+    """Write what has been compiled for a model into one file in the user's folder.
+
+    Args:
+        patcher: a model behind Torch Compile Model, warmed up.
+        filename: a plain name, with or without `.tckcache`.
+
+    Returns:
+        The file, and a sentence about it; None where inductor is not to compile the model.
+
+    Raises:
+        InvalidSetting: `filename` is no plain name, or inductor has compiled nothing for the model yet.
+        CacheFileError: the file cannot be written.
+    """
+    check_model(patcher)
+    check_text("filename", filename)
+    name = filename.strip().removesuffix(SUFFIX)
+    if not _PLAIN_NAME.fullmatch(name):
+        raise InvalidSetting(
+            "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
+        )
+    if is_device(name):
+        raise InvalidSetting("filename", filename, "this is the name of a device on Windows; use another.")
+    settings = attached_settings(patcher)
+    if settings is None or settings.backend != "inductor":
+        logger.info("%s", NOTHING_TO_SAVE)
+        return None, NOTHING_TO_SAVE
+    network = diffusion_model(patcher)
+    kinds = kinds_for(network, settings)
+    cache = open_users_cache()
+    if cache is None:
+        raise CacheFileError("there is no cache folder that can be written; see the log.")
+    if not any(kind.stats.graphs for kind in kinds):
+        raise InvalidSetting(
+            "model",
+            model_name(patcher),
+            "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
+        )
+    sizes = [f"{asked.size()} batch {asked.batch}" for asked in watch_of(network).known]
+    path = kit_folder() / (name + SUFFIX)
+    try:
+        make_private(kit_folder())
+    except OSError as error:
+        raise CacheFileError(f"{path} cannot be written: {error}") from error
+    folders = {kind.folder for kind in kinds if kind.stats.graphs}
+    folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
+    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
+    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"
+
+
+def load_cache(filename: str) -> str:
+    """Unpack a file of the user's folder into the cache. A file that cannot be used is no error: blocks compile as ever.
+
+    Returns:
+        What was loaded, or why not.
+    """
+    if filename == NO_FILE:
+        return "No file chosen: blocks compile as ever."
+    cache = open_users_cache()
+    try:
+        if filename not in cache_files():
+            raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
+        if cache is None:
+            raise CacheFileError("there is no cache folder that can be written; see the log.")
+        check_private(kit_folder())
+        found = load_cache_file(kit_folder() / filename, cache)
+    except (CacheFileError, PermissionError) as error:
+        text = f"Compile cache not loaded, blocks compile as ever: {error}"
+        logger.warning("%s", text)
+        return text
+    text = f"{filename}: {len(found.members)} files for {', '.join(found.models)}; {', '.join(found.sizes)}"
+    logger.info("%s", text)
+    return text
+
+
+def state_of(filename: str) -> str:
+    """Changes when the file does."""
+    if filename not in cache_files():
+        return ""
+    stat = (kit_folder() / filename).stat()
+    return f"{stat.st_mtime_ns} {stat.st_size}"
+
+
+def pack_version() -> str:
+    """As in pyproject.toml."""
+    text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    return re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]

@@ -1,0 +1,259 @@
+"""Run the host's own sampling path for a size, as a real generation does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+
+import comfy.model_management
+import comfy.sample
+import comfy.samplers
+import torch
+from comfy.patcher_extension import WrappersMP
+
+from ...compile.events import monitor
+from ...errors import InvalidSetting, TorchCompileKitError
+from ...warmup.plan import Size
+
+# Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
+STEPS = 2
+GIB = 1024**3
+KEY = "torch-compile-kit.warmup"
+
+
+def latent_shape(patcher, size: Size) -> list[int]:
+    """The shape of a latent of the model's own format.
+
+    Returns:
+        `[batch, channels, height, width]`, with frames before height for video models, in latent units.
+
+    Raises:
+        InvalidSetting: the model cannot make that size, or no memory holds it.
+    """
+    latent_format = patcher.get_model_object("latent_format")
+    ratio = latent_format.spacial_downscale_ratio
+    dimensions = latent_format.latent_dimensions
+    if dimensions == 1:
+        raise InvalidSetting("width", size.width, "this model makes sound, not images; connect latent_image instead.")
+    for name in ("width", "height"):
+        value = getattr(size, name)
+        if value < ratio:
+            raise InvalidSetting(name, value, f"too small for this model; use at least {ratio} pixels.")
+    shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
+    if dimensions == 3:
+        shape.insert(2, _latent_frames(latent_format, size.length))
+    elif size.length > 1:
+        raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
+    device = comfy.model_management.intermediate_device()
+    needed, there = 4 * math.prod(shape), comfy.model_management.get_total_memory(device)
+    if needed > there:  # an allocator that promises more than there is has the system end the process
+        raise InvalidSetting(
+            "size", size.label(), f"its latent alone takes {needed / GIB:,.0f} GiB; {device} has {there / GIB:,.0f} GiB."
+        )
+    return shape
+
+
+def _latent_frames(latent_format, length: int) -> int:
+    ratio = getattr(latent_format, "temporal_downscale_ratio", None)
+    if ratio is None and length > 1:  # ComfyUI 0.18
+        raise InvalidSetting("length", length, "this ComfyUI does not tell how long that is; connect latent_image instead.")
+    return (length - 1) // (ratio or 1) + 1
+
+
+def prepared_latent(patcher, latent: dict) -> dict:
+    """A LATENT input, its tensor fitted to the model as the host's KSampler does (nodes.py, common_ksampler)."""
+    samples = latent["samples"]
+    try:
+        fitted = comfy.sample.fix_empty_latent_channels(
+            patcher, samples, latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+        )
+    except TypeError:  # hosts before 0.28 take the first two only
+        fitted = comfy.sample.fix_empty_latent_channels(patcher, samples)
+    return {"samples": fitted, "noise_mask": latent.get("noise_mask")}
+
+
+def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
+    """What to sample (`samples` and, or None, `noise_mask`) and its name for reports: `latent` if given, else an empty one.
+
+    Raises:
+        InvalidSetting: the model cannot make that size.
+    """
+    if latent is None:
+        samples = torch.zeros(latent_shape(patcher, size), device=comfy.model_management.intermediate_device())
+        return _sampled_label(patcher, size, samples.shape), {"samples": samples, "noise_mask": None}
+    prepared = prepared_latent(patcher, latent)
+    samples = prepared["samples"]
+    ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
+    label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
+    return f"{label} batch {samples.shape[0]} (latent_image)", prepared
+
+
+def _sampled_label(patcher, size: Size, shape: Sequence[int]) -> str:
+    """The size of a latent in pixels: latents are whole, so a size between two is rounded, as by the host's own nodes."""
+    latent_format = patcher.get_model_object("latent_format")
+    height, width = (side * latent_format.spacial_downscale_ratio for side in shape[-2:])
+    length = size.length
+    if len(shape) == 5:
+        length = (shape[2] - 1) * (getattr(latent_format, "temporal_downscale_ratio", None) or 1) + 1
+    sampled = Size(width, height, length, size.batch)
+    return sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
+
+
+@contextmanager
+def naming_the_size(label: str, model_name: str) -> Iterator[None]:
+    """A size that the model cannot take becomes an InvalidSetting that names it; running out of memory stays as it is."""
+    try:
+        yield
+    except (TorchCompileKitError, torch.OutOfMemoryError):
+        raise
+    except RuntimeError as error:
+        raise InvalidSetting("size", label, f"{model_name} cannot sample it: {error}") from error
+
+
+def sample(
+    patcher,
+    conditioning: tuple[list, list],
+    cfg: float,
+    latent: dict,
+    sigmas: torch.Tensor,
+    callback: Callable[..., None],
+    sampler: comfy.samplers.Sampler | None = None,
+) -> torch.Tensor:
+    """Sample with seed 0 and leave the random state as found.
+
+    Args:
+        conditioning: positive and negative.
+        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
+        sigmas: `[steps + 1]`, falling.
+        callback: called by the host after each step, the number of the step first; may raise to stop.
+        sampler: euler if None.
+
+    Returns:
+        The final latent, shaped as `samples`.
+    """
+    devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        return comfy.sample.sample_custom(
+            patcher,
+            comfy.sample.prepare_noise(latent["samples"], seed=0),
+            cfg,
+            sampler or comfy.samplers.sampler_object("euler"),
+            sigmas,
+            *conditioning,
+            latent["samples"],
+            noise_mask=latent["noise_mask"],
+            callback=callback,
+            disable_pbar=True,
+            seed=0,
+        )
+
+
+@dataclass
+class Calls:
+    """What a run of the sampler did with the model.
+
+    Args:
+        joined: prompt and negative, or several prompts, ran as one batch.
+        early: the first call in a range of the schedule compiled something.
+        late: one of the calls after that did.
+    """
+
+    joined: bool = False
+    early: bool = False
+    late: bool = False
+
+    def __call__(self, executor, *args, **kwargs):
+        """An APPLY_MODEL wrapper of the host."""
+        options = next((a for a in args if isinstance(a, dict)), {})
+        self.joined = self.joined or len(options.get("cond_or_uncond", ())) > 1
+        return executor(*args, **kwargs)
+
+
+def sample_once(
+    patcher,
+    conditioning: tuple[list, list],
+    cfg: float,
+    latent: dict,
+    on_step: Callable[[], None],
+    apart: bool = False,
+    steps: int = STEPS,
+) -> Calls:
+    """Sample `steps` steps for each range of the schedule, and leave the random state as found.
+
+    Args:
+        conditioning: positive and negative.
+        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
+        on_step: called after each step; may raise to stop.
+        apart: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
+
+    Returns:
+        What the model was called with.
+    """
+    calls = Calls()
+    patcher = patcher.clone()
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls)
+    if apart:
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _one_by_one)
+    compilations = monitor.compilations
+
+    def after(step: int, *_: object) -> None:
+        nonlocal compilations
+        if monitor.compilations != compilations:
+            compilations = monitor.compilations
+            if step % steps:
+                calls.late = True
+            else:
+                calls.early = True
+        on_step()
+
+    sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, steps)
+    sample(patcher, conditioning, cfg, latent, sigmas, after)
+    return calls
+
+
+def _one_by_one(executor, model, conditions: list, *args: object) -> list:
+    """A CALC_COND_BATCH wrapper of the host: each condition by itself, whatever memory there is."""
+    results = executor(model, [None] * len(conditions), *args)
+    for at, entries in enumerate(conditions):
+        for entry in entries or ():
+            alone = [[entry] if at == i else None for i in range(len(conditions))]
+            results[at] = executor(model, alone, *args)[at]
+    return results
+
+
+def schedule(model_sampling, conditioning: tuple[list, list], steps: int) -> torch.Tensor:
+    """Sigmas `[steps * ranges + 1]`, falling to 0: `steps` of them in each range in which the same conditions hold.
+
+    Prompts, ControlNets and hooks may begin and end at a share of the schedule (`start_percent`, `end_percent`).
+    """
+    bounds = sorted({0.0, 1.0} | {p for p in _percents(conditioning) if 0.0 < p < 1.0})
+    if len(bounds) == 2:
+        return comfy.samplers.calculate_sigmas(model_sampling, "simple", steps)
+    sigmas = []
+    for start, end in pairwise(bounds):
+        for step in range(steps):
+            share = start + (end - start) * (step + 1) / (steps + 1)
+            sigmas.append(float(model_sampling.percent_to_sigma(share)))
+    return torch.tensor([*sigmas, 0.0])
+
+
+def ranges_of(conditioning: tuple[list, list]) -> int:
+    """In how many parts the conditioning divides the schedule."""
+    return len({p for p in _percents(conditioning) if 0.0 < p < 1.0}) + 1
+
+
+def _percents(conditioning: tuple[list, list]) -> list[float]:
+    found: list[float] = []
+    for _, options in (entry for entries in conditioning for entry in entries):
+        names = ("start_percent", "end_percent", "clip_start_percent", "clip_end_percent")
+        found += [options[name] for name in names if name in options]
+        control = options.get("control")
+        while control is not None:
+            found += getattr(control, "timestep_percent_range", None) or ()
+            control = getattr(control, "previous_controlnet", None)
+        for hook in getattr(options.get("hooks"), "hooks", ()):
+            found += [frame.start_percent for frame in hook.hook_keyframe.keyframes]
+    return found

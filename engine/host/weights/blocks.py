@@ -1,0 +1,283 @@
+"""Put the weights of a block in place before its compiled forward, and take them out after it.
+
+ComfyUI keeps weights where memory allows: on the device, in RAM, or paged by its dynamic VRAM, with LoRA applied on the way
+(comfy/ops.py, `cast_bias_weight`). Inside compiled code that machinery breaks the graph at each layer, or costs a graph per
+layer. Here it runs outside: the compiled block sees plain parameters on the device, the same in every mode, and the transfer of
+the next block's weights overlaps this block's work.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+from torch import nn
+
+from ...errors import InvalidSetting
+from ..adapter import host
+from . import dynamic_vram as paging
+from . import partial_load as streaming
+from .eager_layers import EagerLayers, linears
+
+# What tells the host's layers where their weights come from. Hidden while a compiled block runs.
+_SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
+_DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
+
+
+@dataclass
+class Order:
+    """In which order blocks run, learned as they do: by a list of them at first, which a model need not follow.
+
+    Args:
+        last: the group that was put in place last.
+        ahead: the one that has been fetched for its turn; one at a time, since there are two buffers.
+    """
+
+    last: LayerGroup | None = None
+    ahead: LayerGroup | None = None
+
+    def turn_of(self, group: LayerGroup) -> None:
+        """It is to be put in place now: what was fetched for another's turn is given up."""
+        if self.ahead is not None and self.ahead is not group:
+            self.ahead.drop()
+        self.ahead = None
+        if self.last is not None and self.last is not group:
+            self.last.following = group
+        self.last = group
+
+    def over(self) -> None:
+        """The call of the model is."""
+        if self.last is not None and self.ahead is not None:
+            self.last.following = None
+        self.last = self.ahead = None
+
+
+class LayerGroup:
+    """The layers of one block, and how their weights get in place.
+
+    Args:
+        block: may hold layers of any kind; the host's own are known by `comfy_cast_weights`.
+        device: where the model computes.
+        dtype: what it computes in.
+    """
+
+    def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype):
+        layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]
+        self.settled = _settle(layers)
+        paged = [m for m in layers if "_v" in m.__dict__]
+        calls = host().pages
+        self._paged = paging.PagedLayers(paged, device, dtype, calls) if paged and calls is not None else None
+        tensors = streaming.tensors_elsewhere(block, device)
+        self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
+        # On a host that pages in a way we do not know, its layers look after themselves, outside the graph.
+        unknown = [] if calls is not None else paged
+        self.foreign = [m for m in block.modules() if _is_foreign(m) or m in unknown]
+        self._eager = EagerLayers(self.foreign) if self.foreign else None
+        placed = {*paged, *(t.module for t in tensors), *self.foreign}
+        self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
+        self._undo: list[tuple[dict, dict]] = []
+        self.following: LayerGroup | None = None
+        self.order: Order | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether weights travel, as opposed to being on the device."""
+        return self._paged is not None or self._streamed is not None
+
+    @property
+    def paged(self) -> bool:
+        """Whether the host pages some of the weights, and would fetch them ahead itself."""
+        return self._paged is not None
+
+    @property
+    def in_pages(self) -> bool:
+        """Whether nothing travels as long as the pages are in memory."""
+        return self._streamed is None and self._eager is None
+
+    @property
+    def needed(self) -> bool:
+        return self.moves or bool(self._recast) or self._eager is not None
+
+    def fetch(self) -> None:
+        """Start the transfer on a stream of its own, if it has not been."""
+        if self._paged is not None:
+            self._paged.fetch()
+        if self._streamed is not None:
+            self._streamed.fetch()
+
+    def place(self) -> None:
+        """Make all layers plain, and start the transfer for the block that follows."""
+        if self.order is not None:
+            self.order.turn_of(self)
+        self.fetch()
+        if self._eager is not None:
+            self._eager.place()
+        placed = self._paged.resolve() if self._paged is not None else []
+        if self._streamed is not None:
+            placed += self._streamed.resolve()
+        for module, parameters in placed:
+            if "comfy_cast_weights" in module.__dict__:
+                changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
+                self._swap(module.__dict__, changes, _SOURCES)
+            self._swap(module._parameters, parameters, ())
+        for module in self._recast:
+            self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
+        if self.order is not None and self.following is not None:
+            self.following.fetch()
+            self.order.ahead = self.following
+
+    def release(self) -> None:
+        """Put everything back as `place` found it; the memory may be used again once the block's work is done."""
+        for target, found in reversed(self._undo):
+            for name, value in found.items():
+                if value is _ABSENT:
+                    target.pop(name, None)
+                else:
+                    target[name] = value
+        self._undo.clear()
+        if self._eager is not None:
+            self._eager.release()
+        self.drop()
+
+    def drop(self) -> None:
+        """Give up what was fetched, used or not."""
+        if self._paged is not None:
+            self._paged.drop()
+        if self._streamed is not None:
+            self._streamed.drop()
+
+    def _swap(self, target: dict, changes: dict, hidden: tuple[str, ...]) -> None:
+        found = {name: target.get(name, _ABSENT) for name in changes}
+        for name in hidden:
+            if name in target:
+                found[name] = target.pop(name)
+        target.update(changes)
+        self._undo.append((target, found))
+
+
+_ABSENT = object()
+
+
+def _casts(layer: nn.Module) -> bool:
+    """Whether the layer casts its weights when they are at home on the device: a matter of its class, or forced."""
+    return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
+
+
+def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
+    """Write down on each layer what it has from its class, since guards tell the two apart; changes no behaviour.
+
+    Returns:
+        What was written, see `forget_weights`.
+    """
+    missing = [(m, name) for m in layers for name in _DEFAULTS if name not in m.__dict__ and hasattr(type(m), name)]
+    for layer, name in missing:
+        value = getattr(type(layer), name)
+        layer.__dict__[name] = list(value) if isinstance(value, list) else value
+    return missing
+
+
+def _is_foreign(module: nn.Module) -> bool:
+    """A layer whose weights are of another pack's class (GGUF): it knows what to do with them, graphs do not."""
+    return not all(streaming.is_known(p) for p in module._parameters.values() if p is not None)
+
+
+class ModelWeights:
+    """How the blocks of a model get their weights; made anew whenever the host has loaded or unloaded something.
+
+    Args:
+        blocks: in the order in which they run.
+        block_swap: the node's input.
+
+    Raises:
+        InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
+    """
+
+    def __init__(self, token: tuple, blocks: list[nn.Module], base_model, device: torch.device, block_swap: str):
+        self.token = token
+        dtype = base_model.get_dtype_inference()
+        groups = [LayerGroup(block, device, dtype) for block in blocks]
+        self._settled = [entry for group in groups for entry in group.settled]
+        moving = [group for group in groups if group.moves]
+        foreign = sorted({type(m).__name__ for group in groups for m in group.foreign})
+        self.notes: list[str] = []
+        self._order = Order()
+        if moving and block_swap == "off":
+            raise InvalidSetting(
+                "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
+            )
+        if block_swap == "eager linears":
+            groups = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, groups, strict=True)]
+            if moving:
+                self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
+        elif moving:
+            self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
+            if paging.comes_apart(device):
+                for group in moving:
+                    group.order = self._order
+                for here, following in pairwise(moving):
+                    here.following = following
+        if foreign:
+            self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
+        self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
+
+    @property
+    def paged(self) -> bool:
+        """Whether the host pages some of the weights."""
+        return any(getattr(group, "paged", False) for group in self.groups.values())
+
+    @property
+    def may_stay(self) -> bool:
+        """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
+        return all(getattr(group, "in_pages", False) for group in self.groups.values())
+
+    def leave(self) -> None:
+        """Take off the layers what `_settle` has written."""
+        for layer, name in self._settled:
+            if layer.__dict__.get(name) in ([], getattr(type(layer), name)):  # nobody has made another thing of it
+                layer.__dict__.pop(name, None)
+
+    def drop(self) -> None:
+        """The call is over: give up what was fetched ahead and not used."""
+        self._order.over()
+        for group in self.groups.values():
+            group.drop()
+
+
+_weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
+
+
+def weights_of(base_model, block_swap: str, device: torch.device, blocks: list[nn.Module]) -> ModelWeights:
+    """How the blocks of the host's `base_model` get their weights, as the host has them loaded now."""
+    token = (block_swap, *_load_token(base_model, blocks, device))
+    known = _weights.get(base_model)
+    if known is None or known.token != token:
+        known = _weights[base_model] = ModelWeights(token, blocks, base_model, device, block_swap)
+    return known
+
+
+def forget_weights(base_model) -> None:
+    """A sampling run is over: leave the model as the host has made it."""
+    known = _weights.get(base_model)
+    if known is not None:
+        known.leave()
+        known.token = None
+
+
+def notes_on(base_model) -> list[str]:
+    """What the report says about the weights of a model that has run."""
+    known = _weights.get(base_model)
+    return known.notes if known is not None else []
+
+
+def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tuple:
+    """Changes whenever the host loads, unloads or patches weights (comfy/model_patcher.py, `load`)."""
+    return (
+        device,
+        getattr(base_model, "current_weight_patches_uuid", None),
+        getattr(base_model, "model_loaded_weight_memory", None),
+        getattr(base_model, "lowvram_patch_counter", None),
+        getattr(base_model, "model_lowvram", None),
+        tuple(map(id, blocks)),
+    )

@@ -1,0 +1,230 @@
+"""Weights that ComfyUI's partial loading left in RAM: streamed through two buffers on the device.
+
+One block computes from one buffer while the next block's weights arrive in the other. Events order the two streams; the CPU
+waits for nothing. Each use of a buffer waits for the end of its last use, so any number of blocks and steps may share the two.
+
+A copy that nobody waits for (the run was cancelled, a block's turn was skipped) still runs: a buffer is given up only after the
+computing stream has been told to wait for it, and what is copied is kept alive until the copy has ended. The host registers its
+pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import comfy.ops
+import torch
+from torch import nn
+
+from .dynamic_vram import parameter
+
+_ALIGNMENT = 256  # compiled kernels assume the alignment that the allocator gives
+_QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
+
+
+@dataclass(frozen=True)
+class Elsewhere:
+    """A parameter that is not ready to be used where it is: on another device, or with functions (LoRA) to apply.
+
+    Args:
+        module: its owner.
+        name: in the owner's `_parameters`.
+    """
+
+    module: nn.Module
+    name: str
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        return self.module._parameters[self.name]
+
+    @property
+    def functions(self) -> list:
+        return self.module.__dict__.get(f"{self.name}_function") or []
+
+
+def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]:
+    """The parameters of `block` that must be put in place; those of foreign tensor classes (GGUF) are their owner's."""
+    found = []
+    for module in block.modules():
+        if "_v" in module.__dict__:
+            continue
+        tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None]
+        if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
+            found += tensors
+    return found
+
+
+def is_known(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is PyTorch's or the host's own, so that we know what copying it means."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) or bool(_QUANTIZED and isinstance(tensor, _QUANTIZED))
+
+
+class StreamedTensors:
+    """The parameters of one block that travel.
+
+    Args:
+        tensors: what to place, see `tensors_elsewhere`.
+        device: where to.
+        dtype: what layers compute in that cast their weights, and LoRA is applied in.
+    """
+
+    def __init__(self, tensors: list[Elsewhere], device: torch.device, dtype: torch.dtype):
+        self.modules = {t.module for t in tensors}
+        self._tensors = tensors
+        self._device = device
+        self._dtype = dtype
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id` of the source: it and its copy
+        self._slot: Slot | None = None
+        self.bytes = sum(_room(t) for t in self._travelling())
+
+    def _travelling(self) -> list[torch.Tensor]:
+        plain = (t.tensor for t in self._tensors if type(t.tensor) in (torch.Tensor, nn.Parameter))
+        return [t for t in plain if t.device != self._device]
+
+    def fetch(self) -> None:
+        if self._slot is None and self.bytes and self._device.type == "cuda":
+            travelling = self._travelling()
+            if not travelling:  # somebody else has moved the block: another pack's block swap
+                self.bytes = 0
+                return
+            self._slot = _slots_on(self._device).take(self, self.bytes)
+            pairs = zip(travelling, self._slot.copy(travelling), strict=True)
+            self._arrived = {id(source): (source, copy) for source, copy in pairs}
+
+    def resolve(self) -> list[tuple[nn.Module, dict]]:
+        """The parameters per module, on the device, functions applied."""
+        if self._slot is not None:
+            self._slot.wait()
+        placed: dict[nn.Module, dict] = {}
+        for item in self._tensors:
+            source = item.tensor
+            tensor = source if source.device == self._device else self._arrived.get(id(source), (None, None))[1]
+            if tensor is None:
+                tensor = source.to(self._device)
+            if item.functions:
+                tensor = self._apply(tensor, item)
+            placed.setdefault(item.module, {})[item.name] = source if tensor is source else parameter(tensor)
+        return list(placed.items())
+
+    def _apply(self, tensor: torch.Tensor, item: Elsewhere) -> torch.Tensor:
+        """As the host does on the way (comfy/ops.py, `cast_bias_weight`)."""
+        casts = getattr(type(item.module), "comfy_cast_weights", False)
+        tensor = tensor.to(dtype=self._dtype if casts else tensor.dtype, copy=True)
+        if _QUANTIZED and isinstance(tensor, _QUANTIZED):
+            tensor = tensor.dequantize()
+        for function in item.functions:
+            tensor = function(tensor)
+        return tensor
+
+    def drop(self) -> None:
+        self._arrived = {}
+        if self._slot is not None:
+            self._slot.free()
+            self._slot = None
+
+    def lose_slot(self) -> None:
+        """Another block needs the buffer before this one ran (its turn was skipped)."""
+        self._arrived = {}
+        self._slot = None
+
+
+class Slot:
+    """A buffer on the device that holds the weights of one block at a time."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream):
+        self._device = device
+        self._stream = stream
+        self._buffer = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ready = torch.cuda.Event()
+        self._free = torch.cuda.Event()
+        self._reading: list[tuple[torch.cuda.Event, list[torch.Tensor]]] = []
+        self.owner: weakref.ref | None = None
+
+    def grow(self, size: int) -> None:
+        if size > self._buffer.numel():
+            # Allocated and freed on the current stream: what gets the old memory comes after the copy into it, and the copies
+            # into the new wait for the current stream to get here.
+            self.wait()
+            self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
+            self._free.record(torch.cuda.current_stream(self._device))
+
+    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Start copying; returns where each tensor will be."""
+        copies, offset = [], 0
+        self._reading = [(event, sources) for event, sources in self._reading if not event.query()]
+        self._stream.wait_event(self._free)
+        self._ready = torch.cuda.Event()  # one for each copy: the last may be under way
+        self._reading.append((self._ready, tensors))
+        with torch.cuda.stream(self._stream):
+            try:
+                for tensor in tensors:
+                    copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+                    copy.copy_(tensor, non_blocking=True)
+                    copies.append(copy)
+                    offset += _room(tensor)
+            finally:
+                self._ready.record(self._stream)
+        return copies
+
+    def wait(self) -> None:
+        """Have the current stream wait for the last copy."""
+        torch.cuda.current_stream(self._device).wait_event(self._ready)
+
+    def free(self) -> None:
+        """Its owner needs it no more, or never did: then the copy may be under way."""
+        self.wait()
+        self._free.record(torch.cuda.current_stream(self._device))
+        self.owner = None
+
+    def finish(self) -> None:
+        """Wait, here too, until no copy is under way: the host may unregister and free the memory in RAM next."""
+        self.wait()
+        for event, _sources in self._reading:
+            event.synchronize()
+        self._reading.clear()
+
+
+class Slots:
+    """Two buffers, used in turn."""
+
+    def __init__(self, device: torch.device):
+        stream = torch.cuda.Stream(device)
+        self._slots = [Slot(device, stream), Slot(device, stream)]
+        self._next = 0
+
+    def take(self, owner: StreamedTensors, size: int) -> Slot:
+        slot = self._slots[self._next]
+        self._next = 1 - self._next
+        previous = slot.owner() if slot.owner is not None else None
+        if previous is not None:
+            previous.lose_slot()
+        slot.grow(size)
+        slot.owner = weakref.ref(owner)
+        return slot
+
+    def finish(self) -> None:
+        for slot in self._slots:
+            slot.finish()
+
+
+_slots: dict[torch.device, Slots] = {}
+
+
+def _slots_on(device: torch.device) -> Slots:
+    if device not in _slots:
+        _slots[device] = Slots(device)
+    return _slots[device]
+
+
+def release_buffers() -> None:
+    """Give the buffers' memory back; called when a model has finished sampling, also when it was cancelled."""
+    for slots in list(_slots.values()):
+        slots.finish()
+    _slots.clear()
+
+
+def _room(tensor: torch.Tensor) -> int:
+    return (tensor.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

@@ -1,0 +1,190 @@
+"""Decide with the host which weights stay on the device when not all can.
+
+Left alone, ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
+others for none. With as many bytes to move for every block, the same traffic hides behind the work of every block, and the
+buffers that it needs are the smallest.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import comfy.model_management
+import torch
+from comfy.patcher_extension import CallbacksMP
+
+from ...compile.binding import plan_for
+from ...per_model import PerModel
+from ..adapter import host
+
+KEY = "torch-compile-kit.placement"
+# Models whose pages were allocated in our order, by device.
+_paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
+
+
+def spread_weights(executor, patcher, *args, **kwargs):
+    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
+    if not host().list_of_layers:
+        return executor(patcher, *args, **kwargs)
+    base_model, device = patcher.model, patcher.load_device
+    if getattr(patcher, "is_dynamic", bool)():
+        if device not in _paged(base_model):
+            # Pages are allocated once; afterwards the host only moves the line between kept and paged.
+            _forget_pages(base_model, device)
+            _paged(base_model).add(device)
+        return executor(patcher, *args, **kwargs)
+    _load_anew_after_others(base_model)
+    with nullcontext() if device.type == "cpu" else _buffers_announced(patcher):
+        result = executor(patcher, *args, **kwargs)
+    _mark(base_model)
+    return result
+
+
+def keep_even(patcher) -> None:
+    """From now on this patcher and its clones list the layers evenly when the host loads or unloads a part of them."""
+    if host().list_of_layers:
+        patcher.__dict__["_load_list"] = functools.partial(_even_load_list, weakref.ref(patcher))
+        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+        patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _keep_clone_even)
+
+
+def keep_host_order(patcher) -> None:
+    """Undo `keep_even`, which clones inherit."""
+    patcher.__dict__.pop("_load_list", None)
+    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+
+
+def _keep_clone_even(_patcher, clone) -> None:
+    keep_even(clone)
+
+
+def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **kwargs) -> list:
+    """The host's list (comfy/model_patcher.py, `_load_list`) in our order."""
+    patcher = reference()
+    arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
+    items = type(patcher)._load_list(patcher, *args, **arguments)
+    base_model = patcher.model
+    if for_dynamic:
+        return _even_by_rank(_ranks(base_model), items)
+    _mark(base_model)  # a part may be about to be unloaded; loading writes its own note at the end
+    return _even_by_size(_ranks(base_model), items)
+
+
+def _mark(base_model) -> None:
+    """Note that the loaded part is ours, where the host notes the LoRA that are in it.
+
+    Another order on top of it would leave both parts on the device. A patcher that is not ours finds LoRA that are not its
+    own, and has the host load anew (`partially_load`); our own take the mark away first.
+    """
+    current = getattr(base_model, "current_weight_patches_uuid", None)
+    if current is not None and not isinstance(current, tuple) and base_model.model_lowvram:
+        base_model.current_weight_patches_uuid = (KEY, current)
+
+
+def _load_anew_after_others(base_model) -> None:
+    current = getattr(base_model, "current_weight_patches_uuid", None)
+    if isinstance(current, tuple):
+        base_model.current_weight_patches_uuid = current[1]
+    elif current is not None and base_model.model_lowvram:
+        base_model.current_weight_patches_uuid = (KEY, None)
+
+
+def even_ranks(base_model) -> dict[str, tuple[int, int]]:
+    """Layer name -> rank: without the layers up to any rank, every block has about as many bytes left to move.
+
+    Between layers of one rank the blocks come in bit-reversed order, so that neighbours are far apart.
+    """
+    ranks = {}
+    blocks = plan_for(base_model.diffusion_model).blocks
+    bits = max(1, (len(blocks) - 1).bit_length())
+    for index, block in enumerate(blocks):
+        module = base_model.diffusion_model.get_submodule(block.path)
+        prefix = ".".join(part for part in ("diffusion_model", block.path) if part)
+        turn = int(format(index, f"0{bits}b")[::-1], 2)
+        sizes = {name: sum(p.nbytes for p in layer.parameters(recurse=False)) for name, layer in module.named_modules()}
+        left = sum(sizes.values())
+        for name, size in sizes.items():
+            ranks[f"{prefix}.{name}" if name else prefix] = (-left, turn)
+            left -= size
+    return ranks
+
+
+_ranks = PerModel(even_ranks)
+
+
+_FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before all others
+
+
+def _even_by_rank(ranks: dict, items: list) -> list:
+    """For dynamic VRAM: an item is (is large, -size, size, name, module, parameters), the first are kept."""
+    if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another host's
+        return items
+    return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
+
+
+class _RankedSize(int):
+    """A size in bytes that sorts by rank: the host sorts by size, then counts with it."""
+
+    rank: tuple
+
+    def __lt__(self, other: object) -> bool:
+        return self.rank < other.rank
+
+    def __gt__(self, other: object) -> bool:
+        return self.rank > other.rank
+
+    def __eq__(self, other: object) -> bool:
+        return self.rank == getattr(other, "rank", None)
+
+    __hash__ = int.__hash__
+
+
+def _even_by_size(ranks: dict, items: list) -> list:
+    """For partial loading: an item is (size when moving, size, name, module, parameters), the last are kept."""
+    if not all(len(i) >= 3 and isinstance(i[0], int) and isinstance(i[2], str) for i in items):  # another host's
+        return items
+    ordered = []
+    for size, *rest in items:
+        ranked = _RankedSize(size)
+        left, turn = ranks.get(rest[1], _FIRST)
+        ranked.rank = (-left, -turn)
+        ordered.append((ranked, *rest))
+    return ordered
+
+
+def _forget_pages(base_model, device: torch.device) -> None:
+    """Let the host allocate the pages anew; nothing runs now, and weights come from RAM or file again."""
+    if base_model.dynamic_vbars.pop(device, None) is None:
+        return
+    for module in base_model.modules():
+        if "_v" in module.__dict__:
+            module._v_signature = None
+        for name in ("_v", "_v_weight", "_v_bias", "_v_block", "_comfy_graph"):
+            module.__dict__.pop(name, None)
+
+
+@contextmanager
+def _buffers_announced(patcher) -> Iterator[None]:
+    """While it lasts, the host counts our two stream buffers as memory that sampling needs, if not all weights fit."""
+    base_model, device = patcher.model, patcher.load_device
+    network = base_model.diffusion_model
+    size = patcher.model_size()
+    room = comfy.model_management.get_free_memory(device) + patcher.loaded_size()
+    room -= comfy.model_management.minimum_inference_memory()
+    away = min(1.0, max(0.0, 1 - room / max(1, size)))
+    blocks = (network.get_submodule(b.path) for b in plan_for(network).blocks)
+    largest = max((comfy.model_management.module_size(b) for b in blocks), default=0)
+    original = base_model.memory_required
+
+    def memory_required(*args, **kwargs):
+        return original(*args, **kwargs) + 2 * away * largest
+
+    base_model.__dict__["memory_required"] = memory_required
+    try:
+        yield
+    finally:
+        del base_model.__dict__["memory_required"]

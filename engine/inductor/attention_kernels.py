@@ -1,0 +1,256 @@
+"""Attention kernels for compiled blocks, through ComfyUI's `optimized_attention_override`.
+
+ComfyUI asks PyTorch for flash attention first (comfy/ops.py); on Hopper cuDNN's kernel is nearly twice as fast. Which one
+is the fastest depends on card, shape and dtype, so `auto` measures them once on what the model really asks for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..errors import InvalidSetting
+
+logger = logging.getLogger("torch-compile-kit")
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+}
+# The only function of the host whose kernel may be exchanged: the user has not chosen another one (sage, xformers).
+HOST_FUNCTION = "attention_pytorch"
+# The choice where a checkpoint asks the host for an attention of its own.
+CHECKPOINT = "checkpoint"
+# Fewer than this share of time saved is noise.
+_WORTHWHILE = 0.95
+_REPEATS = 5
+# Some five milliseconds, longer than launching all calls takes; twice as long after each attempt in which it was not.
+_CYCLES = 10_000_000
+_ATTEMPTS = 7
+# Of the arithmetic of all calls, what is measured.
+_SHARE = 0.9
+# Channels a head for which cuDNN has kernels; for others it compiles one for each shape, which takes up to half a second.
+_READY_WIDTHS = {64, 128}
+
+
+def override_with(priority: list[SDPBackend], widths: frozenset[int] | None = None) -> Callable:
+    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run.
+
+    Args:
+        widths: only self-attention with so many channels a head is asked for; the rest is left to the host.
+    """
+
+    def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+        width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
+        left = widths is not None and (width not in widths or not statically_known_true(q.shape[-2] == k.shape[-2]))
+        if left or func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
+            return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
+        q, k, v, mask = _as_sdpa(q, k, v, heads, mask, skip_reshape)
+        with sdpa_kernel(priority, set_priority=True):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
+        return out if skip_output_reshape else out.transpose(1, 2).reshape(out.shape[0], -1, heads * out.shape[-1])
+
+    override.__name__ = f"attention_{priority[0].name.removesuffix('_ATTENTION').lower()}"
+    return override
+
+
+def _as_sdpa(q, k, v, heads, mask, skip_reshape):
+    """To `[batch, heads, tokens, width]`, the mask with batch and heads (comfy/ldm/modules/attention.py)."""
+    if not skip_reshape:
+        q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
+    if mask is not None:
+        mask = mask.unsqueeze(0) if mask.ndim == 2 else mask
+        mask = mask.unsqueeze(1) if mask.ndim == 3 else mask
+    return q, k, v, mask
+
+
+@functools.cache  # guards compare functions by identity
+def override_for(choice: str) -> Callable | None:
+    """The override that asks for a kernel first; what that cannot run, the others do.
+
+    Args:
+        choice: as `AttentionSurvey.best` gives it: a kernel, and the widths that it is for if it is not for all.
+
+    Returns:
+        None for `host`, for CHECKPOINT, and for what is no choice.
+    """
+    kernel, *widths = choice.split(" ")
+    if kernel not in KERNELS or not all(width.isdecimal() for width in widths):
+        return None
+    first = KERNELS[kernel]
+    priority = [first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH]
+    return override_with(priority, frozenset(map(int, widths)) if widths else None)
+
+
+def in_words(choice: str) -> str:
+    """A choice for the report."""
+    kernel, *widths = choice.split(" ")
+    if kernel == "host":
+        return "the kernel ComfyUI uses"
+    if kernel == CHECKPOINT:
+        return "the one that the checkpoint asks for"
+    return f"{kernel}, for self-attention with {' or '.join(widths)} channels a head" if widths else kernel
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A tensor's shape and place in memory, without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Layout:
+        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+
+    def zeros(self) -> torch.Tensor:
+        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
+        return torch.zeros(extent, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
+
+
+# Queries, keys, values, mask, and the scale.
+_Call = tuple[_Layout, _Layout, _Layout, _Layout | None, float | None]
+
+
+@dataclass
+class AttentionSurvey:
+    """Runs as an override through one eager call of a model and notes what it asks for; `best` times the kernels on that.
+
+    Args:
+        wanted: an explicit choice that must be possible, or `auto`.
+        complete: there were the memory and the time to measure all of it.
+    """
+
+    wanted: str
+    calls: Counter[_Call] = field(default_factory=Counter)
+    complete: bool = True
+
+    def __call__(
+        self, func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
+    ):
+        if func.__name__ == HOST_FUNCTION and not kwargs.get("enable_gqa", False):
+            tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
+            call = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
+            if self.wanted != "auto" and call not in self.calls:
+                self._try(tensors, kwargs.get("scale"))
+            self.calls[call] += 1
+        return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
+
+    def _try(self, tensors: tuple, scale: float | None) -> None:
+        q, k, v, mask = tensors
+        try:
+            with sdpa_kernel([KERNELS[self.wanted]]):
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            shape = "x".join(map(str, q.shape))
+            raise InvalidSetting(
+                "attention", self.wanted, f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
+            ) from error
+
+    def best(self) -> str:
+        """The kernel with the least time over the calls that matter; `host` when nothing beats what the host asks for first.
+
+        What the fastest cannot run (a short prompt) is left to the next one, as the host does. One that is compiled for each
+        shape (cuDNN's at 40, 80 or 160 channels a head, half a second each) is only for what has been measured, `cudnn 40 80`.
+        """
+        if self.wanted != "auto":
+            return self.wanted
+        chosen = _costliest(self.calls)
+        if not chosen:
+            return "host"
+        try:
+            measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS}
+        except (torch.OutOfMemoryError, _NotMeasured) as error:
+            reason = "the machine is too busy" if isinstance(error, _NotMeasured) else "there is no memory left for it"
+            logger.info("attention is not measured this time, %s: ComfyUI's own is used", reason)
+            self.complete = False
+            return "host"
+        totals = {
+            name: sum(count * seconds for count, seconds in zip(chosen.values(), each, strict=True))
+            for name, each in measured.items()
+        }
+        fastest = min(totals, key=totals.get)
+        if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
+            return "host"
+        if fastest != "cudnn" or _widths(self.calls) <= _READY_WIDTHS:
+            return fastest
+        return " ".join([fastest, *map(str, sorted(_widths(chosen)))])
+
+
+def _widths(calls: Iterable[_Call]) -> set[int]:
+    """Channels a head."""
+    return {call[0].shape[-1] for call in calls}
+
+
+def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
+    """The calls that make up most of the work: for each shape cuDNN makes a plan, which takes far longer than a call."""
+
+    def work(call: _Call) -> int:
+        (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
+        return calls[call] * batch * heads * tokens * width * keys
+
+    total, covered, chosen = sum(map(work, calls)), 0, {}
+    for call in sorted(calls, key=work, reverse=True):
+        if covered >= _SHARE * total:
+            break
+        chosen[call] = calls[call]
+        covered += work(call)
+    return chosen
+
+
+class _NotMeasured(Exception):
+    """The machine was too busy."""
+
+
+def _measure(kernel: str, call: _Call) -> float:
+    """Seconds of one call, infinite where the kernel cannot run it; raises _NotMeasured."""
+    *layouts, scale = call
+    try:
+        with torch.cuda.device(layouts[0].device), sdpa_kernel([KERNELS[kernel]]):
+            q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
+            attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
+            attend()
+            seconds = _seconds_on_gpu(attend)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError:
+        return float("inf")
+    if seconds is None:
+        raise _NotMeasured
+    return seconds
+
+
+def _seconds_on_gpu(function: Callable[[], object]) -> float | None:
+    """Of a call on the GPU alone, the lesser of two rounds; None if the calls never came in time.
+
+    While the GPU sleeps all calls are launched. If it wakes before, another thread has kept Python from launching, and the time
+    would be of that: small kernels would all look alike, and any could win.
+    """
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    cycles, rounds = _CYCLES, []
+    for _ in range(_ATTEMPTS):
+        torch.cuda._sleep(cycles)
+        begin.record()
+        for _ in range(_REPEATS):
+            function()
+        end.record()
+        in_time = not begin.query()
+        end.synchronize()
+        if in_time:
+            rounds.append(begin.elapsed_time(end) / 1000 / _REPEATS)
+            if len(rounds) == 2:
+                break
+        else:
+            cycles *= 2
+    return min(rounds, default=None)

@@ -1,0 +1,102 @@
+"""PyTorch's inductor, given code where the model calls kernels that it cannot see into, and a product with what follows it.
+
+To inductor a hand-written kernel is a wall: what comes before it must be written to memory, what comes after it read again.
+Where a kernel only saves what inductor saves too, its plain PyTorch code is worth more: the norm and the rotary embedding of
+queries and keys become one kernel (docs/figures.md, where the time goes).
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+
+import torch
+from torch import fx
+
+from ..devices import is_nvidia
+from ..torch_settings import SharedScope
+from .linear_gelu import gelu_in_linear
+from .persistent_reductions import in_one_pass
+
+aten = torch.ops.aten
+# Operator -> the same in PyTorch's own operators, out of place.
+REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
+# Called with the graph as Dynamo has traced it, to change it in place; True if it did.
+REWRITES: list[Callable[[fx.Graph], bool]] = []
+
+
+def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
+    """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
+    from torch._inductor import compile_fx  # seconds
+    from torch._inductor.decomposition import select_decomp_table
+
+    options, table = options or {}, None
+    if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
+        table = dict(select_decomp_table())
+        table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
+        options = {**_as_eager_rounds(), **options}
+        # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
+        own = options.get("max_autotune") or _needs_gradients(example_inputs)
+        rewrites = REWRITES if own else [*REWRITES, gelu_in_linear]
+        rewritten = [rewrite(graph.graph) for rewrite in rewrites]
+        if any(rewritten):
+            graph.graph.lint()
+            graph.recompile()
+    with in_one_pass(), nullcontext() if table is None else _table_scope.holding(table=_named(table)):
+        return compile_fx.compile_fx(graph, example_inputs, config_patches=options)
+
+
+def _named(table: dict) -> Callable[[], dict]:
+    """A function that gives the table, under the name of the one that it stands for: PyTorch's key of a graph has its name."""
+
+    def select_decomp_table() -> dict:
+        return table
+
+    select_decomp_table.__module__, select_decomp_table.__qualname__ = "torch._inductor.compile_fx", "select_decomp_table"
+    return select_decomp_table
+
+
+def _module_function(module: str, name: str) -> tuple:
+    def write(function: Callable | None) -> None:
+        if function is not None:
+            setattr(sys.modules[module], name, function)
+
+    return (lambda: getattr(sys.modules.get(module), name, None)), write
+
+
+# Given as an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
+_table_scope = SharedScope({"table": _module_function("torch._inductor.compile_fx", "select_decomp_table")})
+
+
+def _as_eager_rounds() -> dict:
+    """The option of inductor to round to bf16 and fp16 where eager does.
+
+    What is fused is otherwise kept in fp32 from one operation to the next, which moves results away from eager's as far as
+    another attention kernel would, and saves no time (docs/figures.md).
+    """
+    from torch._inductor import config
+
+    name = "emulate_precision_casts"
+    return {name: True} if hasattr(config, name) else {}
+
+
+def _needs_gradients(inputs: Sequence) -> bool:
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
+
+
+def _fuses(device: torch.device) -> bool:
+    """Where it has been measured to pay."""
+    return is_nvidia(device)
+
+
+def _gelu(exact: Callable, x: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU by tanh, written with a sigmoid: (1 + tanh(z)) / 2 = sigmoid(2 z), for which GPUs have an instruction.
+
+    libdevice's tanh takes longer than reading and writing the tensor.
+    """
+    if approximate != "tanh" or x.dtype not in (torch.bfloat16, torch.float16):
+        return exact(x, approximate=approximate)
+    y = x.float()
+    return (y * torch.sigmoid(1.5957691216057308 * (y + 0.044715 * y * y * y))).to(x.dtype)

@@ -1,0 +1,202 @@
+"""The host's kernels (comfy-kitchen) as PyTorch code, for inductor to fuse: rotary embeddings and adaptive norms.
+
+Their meaning is that of comfy_kitchen/backends/eager/{rope,adaln}.py; code that works in place there is out of place here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+from torch.fx.experimental.symbolic_shapes import statically_known_true
+from torch.nn import functional
+
+from .backend import REPLACEMENTS, REWRITES
+from .token_major import heads_of_a_token_together
+
+logger = logging.getLogger("torch-compile-kit")
+_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
+
+
+def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of neighbours.
+
+    Args:
+        x: `[..., tokens, head_dim]` or `[..., tokens, heads, head_dim]`.
+        freqs: `[..., head_dim / 2, 2, 2]`, a rotation a pair; more tokens than those of `x` are cut off at dimension 2.
+    """
+    pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 1, 2)
+    freqs = _trimmed(x, freqs)
+    return (freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]).reshape(x.shape).type_as(x)
+
+
+def rope_split_half1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    """Rotate pairs of which one is in the first half of the head and one in the second."""
+    pairs = x.reshape(*x.shape[:-1], 2, -1).movedim(-2, -1).unsqueeze(-2).to(freqs.dtype)
+    rotated = freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]
+    return rotated.movedim(-1, -2).reshape(x.shape).type_as(x)
+
+
+def _trimmed(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
+    if x.ndim > 2 and freqs.ndim > 2 and x.shape[2] != 1 and freqs.shape[2] > x.shape[2]:
+        return freqs[:, :, : x.shape[2]]
+    return freqs
+
+
+def _normed(rope):
+    def rms_rope1(x, freqs, scale, epsilon=1e-6, rot_dim=0):
+        normed = functional.rms_norm(x, (x.shape[-1],), scale, epsilon)
+        if rot_dim and rot_dim != x.shape[-1]:
+            return torch.cat((rope(normed[..., :rot_dim], freqs), normed[..., rot_dim:]), -1)
+        return rope(normed, freqs)
+
+    return rms_rope1
+
+
+def _both(rope):
+    return lambda q, k, freqs: (rope(q, freqs), rope(k, freqs))
+
+
+def _both_normed(rope):
+    one = _normed(rope)
+
+    def rms_rope(q, k, freqs, q_scale, k_scale=None, epsilon=1e-6, rot_dim=0):
+        k_scale = q_scale if k_scale is None else k_scale
+        return one(q, freqs, q_scale, epsilon, rot_dim), one(k, freqs, k_scale, epsilon, rot_dim)
+
+    return rms_rope
+
+
+def _adaln(norm):
+    return lambda x, scale, shift, eps=1e-6: norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
+
+
+OPENED = {
+    "apply_rope1": rope1,
+    "apply_rope": _both(rope1),
+    "apply_rope_split_half1": rope_split_half1,
+    "apply_rope_split_half": _both(rope_split_half1),
+    "rms_rope1": _normed(rope1),
+    "rms_rope": _both_normed(rope1),
+    "rms_rope_split_half1": _normed(rope_split_half1),
+    "rms_rope_split_half": _both_normed(rope_split_half1),
+    "adaln": _adaln(functional.layer_norm),
+    "rms_adaln": _adaln(functional.rms_norm),
+}
+
+
+def rotate_before_joining(graph: fx.Graph) -> bool:
+    """Rotate the tokens of text and image each by itself and join them then: `rope(cat(a, b))` is `cat(rope(a), rope(b))`.
+
+    Each part's rotation then goes into the kernel of the norm before it, and joining costs nothing more (Qwen-Image, Flux).
+    """
+    changed = False
+    one, both = (getattr(torch.ops.comfy_kitchen, name, None) for name in ("apply_rope1", "apply_rope"))
+    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (one, both)]:
+        if one is None or node.kwargs or len(node.args) < 2:
+            continue
+        *joined, freqs = node.args
+        parts = [_parts_along_tokens(tensor, freqs, node) for tensor in joined]
+        results = {0: node} if node.target is one else {user.args[1]: user for user in node.users if _is_item(user)}
+        if not all(parts) or (node.target is both and len(results) < len(node.users)):
+            continue
+        if any(_may_write(between) for tensor in joined for between in _between(tensor, node)):
+            continue  # the graph is as the model is written: what was joined may have changed since
+        with graph.inserting_before(node):
+            rotated = [_rotated(graph, tensors, dim, freqs, one) for tensors, dim in parts]
+        for at, result in results.items():
+            result.replace_all_uses_with(rotated[at])
+        for dead in dict.fromkeys([*results.values(), node, *joined]):
+            graph.erase_node(dead)
+        changed = True
+    return changed
+
+
+def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
+    node = first.next
+    while node is not last:
+        yield node
+        node = node.next
+
+
+def _may_write(node: fx.Node) -> bool:
+    """Whether the operation works in place, by what it is, its name or its `out`."""
+    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+    return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
+
+
+def _is_item(node: fx.Node) -> bool:
+    return node.op == "call_function" and node.target is operator.getitem
+
+
+def _parts_along_tokens(node: fx.Node, freqs: fx.Node, user: fx.Node) -> tuple[list[fx.Node], int] | None:
+    """The tensors that `node` joins, and along which dimension, if each has its own rotations."""
+    if not isinstance(node, fx.Node) or node.target is not torch.cat or set(node.users) != {user} or not node.args:
+        return None
+    tensors = node.args[0]
+    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
+    whole, table = node.meta.get("example_value"), freqs.meta.get("example_value")
+    if whole is None or table is None or not isinstance(dim, int) or table.dim() != whole.dim() + 2:
+        return None
+    dim = dim % whole.dim()
+    known = [t.meta.get("example_value") for t in tensors]
+    if dim == whole.dim() - 1 or any(k is None or not isinstance(k.shape[dim], int) for k in known):
+        return None
+    return (list(tensors), dim) if statically_known_true(whole.shape[dim] == table.shape[dim]) else None
+
+
+def _rotated(graph: fx.Graph, tensors: list[fx.Node], dim: int, freqs: fx.Node, rope) -> fx.Node:
+    start, rotated = 0, []
+    for tensor in tensors:
+        length = tensor.meta["example_value"].shape[dim]
+        own = graph.call_function(torch.narrow, (freqs, dim, start, length))
+        rotated.append(graph.call_function(rope, (tensor, own)))
+        start += length
+    return graph.call_function(torch.cat, (rotated, dim))
+
+
+def register() -> None:
+    """Tell inductor of those that this host's comfy-kitchen has, and that mean what they mean here."""
+    for name in _known():
+        REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = OPENED[name]
+    for rewrite in (rotate_before_joining, heads_of_a_token_together):
+        if rewrite not in REWRITES:
+            REWRITES.append(rewrite)
+
+
+@functools.cache
+def _known() -> list[str]:
+    """Of OPENED, the kernels that do what their code here does, as seen on small tensors: another version may differ."""
+    present = [name for name in OPENED if hasattr(torch.ops.comfy_kitchen, name)]
+    known = [name for name in present if _is_as_opened(name)]
+    others = sorted(set(present) - set(known))
+    if others:
+        logger.info("comfy-kitchen's %s are not as this pack knows them: they stay kernels of their own", ", ".join(others))
+    return known
+
+
+def _is_as_opened(name: str) -> bool:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    given: list[object] = [random(1, 2, 6, 8) for _ in range(1 if name.endswith(("1", "adaln")) else 2)]
+    if name.endswith("adaln"):
+        given += [random(1, 1, 1, 8), random(1, 1, 1, 8), 1e-6]
+    else:
+        given.append(random(1, 1, 6, 4, 2, 2))
+        given += [random(8) for _ in given[:-1]] if name.startswith("rms") else []
+    try:
+        with torch.no_grad():
+            theirs, ours = (function(*given) for function in (getattr(torch.ops.comfy_kitchen, name), OPENED[name]))
+        theirs, ours = ((r,) if isinstance(r, torch.Tensor) else r for r in (theirs, ours))
+        return all(torch.allclose(a, b, rtol=1e-3, atol=1e-4) for a, b in zip(theirs, ours, strict=True))
+    except (RuntimeError, TypeError, ValueError) as error:  # it takes other arguments, or returns something else
+        logger.debug("comfy-kitchen's %s: %s", name, error)
+        return False

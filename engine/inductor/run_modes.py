@@ -1,0 +1,109 @@
+"""What torch.compile is given as a backend: the chosen one, with what compiling ahead of the first call needs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch._dynamo import convert_frame
+
+from ..failures.describe import never_swallowed
+from .backend import inductor
+
+logger = logging.getLogger("torch-compile-kit")
+
+
+class NotRun(Exception):
+    """Raised in place of running code that was only to be compiled."""
+
+
+class _State(threading.local):
+    """Of a thread.
+
+    Args:
+        runs: how often compiled code has run.
+        ahead: code is compiled and does not run.
+        keeping: what is held until PyTorch has kept that code.
+        locked: it has the GPU's lock: code is about to be found by others that has not been tried.
+    """
+
+    def __init__(self) -> None:
+        self.runs = 0
+        self.ahead = False
+        self.keeping = ExitStack()
+        self.locked = False
+
+
+state = _State()
+# A capture does not bear that another thread waits for the whole GPU, as measuring a kernel's variants does; nor code that has
+# never run, whose kernels are not loaded.
+gpu_lock = threading.Lock()
+PATIENCE = 10.0
+
+
+@contextmanager
+def ahead() -> Iterator[None]:
+    """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then.
+
+    Until then PyTorch's own lock is held, too. PyTorch gives it back when it has traced, before it puts the code where a reset
+    by another thread (a node of another pack) has freed the memory meanwhile (torch/csrc/dynamo/eval_frame_cpp.cpp, `extra`):
+    that ends the process.
+    """
+    state.ahead = True
+    try:
+        with state.keeping:
+            state.keeping.enter_context(convert_frame.compile_lock)
+            yield
+    finally:
+        state.ahead = False
+        if state.locked:
+            state.locked = False
+            gpu_lock.release()
+
+
+@functools.cache  # PyTorch compares backends by identity before it uses code of theirs
+def backend_of(name: str) -> Callable:
+    """A backend of torch.compile that counts the runs of what it compiles.
+
+    Args:
+        name: a registered backend; `inductor` is ours, see `inductor/backend.py`.
+    """
+
+    def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: object) -> Callable:
+        make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
+        compiled = make(graph, example_inputs, **options)
+        if state.ahead and not state.locked:
+            # Once this returns, PyTorch lets others find the code. Not for ever: who captures may wait for PyTorch's lock.
+            state.locked = gpu_lock.acquire(timeout=PATIENCE)
+
+        def run(*args: object) -> object:
+            if state.ahead:
+                state.keeping.close()
+                _try_kernels(compiled, args)
+                raise NotRun
+            state.runs += 1
+            return compiled(*args)
+
+        return run
+
+    backend.__name__ = name
+    return backend
+
+
+def _try_kernels(compiled: Callable, args: tuple) -> None:
+    """Have kernels loaded and their variants measured: on a GPU that is a good part of the first run."""
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    if not any(t.is_cuda for t in tensors):
+        return
+    try:
+        compiled(*args)
+        torch.cuda.current_stream().synchronize()
+    except Exception as error:  # the first real run does it then
+        if never_swallowed(error):
+            logger.debug("no memory to try kernels beforehand")
+        else:
+            logger.debug("kernels were not tried beforehand: %s", error)

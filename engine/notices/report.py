@@ -1,0 +1,149 @@
+"""What was compiled, what it cost and what stayed eager, in words and as JSON."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..blocks.discovery import BlockPlan
+from ..compile.binding import plan_for
+from ..compile.events import CompileStats
+from ..compile.group import CompiledKind
+from ..compile.registry import code_of, live_models
+from ..settings import CompileSettings
+from .recompile_log import watch_of
+
+_FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
+
+
+def kinds_for(model: nn.Module, settings: CompileSettings) -> list[CompiledKind]:
+    """The compiled kinds that `settings` uses on `model` so far."""
+    key = settings.kind_key()
+    return [kind for k, kind in code_of(model).kinds.items() if k[-1] == key]
+
+
+def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
+    """Everything compiled so far for `model` under `settings`; subtract two of them to see what a run added."""
+    return sum((kind.stats for kind in kinds_for(model, settings)), CompileStats())
+
+
+@dataclass
+class WarmedSize:
+    """One size the warmup ran.
+
+    Args:
+        label: for example `1024x1024 batch 1`.
+        seconds: wall time of the warmup run.
+        added: what it compiled.
+        skipped: it had been warmed before, and nothing has changed since.
+    """
+
+    label: str
+    seconds: float
+    added: CompileStats
+    skipped: bool = False
+
+
+@dataclass
+class CompileReport:
+    """The text that the Warmup node shows.
+
+    Args:
+        model_name: class of the host's model.
+        settings: of the Torch Compile Model node upstream.
+        plan: the blocks it compiles.
+        kinds: their compiled code.
+        sizes: what the warmup ran.
+        notes: sentences about this model, for example on its weights.
+        parts: classes inside the blocks that are compiled in their place, as the last call of the model had it.
+    """
+
+    model_name: str
+    settings: CompileSettings
+    plan: BlockPlan
+    kinds: list[CompiledKind]
+    sizes: list[WarmedSize] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    parts: Counter[str] = field(default_factory=Counter)
+
+    def text(self) -> str:
+        lines = [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
+        lines += [*self.notes, *self._problem_lines()]
+        return "\n".join(lines)
+
+    def _block_lines(self) -> list[str]:
+        plan = self.plan
+        share = f"{plan.covered_share:.0%} of the weights"
+        if plan.whole_model:
+            return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
+        lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays eager."]
+        graphs: Counter[str] = Counter()
+        for kind in self.kinds:
+            graphs[kind.class_name] += kind.stats.graphs
+        for name, count in Counter(b.class_name for b in plan.blocks).items():
+            lines.append(f"  {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
+        for name, count in self.parts.items():
+            lines.append(f"  inside these, {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
+        return lines
+
+    def _size_lines(self) -> list[str]:
+        lines = []
+        for size in self.sizes:
+            graphs = size.added.graphs
+            compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
+            if size.added.from_disk:
+                compiled += f" ({size.added.from_disk} read from the cache on disk)"
+            if size.skipped:
+                lines.append(f"{size.label}: already warm, not run again")
+                continue
+            lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
+        return lines
+
+    def _problem_lines(self) -> list[str]:
+        total = sum((kind.stats for kind in self.kinds), CompileStats())
+        lines = [f"Graph breaks: {total.graph_breaks}"]
+        lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
+        lines += [kind.failure.message() for kind in self.kinds if kind.failure]
+        lines += [f"{kind.class_name}: cache_limit reached, new shapes run eager" for kind in self.kinds if kind.limit_reached]
+        lines += [f"{kind.class_name}: {_FILLS_CACHE}" for kind in self.kinds if kind.fills_cache]
+        return lines
+
+
+def report_json() -> dict:
+    """Every compiled model in memory, for the page and for scripts."""
+    return {"models": [_model_json(model, list(code.kinds.values())) for model, code in live_models()]}
+
+
+def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
+    total = sum((kind.stats for kind in kinds), CompileStats())
+    blocks = plan_for(model).blocks
+    graphs: Counter[str] = Counter()
+    for kind in kinds:
+        graphs[kind.class_name] += kind.stats.graphs
+    return {
+        "name": type(model).__name__,
+        "blocks": len(blocks),
+        "blocks_not_called": dict(code_of(model).uncalled or {}),
+        "kinds": len(kinds),
+        "graphs": total.graphs,
+        "graphs_from_disk": total.from_disk,
+        "compiled_outside_warmup": watch_of(model).notices,
+        "graph_breaks": total.graph_breaks,
+        "compile_seconds": round(total.seconds, 3),
+        "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],
+        "failures": [{"block": k.failure.block, "message": k.failure.message()} for k in kinds if k.failure],
+        "classes": [
+            {"class": name, "blocks": count, "graphs": graphs[name]}
+            for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]
+        ],
+    }
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _first_line(text: str) -> str:
+    return str(text).strip().partition("\n")[0]

@@ -1,0 +1,294 @@
+"""The benchmark's figures: what follows from given times, the table, and the plot."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def result(engine):
+    """result(eager, compiled, **fields): lists of rounds in seconds, or one time for three even rounds of 20 steps."""
+    module = engine("benchmark.figures")
+
+    def timing(times):
+        return module.Timing(tuple(map(tuple, times)) if isinstance(times, list) else ((times,) * 20,) * 3)
+
+    def make(eager=0.2, compiled=0.1, cost=None, **fields):
+        given = {
+            "model": "Flux",
+            "device": "NVIDIA H200, PyTorch 2.11.0",
+            "settings": "inductor, dynamic auto",
+            "size": "1024x1024 batch 1",
+            "steps": 20,
+            "cfg": 1.0,
+            "batch": 1,
+            "error": 0.0072,
+            "repeat_error": 0.0,
+            **fields,
+        }
+        cost = cost or module.CompileCost(5.0, 2, 0, 0, (5.4, 0.3))
+        return module.BenchmarkResult(eager=timing(eager), compiled=timing(compiled), cost=cost, **given)
+
+    return make
+
+
+@pytest.fixture
+def cost(engine):
+    return engine("benchmark.figures").CompileCost
+
+
+def test_median_and_spread_are_over_the_steps_of_all_rounds(engine):
+    timing = engine("benchmark.figures").Timing(((5.0, 1.0, 2.0, 3.0), (4.0, 6.0, 7.0), (8.0, 9.0, 10.0, 11.0)))
+    assert timing.median == 6.0
+    assert timing.fastest == 1.0
+    assert timing.spread == (2.0, 10.0)
+    assert timing.round_medians == [2.5, 6.0, 9.5]
+    alone = engine("benchmark.figures").Timing(((0.25,),))
+    assert (alone.median, alone.spread) == (0.25, (0.25, 0.25))
+
+
+def test_break_even_is_cost_over_what_an_image_saves(result, cost):
+    warm = cost(seconds=7.0, graphs=2, graphs_before=2, from_disk=0, first_steps=(0.1, 0.1))
+    figures = result(0.2, 0.1, warm)  # saves 2 s an image
+    assert figures.speedup == pytest.approx(2)
+    assert figures.image_seconds(figures.eager) == pytest.approx(4)
+    assert figures.cost_seconds == 7.0 and figures.break_even == 4
+    assert result(0.2, 0.1, warm, batch=4).break_even == 14
+    assert result(0.2, 0.1, warm, steps=200).break_even == 1
+
+
+def test_cold_cost_is_what_the_first_steps_took_longer(result, cost):
+    cold = result(0.2, 0.1, cost(5.0, 2, 0, 0, (5.6, 0.3)))
+    assert cold.cost_seconds == pytest.approx(5.7)  # 5.5 and 0.2 beside two warm steps
+    assert "First-step cost: 5.70 s longer than warm steps, 5.00 s of it compiling 2 graphs." in cold.table()
+    warm = result(0.2, 0.1, cost(5.0, 3, 2, 0, (5.6, 0.3)))
+    assert warm.cost_seconds == 5.0
+    assert "Already warm when the benchmark began. Compiling took 5.00 s in this process (3 graphs" in warm.table()
+    assert "cache on disk" not in cold.table()
+    assert "cache on disk" in result(0.2, 0.1, cost(5.0, 2, 0, 1, (5.6, 0.3))).table()
+
+
+def test_slower_is_said_plainly_and_has_no_break_even(result):
+    slower = result(0.1, 0.2)
+    assert (slower.verdict, slower.break_even) == ("slower", None)
+    assert "Compiled is slower: 2.00 times the time of eager" in slower.table()
+    assert "Break-even" not in slower.table() and "never pays off" in slower.table()
+    assert "Slower" in slower.headline()
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled"),
+    [
+        (0.2, 0.199),  # under 1 %
+        ([[0.20] * 4, [0.24] * 4, [0.21] * 4], [[0.19] * 4, [0.205] * 4, [0.18] * 4]),  # rounds overlap
+    ],
+)
+def test_what_the_rounds_do_not_show_is_not_claimed(result, eager, compiled):
+    for figures in (result(eager, compiled), result(compiled, eager)):
+        assert (figures.verdict, figures.break_even) == ("no clear difference", None)
+        assert "No clear difference" in figures.table() and "Break-even" not in figures.table()
+
+
+def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
+    small = result(0.2, 0.199).table()
+    assert "No clear difference: under 1 %" in small and "overlap" not in small
+    busy = result([[2.5] * 4, [0.43] * 4, [2.6] * 4], [[0.44] * 4, [0.45] * 4, [0.43] * 4]).table()
+    assert "2.50 s" in busy and "under 1 %" not in busy
+    assert "the rounds of the two overlap (median step of a round: eager 430 ms - 2.60 s, compiled 430 - 450 ms)" in busy
+
+
+def test_table_names_what_was_measured_in_aligned_columns(result, engine):
+    trace = engine("benchmark.figures").Trace("CUDA kernels", 1843, 612, ("out/a.json", "out/b.json"))
+    lines = result(0.1752, 0.1384, trace=trace, late_graphs=1, notes=["Attention: cudnn."]).table().splitlines()
+    assert lines[0] == "Flux, 1024x1024 batch 1, 20 steps, cfg 1"
+    start = lines.index("") + 1
+    columns = lines[start : lines.index("", start)]
+    assert len({len(line) for line in columns}) == 1
+    cells = {line[:20].strip(): line[20:].split() for line in columns}
+    assert cells["a step, median"] == ["175", "ms", "138", "ms"]
+    assert cells["an image"] == ["3.50", "s", "2.77", "s"]
+    assert cells["CUDA kernels a step"] == ["1,843", "612"]
+    text = "\n".join(lines)
+    assert "1.27 times as fast: it saves 36.8 ms a step, 736 ms an image" in text
+    assert "60 warm steps each in 3 alternating rounds" in text
+    assert "0.0072 (eager against itself: 0)" in text
+    assert "1 graph was compiled while measuring" in text
+    assert "Attention: cudnn." in text and "  out/a.json" in text and "  out/b.json" in text
+
+
+def test_videos_are_called_so_and_nothing_compiled_too(result, cost):
+    text = result(2.0, 1.0, cost(0.0, 0, 0, 0, (1.0, 1.0)), video=True).table()
+    assert "a video" in text and "image" not in text.replace("latent_image", "")
+    assert "Nothing was compiled" in text
+
+
+def test_a_latent_that_is_not_finite_has_no_error(result):
+    assert "not finite" in result(error=math.nan).table()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 ms"),
+        (0.0000123, "0.0123 ms"),
+        (0.00911, "9.11 ms"),
+        (0.09996, "100 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1.00 s"),
+        (12.345, "12.3 s"),
+        (99.97, "100 s"),
+        (119.6, "2 min"),
+        (185.2, "3 min 5 s"),
+        (3599.7, "1 h"),
+        (5400, "1 h 30 min"),
+    ],
+)
+def test_durations_are_three_digits_in_a_unit_people_use(engine, seconds, text):
+    assert engine("benchmark.figures").duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "text"),
+    [
+        (0.174, 0.176, "174 - 176 ms"),
+        (0.9, 1.1, "900 ms - 1.10 s"),
+        (0.1752, 0.17521, "175 ms"),
+        (61.2, 130, "61.2 s - 2 min 10 s"),
+    ],
+)
+def test_a_range_repeats_its_unit_only_where_it_changes(engine, low, high, text):
+    assert engine("benchmark.figures").between(low, high) == text
+
+
+def test_relative_error(engine):
+    error = engine("benchmark.figures").relative_error
+    one = torch.tensor([3.0, 4.0])
+    assert error(one, one) == 0.0
+    assert error(one + torch.tensor([0.3, 0.4]), one) == pytest.approx(0.1)
+    assert error(torch.zeros(2), torch.zeros(2)) == 0.0
+    assert error(one, torch.zeros(2)) == math.inf
+    assert math.isnan(error(torch.tensor([math.nan, 1.0]), one))
+
+
+EXTREMES = {
+    "typical": {},
+    "slower": {"eager": 0.1, "compiled": 0.13},
+    "unclear": {"eager": 1.0, "compiled": 1.0},
+    "very fast": {"eager": 0.0008, "compiled": 0.00001, "steps": 1000},
+    "very slow": {
+        "eager": 5412.0,
+        "compiled": 5301.0,
+        "batch": 4,
+        "video": True,
+        "model": "HunyuanVideo15_SuperResolution_Distilled_" * 4,
+        "device": "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition, PyTorch 2.13.0.dev20261101+cu132 " * 2,
+        "settings": "inductor, max-autotune-no-cudagraphs, dynamic false, only double_blocks.*, single_blocks.1?, " * 3,
+    },
+    "far away": {"eager": 0.1752, "compiled": 0.1734, "cost": (90000.0, 300, 0, 0, (90000.0, 0.2))},
+    "wide spread": {"eager": [[0.1, 0.9] * 3] * 3, "compiled": [[0.01, 0.09] * 3] * 3},
+}
+
+
+@pytest.fixture
+def plotted(engine, result, cost):
+    """plotted(name): the finished canvas, and every text on it with its box."""
+    canvas_module, plot = engine("benchmark.canvas"), engine("benchmark.plot")
+
+    class Recording(canvas_module.Canvas):
+        def text(self, x, y, text, size, color, anchor="ls", bold=False, room=0):
+            box = super().text(x, y, text, size, color, anchor, bold, room)
+            texts.append((text, box))
+            return box
+
+    texts = []
+
+    def make(**fields):
+        texts.clear()
+        if "cost" in fields:
+            fields["cost"] = cost(*fields["cost"])
+        return plot.draw(result(**fields), Recording(plot.WIDTH, plot.HEIGHT, plot.BACKGROUND)), texts
+
+    return make
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_plot_shows_every_value_inside_the_image_and_no_text_over_another(plotted, name):
+    canvas, texts = plotted(**EXTREMES[name])
+    tensor = canvas.tensor()
+    assert tensor.shape == (1, canvas.height, canvas.width, 3) and tensor.dtype == torch.float32
+    assert 0 <= tensor.min() < 0.3 and 0.9 < tensor.max() <= 1
+    for text, (left, top, right, bottom) in texts:
+        assert 0 <= left < right <= canvas.width and 0 <= top < bottom <= canvas.height, text
+    for (one, a), (other, b) in itertools.combinations(texts, 2):
+        apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+        assert apart, f"{one!r} and {other!r} overlap"
+
+
+def test_plot_draws_the_values(plotted, result, engine):
+    _, texts = plotted(eager=0.1752, compiled=0.1384)
+    words = [text for text, _ in texts]
+    for wanted in ("Flux", "NVIDIA H200, PyTorch 2.11.0", "1.27 times as fast", "175 ms", "138 ms", "eager", "compiled"):
+        assert wanted in words
+    even = result(0.1752, 0.1384).break_even
+    assert f"Break-even: {even} images" in words
+
+
+def test_bars_are_as_high_as_their_values(plotted, engine):
+    plot = engine("benchmark.plot")
+
+    def height(canvas, color):
+        wanted = torch.tensor([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
+        left, top, right, bottom = plot.BARS
+        panel = canvas.tensor()[0, top:bottom, left:right]
+        return ((panel - wanted).abs().amax(-1) < 0.02).sum(0).max().item()
+
+    for eager, compiled in ((0.2, 0.1), (0.2, 0.15)):
+        canvas, _ = plotted(eager=eager, compiled=compiled)
+        whole = plot.BARS[3] - plot.BARS[1]  # the axis ends 15 % above the highest value
+        assert height(canvas, plot.EAGER) == pytest.approx(whole / 1.15, abs=4)
+        assert height(canvas, plot.COMPILED) == pytest.approx(whole / 1.15 * compiled / eager, abs=4)
+    canvas, _ = plotted(eager=0.1, compiled=0.2)
+    assert height(canvas, plot.SLOWER) > height(canvas, plot.EAGER) and height(canvas, plot.COMPILED) == 0
+
+
+def test_whiskers_end_at_the_spread(plotted, engine):
+    plot = engine("benchmark.plot")
+    rounds = [[0.1, 0.2, 0.3, 0.4, 0.5]] * 3
+    canvas, _ = plotted(eager=rounds, compiled=0.05)
+    left, top, right, bottom = plot.BARS
+    x = round(left + (right - left) * 0.27)
+    dark = canvas.tensor()[0, top:bottom, x].amax(-1) < 0.25
+    seen = dark.nonzero().flatten().tolist()
+    length = next((i for i, (lower, upper) in enumerate(itertools.pairwise(reversed(seen)), 1) if lower - upper > 1), len(seen))
+    spread = engine("benchmark.figures").Timing(tuple(map(tuple, rounds))).spread
+    assert length == pytest.approx((bottom - top) * (spread[1] - spread[0]) / (spread[1] * 1.15), abs=6)
+
+
+def test_a_message_is_a_picture_too(engine):
+    image = engine("benchmark.plot").draw_message("Nothing to compare: connect something.").tensor()
+    assert image.dim() == 4 and image.shape[-1] == 3 and image.min() < 0.3
+
+
+def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_path):
+    trace, device = engine("benchmark.profile"), torch.device("cpu")
+    path = tmp_path / "step.json"
+    with trace.StepTrace(path, device) as recording:
+        for tensors in (5, 2):
+            for _ in range(tensors):
+                torch.ones(4).cos()
+            recording.step()
+    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
+    assert names.count("aten::cos") == 2
+    assert trace.count(path, device) >= 4
+    assert trace.unit_for(device) == "operators" and trace.unit_for(torch.device("cuda")) == "CUDA kernels"
+
+
+def test_a_trace_that_is_stopped_leaves_no_file(engine, tmp_path):
+    path = tmp_path / "step.json"
+    with pytest.raises(KeyboardInterrupt), engine("benchmark.profile").StepTrace(path, torch.device("cpu")) as recording:
+        recording.step()
+        raise KeyboardInterrupt
+    assert not path.exists()

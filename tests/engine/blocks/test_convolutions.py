@@ -1,0 +1,159 @@
+"""What of a UNet is compiled when the whole model is replayed from CUDA graphs."""
+
+from collections import Counter
+
+import pytest
+import torch
+from support import Block
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+@pytest.fixture(autouse=True)
+def watched(engine):
+    with engine("compile.events").watching:
+        yield
+
+
+class ConvolutionBlock(torch.nn.Module):
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, width)
+        self.convolution = torch.nn.Conv2d(width, width, 3, padding=1)
+
+    def forward(self, x):
+        return x + self.convolution(torch.nn.functional.silu(self.norm(x)))
+
+
+class UNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.residual = torch.nn.ModuleList(ConvolutionBlock() for _ in range(3))
+        self.transformers = torch.nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for residual, transformer in zip(self.residual, self.transformers, strict=True):
+            x = residual(x)
+            x = transformer(x.flatten(2).transpose(1, 2).contiguous()).transpose(1, 2).reshape(x.shape)
+        return x
+
+
+@pytest.mark.parametrize(("tuned", "hooked", "kinds"), [(False, False, 1), (True, False, 2), (False, True, 1)])
+def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, hooked, kinds):
+    net, x = UNet().requires_grad_(False), torch.randn(1, 8, 4, 4)
+    if hooked:
+        net.residual[0].register_forward_hook(lambda *_: None)
+    settings = engine("settings").CompileSettings(backend="eager")
+    if tuned:
+        object.__setattr__(settings, "mode", "max-autotune")  # refused without inductor, which takes long
+    expected = net(x)
+    with engine("compile.binding").compiled_blocks(net, settings) as plain:
+        assert torch.equal(net(x), expected)
+    code = engine("compile.registry").code_of(net)
+    assert plain is not hooked and len(code.kinds) == kinds
+    assert dict(code.left_out) == ({"ConvolutionBlock": 3} if kinds == 1 else {})
+
+
+class ImageTransformer(torch.nn.Module):
+    """As SD 1.5's: tokens are made, and made an image again, around transformers of which each block holds one."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.norm = torch.nn.GroupNorm(2, width)
+        self.blocks = torch.nn.ModuleList([Block(width)])
+
+    def forward(self, x):
+        tokens = self.norm(x).flatten(2).transpose(1, 2).contiguous()
+        for block in self.blocks:
+            tokens = block(tokens)
+        return x + tokens.transpose(1, 2).reshape(x.shape)
+
+
+class SmallUNet(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.residual = torch.nn.ModuleList(ConvolutionBlock(16) for _ in range(2))
+        self.levels = torch.nn.ModuleList(torch.nn.Sequential(ImageTransformer(w), ImageTransformer(w)) for w in (16, 32))
+
+    def forward(self, x):
+        x = self.levels[0](self.residual[1](self.residual[0](x)))
+        half = self.levels[1](torch.nn.functional.avg_pool2d(x, 4).repeat(1, 2, 1, 1))
+        return x + torch.nn.functional.interpolate(half[:, :16], scale_factor=4.0)
+
+
+def test_in_a_unet_only_large_transformers_are_compiled(engine):
+    net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
+    settings = engine("settings").CompileSettings(backend="eager")
+    expected = net(x)
+    with engine("compile.binding").compiled_blocks(net, settings):
+        assert torch.equal(net(x), expected)
+    code = engine("compile.registry").code_of(net)
+    graphs = {kind.class_name: kind.stats.graphs for kind in code.kinds.values() if kind.stats.graphs}
+    assert graphs == {"Block": 1} and dict(code.parts) == {"Block": 4} and dict(code.too_small) == {"Block": 2}
+    assert dict(code.left_out) == {"ConvolutionBlock": 2}
+
+
+def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
+    net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
+    net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
+    settings = engine("settings").CompileSettings(backend="eager")
+    expected = net(x)
+    with engine("compile.binding").compiled_blocks(net, settings):
+        assert torch.equal(net(x), expected)
+    assert dict(engine("compile.registry").code_of(net).parts) == {"Block": 3}
+
+
+def test_another_size_compiles_no_other_kinds(engine):
+    net, settings = SmallUNet().requires_grad_(False), engine("settings").CompileSettings(backend="eager")
+    graphs = []
+    for side in (16, 32, 64):
+        x = torch.randn(1, 16, side, side)
+        expected = net(x)
+        with engine("compile.binding").compiled_blocks(net, settings):
+            assert torch.equal(net(x), expected)
+        kinds = engine("compile.registry").code_of(net).kinds.values()
+        graphs.append([kind.stats.graphs for kind in kinds if kind.stats.graphs])
+    assert graphs == [[1]] * 3
+
+
+class Convolutions(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.residual = torch.nn.ModuleList(ConvolutionBlock(8) for _ in range(3))
+        self.requires_grad_(False)
+
+    def forward(self, x):
+        for block in self.residual:
+            x = block(x)
+        return x
+
+
+def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
+    net, x = Convolutions(), torch.randn(1, 8, 4, 4)
+    settings = engine("settings").CompileSettings(backend="eager")
+    with engine("compile.binding").compiled_blocks(net, settings):
+        net(x)
+    code = engine("compile.registry").code_of(net)
+    assert len(code.kinds) == 1 and not code.left_out
+
+
+def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):
+    net = SmallUNet().requires_grad_(False)
+    parts_of = engine("blocks.convolutions").parts_of
+    block = net.levels[0][0]
+    assert parts_of(block) == [block.blocks[0]]
+    del block.blocks[0]
+    assert parts_of(block) == []
+
+
+@pytest.mark.parametrize(
+    ("elements", "few"), [((100, 100), [False, False]), ((100, 30), [False, True]), ((30, 100), [False, False])]
+)
+def test_what_is_small_is_small_beside_the_largest_so_far(engine, elements, few):
+    block, kinds, another = torch.nn.Linear(1, 1), [object(), object()], object()
+    effort = engine("blocks.convolutions").Effort(Counter(map(id, [*kinds, another])))
+    for _ in range(2):  # what is decided stays, also when the call runs again
+        found = [effort.is_too_small(kind, block, (None, torch.zeros(n))) for kind, n in zip(kinds, elements, strict=True)]
+        assert found == few
+    assert list(effort.left_out.values()) == ["Linear"] * any(few)
+    assert not effort.is_too_small(another, block, ())  # without a tensor there is nothing to judge by

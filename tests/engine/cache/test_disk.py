@@ -1,0 +1,404 @@
+"""The cache on disk: places, limits, who may write them, and what heals itself."""
+
+import json
+import os
+import time
+
+import pytest
+
+VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+NAMES = ["0" * 12, "1" * 12, "2" * 12]
+MIB = 1024**2
+
+
+@pytest.fixture
+def disk_cache(engine):
+    return engine("cache.disk")
+
+
+@pytest.fixture
+def cache(disk_cache, tmp_path):
+    return disk_cache.DiskCache(tmp_path / "cache", 2 * MIB)
+
+
+@pytest.fixture
+def three(cache):
+    """Three folders of a MiB, used an hour, half an hour and 20 minutes ago."""
+    for age, name in zip((3600, 1800, 1200), NAMES, strict=True):
+        cache.enter(name, "Block")
+        cache.exit(name)
+        (cache.root / name / "fxgraph").mkdir()
+        (cache.root / name / "fxgraph" / "entry").write_bytes(bytes(MIB))
+        os.utime(cache.root / name / "about.json", (time.time() - age,) * 2)
+    return cache
+
+
+def names(cache):
+    return {folder.name for folder in cache.folders()}
+
+
+def variables():
+    return {name: os.environ.get(name) for name in VARIABLES}
+
+
+def test_the_variables_hold_while_a_kind_compiles_and_no_longer(cache):
+    before = variables()
+    cache.enter(NAMES[0], "Block")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache.root / NAMES[0])
+    cache.enter(NAMES[1], "Other")
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(cache.root / NAMES[1])
+    cache.exit(NAMES[1])
+    cache.exit(NAMES[0])
+    assert variables() == before
+    assert json.loads((cache.root / NAMES[1] / "about.json").read_text())["class"] == "Other"
+
+
+def test_variables_that_were_not_set_are_not_set_afterwards(cache, monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    cache.enter(NAMES[0], "Block")
+    assert os.environ["TRITON_CACHE_DIR"] == str(cache.root / NAMES[0] / "triton")
+    cache.exit(NAMES[0])
+    assert not any(name in os.environ for name in VARIABLES)
+
+
+def test_a_triton_folder_of_the_user_stays(cache, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "mine"))
+    cache.enter(NAMES[0], "Block")
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "mine")
+    cache.exit(NAMES[0])
+
+
+def test_the_file_of_autotuned_choices_follows_the_folder(cache):
+    from torch._inductor.codecache import CacheBase
+
+    elsewhere = CacheBase.get_local_cache_path()
+    cache.enter(NAMES[0], "Block")
+    assert cache.root / NAMES[0] in CacheBase.get_local_cache_path().parents
+    cache.exit(NAMES[0])
+    assert CacheBase.get_local_cache_path() == elsewhere
+
+
+def test_the_least_recently_used_folder_goes_first(three):
+    three.limit += MIB // 2
+    assert three.trim() >= MIB
+    assert names(three) == {NAMES[1], NAMES[2]}
+    assert three.size() <= three.limit
+    assert three.trim() == 0
+
+
+def test_use_keeps_a_folder(three):
+    three.enter(NAMES[0], "Block")
+    three.exit(NAMES[0])
+    three.limit += MIB // 2
+    three.trim()
+    assert names(three) == {NAMES[0], NAMES[2]}
+
+
+def test_nothing_goes_that_is_in_use(three):
+    three.limit = 0
+    three.enter(NAMES[0], "Block")
+    os.utime(three.root / NAMES[0] / "about.json", (0, 0))
+    os.utime(three.root / NAMES[1] / "about.json")  # another process
+    three.trim()
+    assert names(three) == {NAMES[0], NAMES[1]}
+    three.clear()
+    assert names(three) == {NAMES[0]}
+    three.exit(NAMES[0])
+    assert three.clear() >= MIB
+    assert names(three) == set() and three.size() == 0
+
+
+def test_clearing_leaves_other_files_alone(three):
+    (three.root / "notes").mkdir()
+    (three.root / "notes" / "mine.txt").write_text("mine")
+    three.clear()
+    assert (three.root / "notes" / "mine.txt").read_text() == "mine"
+
+
+def test_usage_tells_what_lies_where(three):
+    usage = three.usage()
+    assert usage["folder"] == str(three.root) and usage["limit"] == 2 * MIB and usage["bytes"] > 3 * MIB
+    assert [entry["name"] for entry in usage["entries"]] == NAMES[::-1]
+    assert {entry["class"] for entry in usage["entries"]} == {"Block"}
+
+
+@pytest.mark.parametrize(("given", "gib"), [("", 2), ("0.5", 0.5), ("0", 0), ("much", 2), ("-1", 2), ("inf", 2), ("nan", 2)])
+def test_the_limit_can_be_set(disk_cache, monkeypatch, given, gib):
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE_GIB", given)
+    assert disk_cache.limit_in_bytes() == int(gib * 1024**3)
+
+
+def test_the_name_of_a_folder_depends_on_the_structure_alone(engine, disk_cache):
+    from support import Net
+
+    structure = engine("blocks.structure").structure_of
+    first, second = Net(count=2).blocks
+    assert disk_cache.folder_name("Block", structure(first)) == disk_cache.folder_name("Block", structure(second))
+    others = [
+        disk_cache.folder_name("Other", structure(first)),
+        disk_cache.folder_name("Block", structure(Net(width=16).blocks[0])),
+    ]
+    assert len({*others, disk_cache.folder_name("Block", structure(first))}) == 3
+
+
+def test_a_choice_is_recalled(cache):
+    assert cache.recall(NAMES[0], "attention") is None
+    cache.remember(NAMES[0], "Net", "attention", "cudnn")
+    assert cache.recall(NAMES[0], "attention") == "cudnn"
+
+
+def test_it_knows_whether_this_machine_has_compiled_as_it_is_now(engine, cache, monkeypatch):
+    disk = engine("cache.disk")
+    assert not cache.has_current()
+    cache.enter(NAMES[0], "Block")
+    cache.exit(NAMES[0])
+    assert cache.has_current()
+    another = {**disk.environment(), "torch": "9.9"}
+    monkeypatch.setattr(disk, "environment", lambda: another)
+    assert not cache.has_current()
+
+
+ELF = b"\x7fELF" + bytes(60)
+
+
+def filled(cache, name=NAMES[0], age=3600.0, **files):
+    """A kind's folder with files of that age, as an earlier process has left it."""
+    cache.enter(name, "Block")
+    cache.exit(name)
+    for path, content in files.items():
+        file = cache.root / name / "ab" / path.replace("_", ".")
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(content)
+        os.utime(file, (time.time() - age,) * 2)
+    return cache.root / name
+
+
+@pytest.fixture
+def restarted(disk_cache, cache):
+    """The same cache in a process that has not used it yet."""
+    return lambda: disk_cache.DiskCache(cache.root, cache.limit)
+
+
+@pytest.mark.parametrize("damaged", [{"a_so": b""}, {"a_so": bytes(64)}, {"a_cubin": b""}, {"a_json": b""}, {"a_py": b""}])
+def test_a_folder_with_empty_files_is_compiled_anew(cache, restarted, damaged, caplog):
+    folder = filled(cache, whole_so=ELF, **damaged)
+    cache.remember(NAMES[0], "Net", "attention", "cudnn")
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert sorted(entry.name for entry in folder.iterdir()) == ["about.json", "choices.json"]
+    assert after.recall(NAMES[0], "attention") == "cudnn"
+    assert str(folder) in caplog.text and "compiled anew" in caplog.text
+
+
+@pytest.mark.parametrize("whole", [{"a_so": ELF}, {"a_lock": b""}, {"a_best_config": b""}, {"a": b""}])
+def test_a_folder_with_whole_files_is_left_alone(cache, restarted, whole):
+    folder = filled(cache, **whole)
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert (folder / "ab").exists()
+
+
+def test_a_file_that_another_process_may_be_writing_is_left_alone(cache, restarted):
+    folder = filled(cache, age=0.0, a_so=b"")
+    after = restarted()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert (folder / "ab" / "a.so").exists()
+
+
+def test_an_empty_description_is_written_anew(cache, restarted):
+    folder = filled(cache, a_so=ELF)
+    (folder / "about.json").write_text("")
+    after = restarted()
+    assert not after.has_current()
+    after.enter(NAMES[0], "Block")
+    after.exit(NAMES[0])
+    assert after.has_current() and (folder / "ab").exists()
+
+
+def raised(action):
+    """The error as the backend's caller gets it."""
+    try:
+        try:
+            action()
+        except Exception as error:
+            raise RuntimeError("backend='inductor' raised") from error
+    except RuntimeError as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+def load_library(file):
+    import ctypes
+
+    return lambda: ctypes.CDLL(str(file))
+
+
+def load_module(file):
+    return lambda: exec(compile(file.read_text(), str(file), "exec"), {})  # noqa: S102  as PyTorch loads them
+
+
+def test_what_cannot_be_loaded_is_compiled_once_more(cache, caplog):
+    folder = filled(cache, a_so=ELF[:20])
+    error = raised(load_library(folder / "ab" / "a.so"))
+    cache.enter(NAMES[0], "Block")  # as during the call that failed
+    assert cache.heal(NAMES[0], error)
+    assert not (folder / "ab").exists() and str(folder) in caplog.text
+    assert not cache.heal(NAMES[0], error), "what fails again has another cause"
+    cache.exit(NAMES[0])
+
+
+@pytest.mark.parametrize("source", ["import json.no_such_module", "json.dum", "def f(:"])
+def test_a_module_that_is_cut_off_is_compiled_once_more(cache, source):
+    folder = filled(cache, a_py=source.encode())
+    assert cache.heal(NAMES[0], raised(load_module(folder / "ab" / "a.py")))
+
+
+def test_a_pickle_that_is_cut_off_is_compiled_once_more(cache):
+    import pickle
+
+    filled(cache, a_so=ELF)
+    assert cache.heal(NAMES[0], raised(lambda: pickle.loads(pickle.dumps([1, 2, 3])[:-2])))
+
+
+def test_an_empty_file_is_reason_enough(cache):
+    """A cubin: the driver's error names no file."""
+    filled(cache, a_cubin=b"")
+    assert cache.heal(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
+
+
+def test_other_errors_leave_the_folder_alone(cache, engine):
+    from torch._inductor.exc import CppCompileError
+
+    folder = filled(cache, a_so=ELF, a_cpp=b"int x;", a_py=b"def f():\n    raise ValueError('in use')\n")
+    used = {}
+    exec(compile((folder / "ab" / "a.py").read_text(), str(folder / "ab" / "a.py"), "exec"), used)  # noqa: S102
+    for error in (
+        raised(lambda: 1 / 0),
+        raised(used["f"]),
+        CppCompileError(["g++", f"{folder}/ab/a.cpp"], f"{folder}/ab/a.cpp: error: no such header"),
+        OSError(28, "No space left on device", f"{folder}/ab/a.so"),
+        raised(load_library("/nowhere/libgomp.so.1")),
+    ):
+        assert not cache.heal(NAMES[0], error), error
+    assert (folder / "ab" / "a.so").exists()
+
+
+def test_the_size_is_looked_at_again_after_compilations(three, disk_cache, monkeypatch):
+    monkeypatch.setattr(disk_cache, "LOOK_SECONDS", 0.0)
+    three.limit += MIB // 2
+    three._later.cancel()  # the fixture's
+    three._later = None
+    three.enter(NAMES[2], "Block")
+    assert three._later is None, "not while something is compiled"
+    three.exit(NAMES[2])
+    later = three._later
+    if later is not None:  # else it is done already
+        later.join()
+    assert names(three) == {NAMES[1], NAMES[2]} and three._later is None
+
+
+def test_one_look_serves_all_compilations_until_then(three, monkeypatch):
+    looks = []
+    monkeypatch.setattr(three, "trim", lambda: looks.append(1))
+    for name in NAMES:
+        three.enter(name, "Block")
+        three.exit(name)
+    first = three._later
+    first.cancel()
+    three._look()
+    assert looks == [1]
+    assert three._later is not None and three._later.interval == 600, "what is too much and in use is looked at later"
+    three._later.cancel()
+
+
+def test_folders_dated_in_the_future_go_first(three):
+    os.utime(three.root / NAMES[2] / "about.json", (time.time() + 10**8,) * 2)
+    three.limit += MIB // 2
+    three.trim()
+    assert names(three) == {NAMES[0], NAMES[1]}
+
+
+def test_what_killed_processes_leave_goes_after_an_hour(cache, tmp_path):
+    folder = filled(cache, a_so=ELF)
+    old = [
+        tmp_path / "torch-compile-kit-1.partial", folder / "ab" / ".12.34.tmp", folder / "triton" / "tmp.pid_1_2" / "k.cubin",
+        cache.root / "incoming-1" / "entry", cache.root / "x.tmp",
+    ]  # fmt: skip
+    young = [tmp_path / "torch-compile-kit-2.partial", folder / "ab" / ".56.78.tmp", cache.root / "incoming-2" / "entry"]
+    others = [tmp_path / "mine.partial", tmp_path / "mine.tmp", folder / "ab" / "a.so", cache.root / "notes" / "mine.tmp"]
+    for file in old + young + others:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("left")
+    for file in old + others:
+        os.utime(file, (0, 0))
+        os.utime(file.parent, (0, 0)) if file.parent.name.startswith(("incoming", "tmp.")) else None
+    cache.trim()
+    assert [file for file in old if file.exists()] == []
+    assert [file for file in young + others if not file.exists()] == []
+
+
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+
+
+@posix
+def test_folders_of_code_are_this_users_alone(cache):
+    before = os.umask(0)
+    try:
+        filled(cache)
+    finally:
+        os.umask(before)
+    assert [(path.stat().st_mode & 0o777) for path in (cache.root / NAMES[0],)] == [0o700]
+
+
+@pytest.fixture
+def opened(disk_cache, monkeypatch, tmp_path):
+    """open_cache as in a process that has opened none; the cache it gives."""
+    monkeypatch.setattr(disk_cache._Current, "opened", False)
+    monkeypatch.setattr(disk_cache._Current, "cache", None)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    return lambda: disk_cache.open_cache(tmp_path / "kit" / "cache")
+
+
+@posix
+def test_a_new_cache_is_private(opened):
+    before = os.umask(0)
+    try:
+        cache = opened()
+    finally:
+        os.umask(before)
+    assert [path.stat().st_mode & 0o777 for path in (cache.root, cache.root.parent)] == [0o700, 0o700]
+
+
+@posix
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
+def test_a_folder_that_others_may_write_is_not_used(opened, tmp_path, caplog, mode):
+    (tmp_path / "kit" / "cache").mkdir(parents=True)
+    (tmp_path / "kit").chmod(0o700)
+    (tmp_path / "kit" / "cache").chmod(mode)
+    assert opened() is None
+    assert "others may write" in caplog.text and str(tmp_path / "kit" / "cache") in caplog.text and "chmod 700" in caplog.text
+
+
+@posix
+def test_a_folder_of_another_user_is_not_used(opened, tmp_path, caplog, monkeypatch):
+    (tmp_path / "kit" / "cache").mkdir(parents=True, mode=0o700)
+    (tmp_path / "kit").chmod(0o700)
+    real = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    assert opened() is None
+    assert f"belongs to another user (uid {real}, this is {real + 1})" in caplog.text
+
+
+@posix
+def test_a_kinds_folder_that_others_may_write_is_not_used(cache, caplog):
+    folder = filled(cache)
+    folder.chmod(0o777)
+    before = variables()
+    cache.enter(NAMES[0], "Block")
+    assert variables() == before
+    cache.exit(NAMES[0])
+    assert "others may write" in caplog.text

@@ -1,0 +1,311 @@
+"""Blocks of plain PyTorch, compiled: sharing, shapes, failures, scopes."""
+
+import gc
+import sys
+import threading
+import weakref
+
+import pytest
+import torch
+from support import Block, Net, relative_error, torch_settings
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+@pytest.fixture
+def compiled(engine):
+    """compiled(net, **settings) runs as `with`; the default backend traces only, which is fast."""
+
+    def run(net, call=None, **settings):
+        chosen = engine("settings").CompileSettings(**{"backend": "eager", **settings})
+        return engine("compile.binding").compiled_blocks(net, chosen, call)
+
+    return run
+
+
+@pytest.fixture
+def watched(engine):
+    with engine("compile.events").watching:
+        yield
+
+
+def graphs(engine, net):
+    return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(net).kinds.values())
+
+
+@pytest.fixture
+def added(engine, watched):
+    """added(net) is the number of graphs since the last time."""
+    last = {}
+
+    def count(net):
+        now = graphs(engine, net)
+        before, last[net] = last.get(net, 0), now
+        return now - before
+
+    return count
+
+
+def test_identical_blocks_share_a_graph(compiled, added):
+    net, x = Net(count=5), torch.randn(2, 4, 8)
+    expected = net(x)
+    with compiled(net):
+        assert torch.equal(net(x), expected)
+    assert added(net) == 1
+
+
+def test_two_models_of_one_kind_share_code(compiled, added):
+    first, second, x = Net(), Net(), torch.randn(2, 4, 8)
+    for net in (first, second):
+        with compiled(net):
+            assert torch.equal(net(x), net.__class__.forward(net, x))
+    assert added(first) == 1 and added(second) == 1  # the same one
+
+
+def test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own(compiled, added):
+    net = Net()
+
+    def run(batch, tokens):
+        with compiled(net, dynamic="auto"):
+            net(torch.randn(batch, tokens, 8))
+        return added(net)
+
+    assert run(2, 4) == 1
+    assert [run(*shape) for shape in [(2, 6), (2, 7), (3, 4), (4, 9), (5, 5), (8, 8), (2, 4)]] == [0] * 7
+    assert run(1, 6) == 1
+    assert run(1, 12) == 0
+
+
+def test_shapes_in_true_and_false(compiled, added):
+    shapes = [(2, 4), (2, 6), (3, 9), (4, 4)]
+    flexible, rigid = Net(), Net(width=16)
+    with compiled(flexible, dynamic="true"):
+        for batch, tokens in shapes:
+            flexible(torch.randn(batch, tokens, 8))
+    assert added(flexible) == 1
+    with compiled(rigid, dynamic="false"):
+        for batch, tokens in shapes:
+            rigid(torch.randn(batch, tokens, 16))
+    assert added(rigid) == 4
+
+
+def test_per_call_entries_do_not_recompile(compiled, added):
+    net, x = Net(), torch.randn(2, 4, 8)
+    with compiled(net):
+        for step in range(4):
+            net(x, transformer_options={"sigmas": torch.tensor([1.0 / (step + 1)]), "uuids": [object()], "patches": {}})
+    assert added(net) == 1
+
+
+def test_patches_added_and_removed_take_effect(compiled):
+    net, x = Net(), torch.randn(2, 4, 8)
+    plain = net(x)
+    patched = {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
+    expected = net(x, transformer_options=dict(patched))
+    with compiled(net):
+        assert torch.equal(net(x, transformer_options={"patches": {}}), plain)
+        assert torch.equal(net(x, transformer_options=dict(patched)), expected)
+        assert torch.equal(net(x, transformer_options={}), plain)
+
+
+def test_a_transposed_view_uses_the_graph_of_the_others(compiled, added):
+    net, x = Net(), torch.randn(2, 8, 4).transpose(1, 2)
+    net.entry = torch.nn.Identity()
+    expected = net(x)
+    with compiled(net):
+        assert torch.equal(net(x), expected)
+    assert added(net) == 1
+
+
+def test_keys_stay_while_blocks_run(compiled):
+    seen = {}
+
+    class Looking(Block):
+        def forward(self, x, transformer_options={}):  # noqa: B006
+            seen["keys"] = list(self.net[0].state_dict())
+            seen["modules"] = [(name, type(module)) for name, module in self.net[0].named_modules()]
+            return x + self.inner(x)
+
+    net = Net(Looking)
+    for block in net.blocks:
+        block.net = (net,)
+    keys, modules = list(net.state_dict()), [(n, type(m)) for n, m in net.named_modules()]
+    with compiled(net, only_blocks="blocks.0"):
+        net(torch.randn(2, 4, 8))
+    assert seen == {"keys": keys, "modules": modules}
+    assert list(net.state_dict()) == keys and all("forward" not in block.__dict__ for block in net.blocks)
+
+
+def test_a_forward_of_somebody_else_is_left_alone(compiled, added):
+    net, x = Net(), torch.randn(2, 4, 8)
+    net.blocks[1].forward = lambda x, **_kwargs: x + 100
+    expected = net(x)
+    theirs = net.blocks[1].__dict__["forward"]
+    with compiled(net):
+        assert torch.equal(net(x), expected)
+        assert net.blocks[1].__dict__["forward"] is theirs
+    assert net.blocks[1].__dict__["forward"] is theirs
+
+
+def test_the_blocks_own_forward_in_its_dict_is_compiled_and_put_back(compiled, added):
+    net = Net()
+    net.blocks[1].forward = net.blocks[1].forward
+    own = net.blocks[1].__dict__["forward"]
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+        assert net.blocks[1].__dict__["forward"] is not own
+    assert net.blocks[1].__dict__["forward"] is own
+
+
+def test_settings_are_as_found_after_runs_and_errors(compiled, watched):
+    class Failing(Block):
+        def forward(self, x, transformer_options={}):  # noqa: B006
+            return super().forward(x) if x.shape[1] < 10 else x @ x
+
+    net = Net(Failing)
+    before = torch_settings()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    assert torch_settings() == before
+    with pytest.raises(RuntimeError), compiled(net):
+        net(torch.randn(2, 12, 8))
+    assert torch_settings() == before
+
+
+def test_switches_hold_while_sampling_and_end_with_it(engine):
+    scopes = engine("torch_settings")
+    before = torch_settings()
+    with pytest.raises(KeyError), scopes.sampling_scope.holding(**scopes.sampling_switches(True, True)):
+        assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.benchmark
+        raise KeyError
+    assert torch_settings() == before
+
+
+def test_overlapping_threads_restore_once_all_have_left(engine):
+    scopes = engine("torch_settings")
+    before = torch.backends.cudnn.benchmark
+    entered, leave = threading.Event(), threading.Event()
+
+    def other():
+        with scopes.sampling_scope.holding(cudnn_benchmark=True):
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    entered.wait(10)
+    with scopes.sampling_scope.holding(cudnn_benchmark=True):
+        pass
+    assert torch.backends.cudnn.benchmark is True
+    leave.set()
+    thread.join()
+    assert torch.backends.cudnn.benchmark == before
+
+
+def test_other_peoples_compile_is_left_alone(compiled, watched):
+    """A plain torch.compile of the same class has its own cache and limit, before, during and after ours."""
+    net, x = Net(), torch.randn(2, 4, 8)
+    own = torch.compile(net.blocks[0], backend="eager", dynamic=False)
+
+    def count():
+        entries = torch._dynamo.eval_frame._debug_get_cache_entry_list(Block.forward)
+        return len(entries)
+
+    own(x)
+    assert count() == 1
+    with compiled(net, dynamic="false"):
+        for tokens in range(4, 12):
+            net(torch.randn(2, tokens, 8))
+        own(x)
+        assert count() == 1
+    own(torch.randn(2, 5, 8))
+    assert count() == 2
+
+
+def test_freeing_the_model_frees_it_at_once(engine, compiled):
+    net = Net()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    kinds = [weakref.ref(kind) for kind in engine("compile.registry").code_of(net).kinds.values()]
+    weights, model = weakref.ref(net.blocks[0].inner.weight), weakref.ref(net)
+    gc.collect()
+    gc.disable()
+    try:
+        del net
+        assert model() is None and weights() is None
+        assert all(kind() is None for kind in kinds)
+    finally:
+        gc.enable()
+
+
+def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
+    """Its table of code objects kept them, and a function of each graph in the module of the block's class."""
+
+    def left_in_the_module():
+        return {name for name in vars(sys.modules[Block.__module__]) if name.startswith("__compiled_fn")}
+
+    with compiled(first := Net()):  # the first of a process is kept somewhere
+        first(torch.randn(2, 4, 8))
+    net, before = Net(width=16), left_in_the_module()
+    with compiled(net):
+        net(torch.randn(2, 4, 16))
+    code = [weakref.ref(kind.code._own.__code__) for kind in engine("compile.registry").code_of(net).kinds.values()]
+    assert code and left_in_the_module() > before
+    del net
+    gc.collect()
+    # Not where it is given up: in a reset of PyTorch's, which frees the same, that ended the process.
+    assert len(engine("compile.code")._unused) >= len(code) and left_in_the_module() > before
+    engine("compile.registry").code_of(Net()).new_run()
+    gc.collect()
+    assert left_in_the_module() == before
+    assert [ref() for ref in code] == [None] * len(code)
+
+
+@pytest.mark.parametrize(
+    ("backend", "mode"),
+    [
+        ("aot_eager", "default"),
+        ("inductor", "default"),
+        ("inductor", "reduce-overhead"),
+        ("inductor", "max-autotune"),
+        ("inductor", "max-autotune-no-cudagraphs"),
+    ],
+)
+def test_every_backend_and_mode_that_a_cpu_can_run(compiled, added, engine, backend, mode):
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = net(x)
+    before = torch_settings()
+    with compiled(net, backend=backend, mode=mode):
+        assert relative_error(net(x), expected) < 1e-5
+    assert added(net) == 1 and torch_settings() == before
+    assert not any(kind.failure for kind in engine("compile.registry").code_of(net).kinds.values())
+
+
+def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):
+    class Numbered(Block):
+        def forward(self, x, transformer_options={}):  # noqa: B006
+            return x if self.number == 100 else x + self.inner(x) * self.number
+
+    net, x = Net(Numbered, count=5), torch.randn(2, 4, 8)
+    for number, block in enumerate(net.blocks):
+        block.number = number
+    expected, before = net(x), torch_settings()
+    with compiled(net):
+        assert relative_error(net(x), expected) < 1e-6
+    assert added(net) == 1 and torch_settings() == before
+    net.blocks[2].number = 100
+    expected = net(x)
+    with compiled(net):
+        assert relative_error(net(x), expected) < 1e-6
+
+
+def test_a_batch_of_one_in_another_layout_is_the_same_graph(compiled, added):
+    net = Net(width=8)
+    odd = torch.randn(4, 1, 8).transpose(0, 1)  # Cosmos keeps the batch last but one
+    plain = odd.clone(memory_format=torch.contiguous_format)
+    assert odd.is_contiguous() and odd.stride() != plain.stride()
+    block = net.blocks[0]
+    with compiled(net, dynamic="true"):
+        expected = block(plain)
+        assert torch.equal(block(odd), expected)
+    assert added(net) == 1

@@ -1,0 +1,167 @@
+"""What a model asks its attention for, and which of that is measured."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+
+
+def attention_pytorch(q, *_args, **_kwargs):
+    return q
+
+
+def attention_sage(q, *_args, **_kwargs):
+    return q
+
+
+def tensors(tokens, keys=None, width=64, dtype=torch.float16):
+    return [torch.randn(2, n, width).to(dtype) for n in (tokens, keys or tokens, keys or tokens)]
+
+
+@pytest.fixture
+def survey(engine):
+    return engine("inductor.attention_kernels").AttentionSurvey("auto")
+
+
+def test_it_counts_calls_by_layout_and_keeps_no_tensor(engine, survey):
+    for tokens in (4096, 4096, 77):
+        survey(attention_pytorch, *tensors(tokens), 4)
+    survey(attention_pytorch, *tensors(4096), 4, mask=torch.zeros(4096, 4096))
+    assert sorted(survey.calls.values()) == [1, 1, 2]
+    layouts = [part for call in survey.calls for part in call if part is not None]
+    assert all(isinstance(layout, engine("inductor.attention_kernels")._Layout) for layout in layouts)
+
+
+def test_the_users_own_kernel_is_not_counted(survey):
+    survey(attention_sage, *tensors(16), 4)
+    survey(attention_pytorch, *tensors(16), 4, enable_gqa=True)
+    assert not survey.calls and survey.best() == "host"
+
+
+def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, survey):
+    for tokens, keys, count in ((4096, 4096, 5), (1024, 1024, 5), (4096, 77, 5), (64, 64, 1)):  # SD 1.5
+        for _ in range(count):
+            survey(attention_pytorch, *tensors(tokens, keys), 4)
+    chosen = engine("inductor.attention_kernels")._costliest(survey.calls)
+    assert [(call[0].shape[2], call[1].shape[2], count) for call, count in chosen.items()] == [(4096, 4096, 5)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [
+        ({"flash": 1.0, "cudnn": 0.5, "efficient": 2.0}, "cudnn"),
+        ({"flash": 1.0, "cudnn": 0.97, "efficient": 2.0}, "host"),
+        ({"flash": float("inf"), "cudnn": float("inf"), "efficient": 2.0}, "efficient"),
+        ({"flash": float("inf"), "cudnn": float("inf"), "efficient": float("inf")}, "host"),
+    ],
+)
+def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, seconds, best):
+    attention = engine("inductor.attention_kernels")
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: seconds[kernel])
+    survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
+    assert survey.best() == best
+
+
+def test_a_kernel_that_is_compiled_for_each_shape_is_for_what_was_measured(engine, survey, monkeypatch):
+    attention = engine("inductor.attention_kernels")
+    seconds = {"flash": 1.0, "cudnn": 0.5, "efficient": 2.0}
+    monkeypatch.setattr(attention, "_measure", lambda kernel, _call: seconds[kernel])
+    for tokens, width in ((4096, 40), (4096, 40), (2048, 80), (16, 160)):
+        survey(attention_pytorch, *tensors(tokens, width=4 * width), 4)
+    choice = survey.best()
+    assert choice == "cudnn 40 80"
+    assert attention.in_words(choice) == "cudnn, for self-attention with 40 or 80 channels a head"
+
+
+class Clock:
+    """A GPU that wakes before all calls are launched in the attempts named, and whose calls then seem to take a second."""
+
+    def __init__(self, late, seconds):
+        self.late, self.seconds, self.sleeps = late, seconds, []
+
+    def _sleep(self, cycles):
+        self.sleeps.append(cycles)
+
+    def Event(self, **_):  # noqa: N802  torch.cuda's name
+        return self
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        pass
+
+    def query(self):
+        return len(self.sleeps) in self.late
+
+    def elapsed_time(self, _end):
+        return 5000 * (1 if self.query() else self.seconds)
+
+
+@pytest.mark.parametrize(
+    ("late", "found", "sleeps"), [((), 2.0, [1, 1]), ((1, 3), 2.0, [1, 2, 2, 4]), (range(9), None, [1, 2, 4, 8, 16, 32, 64])]
+)
+def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monkeypatch, late, found, sleeps):
+    attention, clock = engine("inductor.attention_kernels"), Clock(late, 2.0)
+    monkeypatch.setattr(torch, "cuda", clock)
+    assert attention._seconds_on_gpu(lambda: None) == found
+    assert [cycles // attention._CYCLES for cycles in clock.sleeps] == sleeps
+
+
+def test_what_could_not_be_timed_is_no_choice_for_ever(engine, survey, monkeypatch, caplog):
+    attention = engine("inductor.attention_kernels")
+    monkeypatch.setattr(attention, "_seconds_on_gpu", lambda _call: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
+    with caplog.at_level("INFO", "torch-compile-kit"):
+        assert (survey.best(), survey.complete) == ("host", False)
+    assert "too busy" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("choice", "tokens", "keys", "width", "host"),
+    [
+        ("cudnn 16", 8, 8, 16, 0), ("cudnn 16", 8, 5, 16, 1), ("cudnn 16", 8, 8, 32, 1), ("cudnn 16 32", 8, 8, 32, 0),
+        ("cudnn", 8, 5, 32, 0),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("reshaped", [False, True])
+def test_what_the_kernel_is_not_for_is_left_to_the_host(engine, choice, tokens, keys, width, host, reshaped):
+    left = []
+
+    def attention_pytorch(*given, **_kwargs):
+        left.append(given)
+
+    shape = (lambda n: (2, 4, n, width)) if reshaped else (lambda n: (2, n, 4 * width))
+    q, k, v = (torch.randn(shape(n)) for n in (tokens, keys, keys))
+    engine("inductor.attention_kernels").override_for(choice)(attention_pytorch, q, k, v, 4, skip_reshape=reshaped)
+    assert len(left) == host
+
+
+def test_compiled_code_asks_for_no_length(engine):
+    override = engine("inductor.attention_kernels").override_for("cudnn 16")
+
+    def block(x, context):
+        return override(attention_pytorch, x, x, x, 4) + override(attention_pytorch, x, context, context, 4)
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(block, backend="eager", dynamic=True, fullgraph=True)
+    for tokens, keys in ((8, 5), (16, 5), (64, 7), (12, 3)):
+        x, context = torch.randn(2, tokens, 64), torch.randn(2, keys, 64)
+        torch.testing.assert_close(compiled(x, context), block(x, context))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("choice", ["host", "", "other", "cudnn x", "cudnn -1"])
+def test_what_is_no_choice_has_no_override(engine, choice):
+    assert engine("inductor.attention_kernels").override_for(choice) is None
+
+
+def test_a_layout_makes_a_tensor_of_the_same_place_in_memory(engine):
+    layout = engine("inductor.attention_kernels")._Layout
+    packed = torch.randn(2, 8, 3, 4, 16).permute(2, 0, 3, 1, 4)[1]  # queries, keys and values of one product
+    mask = torch.zeros(1, 1, 8, 8).expand(2, 4, 8, 8)
+    for tensor in (packed, mask):
+        made = layout.of(tensor).zeros()
+        assert made.shape == tensor.shape and made.stride() == tensor.stride() and not made.any()

@@ -1,0 +1,196 @@
+"""What we give inductor in the place of kernels that it cannot see into: the same numbers, without the kernel."""
+
+import pytest
+import torch
+from support import compiled_code
+from torch.nn import functional
+
+pytestmark = pytest.mark.host
+HEADS, TOKENS, DIM = 3, 20, 16
+
+
+def frequencies(tokens, heads_first=True):
+    from comfy.ldm.flux.math import rope
+
+    made = rope(torch.rand(1, tokens, generator=torch.Generator().manual_seed(1)) * 64, DIM, 10000)
+    return made.unsqueeze(1 if heads_first else 2)
+
+
+def inputs(name, dtype, longer=0):
+    """Arguments of the host's operator `name`."""
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape):
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    if "adaln" in name:
+        return random(2, TOKENS, DIM), random(2, 1, DIM), random(2, 1, DIM), 1e-6
+    tensors = [random(2, HEADS, TOKENS, DIM) for _ in range(1 if name.endswith("1") else 2)]
+    scales = [random(DIM) for _ in tensors] if name.startswith("rms") else []
+    return *tensors, frequencies(TOKENS + longer), *scales
+
+
+ROPE = [f"{norm}rope{half}" for norm in ("apply_", "rms_") for half in ("", "1", "_split_half", "_split_half1")]
+ALL = [*ROPE, "adaln", "rms_adaln"]
+
+
+def outputs(result):
+    return result if isinstance(result, tuple) else (result,)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
+    assert set(ALL) == set(engine("inductor.rotary_norms").OPENED)
+    given = {name: inputs(name, dtype) for name in ALL}
+
+    def all_of_them(given):
+        return [output for name in ALL for output in outputs(getattr(torch.ops.comfy_kitchen, name)(*given[name]))]
+
+    with torch.inference_mode():
+        expected = all_of_them(given)
+        actual, code = compiled_code(all_of_them, everywhere.inductor, (given,))
+    assert "comfy_kitchen" not in code
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        # bf16 steps: what is fused is not rounded on the way
+        torch.testing.assert_close(one, other, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}))
+
+
+def test_frequencies_of_more_tokens_are_cut_off(everywhere):
+    given = inputs("apply_rope", torch.float32, longer=5)
+    with torch.inference_mode():
+        expected = torch.ops.comfy_kitchen.apply_rope(*given)
+        actual, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), everywhere.inductor, given)
+    assert "comfy_kitchen" not in code
+    torch.testing.assert_close(tuple(actual), tuple(expected))
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, engine):
+    generator = torch.Generator().manual_seed(3)
+
+    def random(tokens):
+        return torch.randn(1, *((tokens, HEADS) if dim == 1 else (HEADS, tokens)), DIM, generator=generator)
+
+    def join(text, image):
+        return torch.cat((text, image), dim)
+
+    def both(q_text, q_image, k_text, k_image, freqs):
+        q, k = torch.ops.comfy_kitchen.apply_rope(join(q_text, q_image), join(k_text, k_image), freqs)
+        return q, k, torch.ops.comfy_kitchen.apply_rope1(join(k_text, q_image), freqs)
+
+    graphs = []
+
+    def recording(graph, example_inputs, **options):
+        result = everywhere.inductor(graph, example_inputs, **options)
+        graphs.append(str(graph.graph))
+        return result
+
+    given = random(5), random(9), random(5), random(9), frequencies(14, heads_first=dim == 2)
+    with torch.inference_mode():
+        expected = both(*given)
+        actual, _ = compiled_code(both, recording, given)
+    assert len(graphs) == 1 and "apply_rope](" not in graphs[0] and graphs[0].count("apply_rope1](") == 6, graphs
+    torch.testing.assert_close(tuple(actual), tuple(expected))
+
+
+def test_what_is_joined_for_others_too_stays_joined(everywhere, engine):
+    rewrite = engine("inductor.rotary_norms").rotate_before_joining
+    untouched = []
+
+    def also_used(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs), joined.sum()
+
+    def by_heads(text, image, freqs):  # the frequencies have no such dimension
+        return torch.ops.comfy_kitchen.apply_rope1(torch.cat((text, image), 2), freqs)
+
+    def changed_since(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        text.mul_(2)
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs)
+
+    def added_to_since(text, image, freqs):
+        joined = torch.cat((text, image), 1)
+        text += 1
+        return torch.ops.comfy_kitchen.apply_rope1(joined, freqs)
+
+    def by_keyword(text, image, freqs):
+        return torch.ops.comfy_kitchen.apply_rope1(x=torch.cat((text, image), 1), freqs_cis=freqs)
+
+    def backend(graph, example_inputs):
+        untouched.append(not rewrite(graph.graph))
+        return graph
+
+    tensors = torch.randn(1, 5, HEADS, DIM), torch.randn(1, 5, HEADS, DIM)
+    torch.compile(also_used, backend=backend)(*tensors, frequencies(10, heads_first=False))
+    torch.compile(by_heads, backend=backend)(*tensors, frequencies(5, heads_first=False))
+    for function in (changed_since, added_to_since, by_keyword):
+        torch.compile(function, backend=backend)(*tensors, frequencies(10, heads_first=False))
+    assert untouched == [True] * 5
+
+
+def test_one_graph_serves_all_sizes(everywhere):
+    from torch._inductor.utils import fresh_cache
+
+    compiled = torch.compile(
+        lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), backend=everywhere.inductor, dynamic=True, fullgraph=True
+    )
+    torch._dynamo.reset()
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    with torch.inference_mode(), fresh_cache():
+        for tokens in (6, 9, 30):
+            q, k = (torch.randn(2, HEADS, tokens, DIM) for _ in range(2))
+            given = q, k, frequencies(tokens)
+            torch.testing.assert_close(compiled(*given), tuple(torch.ops.comfy_kitchen.apply_rope(*given)))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+
+
+def test_on_a_cpu_the_hosts_kernels_stay(engine):
+    engine("inductor.rotary_norms").register()
+    given = inputs("apply_rope", torch.float32)
+    with torch.inference_mode():
+        _, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), engine("inductor.backend").inductor, given)
+    assert "comfy_kitchen" in code
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])
+def test_gelu_by_sigmoid_is_gelu_by_tanh(dtype, most, engine):
+    import functools
+
+    module = engine("inductor.backend")
+    x = torch.linspace(-30, 30, 20001).to(dtype)
+    exact = functools.partial(functional.gelu, approximate="tanh")(x.double())
+    actual = module._gelu(None, x, approximate="tanh")
+    assert actual.dtype == dtype
+    error = (actual.double() - exact).abs()
+    assert (error <= most * exact.abs() + 1e-7).all()
+
+
+def test_other_gelu_is_left_alone(engine):
+    calls = []
+    module = engine("inductor.backend")
+    module._gelu(lambda *a, **k: calls.append(k), torch.ones(2, dtype=torch.bfloat16), approximate="none")
+    module._gelu(lambda *a, **k: calls.append(k), torch.ones(2), approximate="tanh")
+    assert calls == [{"approximate": "none"}, {"approximate": "tanh"}]
+
+
+def test_who_sets_the_rounding_is_obeyed(everywhere, monkeypatch):
+    found = []
+
+    def compile_fx(graph, *_args, config_patches, **_options):
+        found.append(config_patches)
+        return graph
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    for options in (None, {"emulate_precision_casts": False, "max_autotune": True}):
+        torch._dynamo.reset()
+        torch.compile(lambda x: x + 1, backend=lambda *a, o=options: everywhere.inductor(*a, options=o))(torch.ones(2))
+    assert found == [{"emulate_precision_casts": True}, {"emulate_precision_casts": False, "max_autotune": True}]
+
+
+def test_what_was_tuned_on_nvidias_gpus_is_off_on_others(engine, monkeypatch):
+    fuses = engine("inductor.backend")._fuses
+    assert fuses(torch.device("cuda")) is (torch.version.hip is None)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not fuses(torch.device("cuda")) and not fuses(torch.device("xpu")) and not fuses(torch.device("cpu"))

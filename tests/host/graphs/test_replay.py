@@ -1,0 +1,290 @@
+"""CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (benchmarks/graphs.py)."""
+
+import pytest
+import torch
+from capturing import capture_again
+from paging import paged
+from patching import Runs
+from support import relative_error
+from torch import nn
+
+pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny, engine, monkeypatch):
+    """A tiny Flux whose calls go through the decisions of `graphed`; what is captured runs the model again."""
+    capture_again(engine, monkeypatch)
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
+
+
+def graphs_of(runs):
+    return runs.engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+
+
+@pytest.fixture
+def compiled(flux):
+    """Compiled blocks take their weights from pages; the host's own layers do not on a CPU."""
+    return flux.attach(flux.patcher)
+
+
+def crowded(runs):
+    return runs.engine("host.graphs.replay").crowding_of(runs.patcher.model.diffusion_model).crowded
+
+
+def check(flux, compiled, expected):
+    """Run; how many calls were captured and how many replayed."""
+    found = graphs_of(flux)
+    before = found.captures, found.replays
+    assert relative_error(flux.run(compiled), expected) < 1e-6
+    return found.captures - before[0], found.replays - before[1]
+
+
+def test_weights_that_stay_in_their_pages(flux, compiled, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        assert check(flux, compiled, expected) == (1, 1)  # plain (which fetched the weights), captured, replayed
+        assert check(flux, compiled, expected) == (0, 3)
+        assert pages.pinned == 0 and not crowded(flux)
+        assert flux.graphs == 2, "tensors that were put elsewhere are not compiled for anew"
+
+
+def test_a_replay_looks_at_no_block(flux, compiled, engine, monkeypatch):
+    flux.run(compiled)
+    graphs, asked = graphs_of(flux).graphs, []
+
+    class Replay:
+        def replay(self, tensors):
+            return torch.zeros_like(tensors[0])
+
+    for key in graphs:
+        graphs[key] = Replay()
+    monkeypatch.setattr(engine("compile.registry").ModelCode, "kind_of", lambda *given: asked.append(given))
+    assert not flux.run(compiled).isnan().any()
+    assert graphs_of(flux).replays > 0 and not asked
+
+
+def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        del pages.memory[next(iter(pages.memory))]  # another model needed the room
+        assert check(flux, compiled, expected) == (0, 2)
+        assert pages.pinned == 0 and graphs_of(flux).graphs
+
+
+def test_a_lora_that_belongs_in_the_pages_is_put_there_first(flux, compiled, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        layer = pages.layers[next(iter(pages.memory))]
+        with torch.inference_mode():
+            layer.weight.mul_(1.5)
+        layer._v_signature = None  # as the host's loading marks what has changed
+        changed = flux.run(flux.patcher)
+        layer._v_signature = None
+        assert check(flux, compiled, changed) == (0, 2)
+        assert relative_error(changed, expected) > 1e-3
+
+
+def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compiled, engine, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        pages.resident = set(list(pages.layers)[::2])
+        assert check(flux, compiled, expected) == (0, 0)
+        assert crowded(flux) and not graphs_of(flux).graphs and pages.pinned == 0
+        assert any("do not all fit" in note for note in engine("host.model.attach").notes_about(compiled))
+        pages.resident = set(pages.layers)
+        assert check(flux, compiled, expected) == (1, 1)
+
+
+def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
+    def half_as_much_more(patcher):
+        clone = patcher.clone()
+        clone.add_weight_wrapper("diffusion_model.img_in.weight", lambda weight: weight * 1.5)
+        return clone
+
+    expected = flux.run(half_as_much_more(flux.patcher))
+    assert check(flux, half_as_much_more(compiled), expected) == (0, 0)
+    assert any("on their way" in note for note in engine("host.model.attach").notes_about(compiled))
+    assert check(flux, compiled, flux.run(flux.patcher)) == (1, 1)
+
+
+def test_weights_that_never_all_fit_are_never_captured(flux, compiled, monkeypatch):
+    """Layers without a page look like layers that are not used."""
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        names = list(pages.layers)
+        pages.resident = set(names[: len(names) // 2])
+        assert check(flux, compiled, expected) == (0, 0)
+        assert check(flux, compiled, expected) == (0, 0)
+        assert crowded(flux) and pages.pinned == 0
+
+
+def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, monkeypatch):
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        # Another input has made use of this one once; a LoRA has made the host want all weights anew since.
+        unused = pages.layers["img_in"]
+        unused._v_signature = "fetched"
+        check(flux, compiled, expected)
+        for layer in pages.layers.values():
+            layer._v_signature = None
+        longer = Runs.run.__get__(flux)
+        flux.steps = 8
+        assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not crowded(flux)
+
+
+def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, engine, monkeypatch):
+    """A larger image may need their room."""
+    expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, expected)
+        found, pinned = graphs_of(flux), []
+        found.graphs.clear()
+        found.seen.clear()
+        layer = flux.patcher.model.diffusion_model.img_in  # outside the blocks, whose own pages are pinned while they run
+        original = layer.forward
+        monkeypatch.setattr(layer, "forward", lambda x: (pinned.append(pages.pinned), original(x))[1])
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+        assert pinned[0] == 0 and pinned[1] > 0  # plain, then captured
+
+
+def test_a_call_that_fails_leaves_no_page_pinned(flux, compiled, monkeypatch):
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        check(flux, compiled, flux.run(flux.patcher))
+        block = flux.patcher.model.diffusion_model.single_blocks[2]
+
+        def fails(*args, **kwargs):
+            raise ValueError("stop")
+
+        block.register_forward_pre_hook(fails)
+        with pytest.raises(ValueError, match="stop"):
+            flux.run(compiled)
+        assert pages.pinned == 0
+
+
+class TestWhatGraphsKnow:
+    """`ModelGraphs.check_model` on a plain module: once a run, what a graph was captured with against what is there now."""
+
+    @pytest.fixture
+    def checked(self, engine):
+        graphs = engine("cuda_graphs.capture").ModelGraphs()
+        layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
+
+        def check(device="cpu", places=lambda module: None):
+            graphs.new_run()
+            graphs.check_model(layer, torch.device(device), places)
+            return "graph" in graphs.graphs
+
+        check()
+        graphs.graphs["graph"] = None
+        return graphs, layer, check
+
+    def test_nothing_has_changed(self, checked):
+        assert checked[2]()
+
+    def test_a_small_tensor_made_anew_is_copied_to_where_the_graph_knows_it(self, checked):
+        _, layer, check = checked
+        known = layer[0].bias.data_ptr()
+        original = torch.full((4,), 5.0)
+        layer[0].bias = nn.Parameter(original, requires_grad=False)
+        assert check() and layer[0].bias.data_ptr() == known and torch.equal(layer[0].bias, original)
+        layer[0].bias = nn.Parameter(torch.zeros(4), requires_grad=False)
+        assert check() and torch.equal(original, torch.full((4,), 5.0)), "the host may restore that one"
+
+    def test_where_the_host_does_not_page_nothing_is_copied(self, checked):
+        _, layer, check = checked
+        made = nn.Parameter(torch.zeros(4), requires_grad=False)
+        layer[0].bias = made
+        assert not check(places=None) and layer[0].bias is made
+
+    def test_a_layer_that_was_exchanged(self, checked):
+        _, layer, check = checked
+        layer[1] = nn.SiLU()
+        assert not check()
+
+    def test_a_hook(self, checked):
+        graphs, layer, check = checked
+        layer[0].register_forward_hook(lambda *_: None)
+        assert not check() and "hook" in graphs.obstacle
+
+    def test_weights_that_are_not_where_the_model_computes(self, checked):
+        graphs, _, check = checked
+        check(device="cuda")
+        assert "elsewhere" in graphs.obstacle
+
+
+def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
+    no_graphs = engine("host.graphs.replay").no_graphs
+    assert no_graphs(torch.device("cpu")) == ""
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    assert no_graphs(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    monkeypatch.setattr(engine("host.graphs.replay"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
+    assert no_graphs(torch.device("cuda")) is None
+    monkeypatch.setattr(engine("host.graphs.replay"), "CAPTURES_ASYNC", set())
+    for known, words in ((None, "behind the scenes"), (False, "--disable-cuda-malloc")):
+        monkeypatch.setattr(engine("host.graphs.replay").probe, "works", lambda _device, known=known: known)
+        assert words in no_graphs(torch.device("cuda"))
+    monkeypatch.setattr(engine("host.graphs.replay").probe, "works", lambda _device: True)
+    assert no_graphs(torch.device("cuda")) is None
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
+    assert "another node" in no_graphs(torch.device("cuda"))
+
+
+def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, monkeypatch):
+    monkeypatch.setattr(engine("host.model.attach"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
+    runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
+    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
+    object.__setattr__(settings, "mode", "reduce-overhead")
+    compiled = engine("host.model.attach").attach(runs.patcher, settings)
+    assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
+    code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
+    assert code.left_out["ResBlock"] and any(kind.stats.graphs for kind in code.kinds.values())
+    notes = engine("host.model.attach").notes_about(compiled)
+    assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
+
+
+def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(tiny, engine, monkeypatch):
+    """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
+    capture_again(engine, monkeypatch)
+    graphing, calls = engine("host.graphs.replay"), []
+    monkeypatch.setattr(graphing.norm_kernels, "ready", False)
+    monkeypatch.setattr(graphing.norm_kernels, "ask", lambda *_: None)
+
+    def fast(_network, _notes, forward, *args, **kwargs):
+        calls.append("fast")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
+    runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=1)
+    compiled = runs.attach(runs.patcher, compile="in the background", backend="eager")
+    graphs = graphs_of(runs)
+
+    def step():
+        del calls[:]
+        before = graphs.captures
+        runs.run(compiled)
+        return ["captured"] * (graphs.captures - before) + calls
+
+    assert (step(), step()) == ([], ["captured"])
+    assert engine("background.thread").compiler.wait(60)
+    code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
+    assert step() == [] and code.left_out
+    with monkeypatch.context() as patch:
+        patch.setattr(type(code), "is_being_compiled", True)
+        graphing.norm_kernels.ready = True
+        assert step() == ["captured"], "as the plain call before it"
+    assert step() == ["fast"], "they run plainly first"
+    assert step() == ["captured", "fast"]

@@ -1,0 +1,155 @@
+"""What a captured call depends on beside its tensors: a replay never stands in for a call that would do something else."""
+
+import functools
+
+import pytest
+import torch
+from capturing import capture_again
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny, engine, monkeypatch):
+    capture_again(engine, monkeypatch)
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
+
+
+@pytest.fixture
+def counts(flux):
+    """A function: calls captured and replayed since it was asked last."""
+    seen = [0, 0]
+
+    def counts():
+        graphs = flux.engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model)
+        found = [graphs.captures, graphs.replays]
+        added = found[0] - seen[0], found[1] - seen[1]
+        seen[:] = found
+        return added
+
+    return counts
+
+
+def notes(flux, compiled):
+    return " ".join(flux.engine("host.model.attach").notes_about(compiled))
+
+
+def louder(forward, factor, *args, **kwargs):
+    return forward(*args, **kwargs) * factor
+
+
+def test_a_partial_of_another_pack_is_not_ours(flux, counts):
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)  # plain, captured, replayed
+    layer = flux.patcher.model.diffusion_model.img_in
+    for factor in (1.5, 2.5):
+        layer.forward = functools.partial(louder, type(layer).forward.__get__(layer), factor)
+        flux.run(compiled)
+        assert counts() == (0, 0), "a callable of this kind may read anything"
+        same(flux.run(compiled), flux.run(flux.patcher))
+    del layer.forward
+    flux.run(compiled)
+    assert counts() == (1, 1)
+
+
+def test_our_own_partials_are(engine):
+    binding = engine("compile.binding")
+    assert binding.is_ours(functools.partial(binding._run_block, None, None))
+    assert not binding.is_ours(functools.partial(louder, print, 1.0)) and not binding.is_ours(print)
+
+
+def test_a_forward_that_is_patched_later_and_reads_the_step(flux, counts, monkeypatch):
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    block = flux.patcher.model.diffusion_model.single_blocks[0]
+    own = type(block.linear1).forward
+
+    def by_step(self, x, transformer_options={}):  # noqa: B006
+        steps = transformer_options.get("sigmas")
+        return own(self, x) * (1.0 if steps is None else 1.0 + steps[0].item())
+
+    monkeypatch.setattr(type(block.linear1), "forward", by_step)
+    flux.run(compiled)
+    assert counts() == (0, 0) and "the model reads sigmas" in notes(flux, compiled)
+    monkeypatch.undo()
+
+
+def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts):
+    """As TeaCache does with `forward_orig`, from a wrapper around each call."""
+    compiled = flux.attach(flux.patcher).clone()
+    network = flux.patcher.model.diffusion_model
+    plain = flux.run(compiled)
+    assert counts() == (1, 1)
+
+    def wrapper(apply_model, given):
+        network.forward_orig = lambda *args, **kwargs: type(network).forward_orig(network, *args, **kwargs) * 2
+        try:
+            return apply_model(given["input"], given["timestep"], **given["c"])
+        finally:
+            del network.forward_orig
+
+    compiled.set_model_unet_function_wrapper(wrapper)
+    eager = flux.patcher.clone()
+    eager.set_model_unet_function_wrapper(wrapper)
+    expected = flux.run(eager)
+    assert not torch.allclose(expected, plain, rtol=1e-2)
+    same(flux.run(compiled), expected)
+    assert counts() == (0, 0)
+
+
+class Holder:
+    """An option whose text is the same whatever it holds."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __repr__(self):
+        return "Holder()"
+
+
+def with_option(patcher, name, value):
+    clone = patcher.clone()
+    clone.model_options["transformer_options"][name] = value
+    return clone
+
+
+@pytest.fixture
+def scaled_by_option(flux, monkeypatch):
+    """A model that multiplies by what an option holds."""
+    network = type(flux.patcher.model.diffusion_model)
+    own = network.forward
+
+    def forward(self, *args, transformer_options={}, **kwargs):  # noqa: B006
+        return own(self, *args, transformer_options=transformer_options, **kwargs) * transformer_options["louder"].factor
+
+    monkeypatch.setattr(network, "forward", forward)
+
+
+def test_an_object_that_may_change_in_place_is_never_replayed(flux, counts, scaled_by_option):
+    holder = Holder(1.0)
+    compiled = with_option(flux.attach(flux.patcher), "louder", holder)
+    eager = with_option(flux.patcher, "louder", holder)
+    for factor in (1.0, 2.0):
+        holder.factor = factor
+        same(flux.run(compiled), flux.run(eager))
+    assert counts() == (0, 0) and "Holder, which may change unseen" in notes(flux, compiled)
+
+
+def test_equal_options_are_replayed_and_others_are_not(flux, counts):
+    compiled = flux.attach(flux.patcher)
+    for expected in ((1, 1), (0, 3)):
+        flux.run(with_option(compiled, "scale", {"x": [1.0, 2]}))
+        assert counts() == expected
+    flux.run(with_option(compiled, "scale", {"x": [1.0, 3]}))
+    assert counts() == (1, 1)
+
+
+def test_an_input_that_is_elsewhere_is_no_constant_of_a_graph(engine):
+    graphs = engine("cuda_graphs.capture").ModelGraphs()
+    graphs.device = torch.device("cuda", 0)
+    for _ in range(3):
+        assert graphs.call("key", lambda x: x + 1, (torch.ones(()),), {}, {}).item() == 2
+    assert not graphs.seen and "another device" in " ".join(graphs.failures.values())

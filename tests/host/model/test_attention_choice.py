@@ -1,0 +1,216 @@
+"""Which attention kernel a model gets: measured once, in a call that leaves no trace; what others have chosen stays."""
+
+import logging
+
+import pytest
+import torch
+import zoo
+from patching import Runs
+from torch import nn
+
+pytestmark = pytest.mark.host
+OVERRIDE = "optimized_attention_override"
+
+
+def attention_pytorch(q, *_args, **_kwargs):
+    return q
+
+
+class Executor:
+    """What the host gives an APPLY_MODEL wrapper: the model, and a call of it, which empties a list as ControlNet's are."""
+
+    def __init__(self):
+        self.class_obj = type("Model", (), {"diffusion_model": torch.nn.Linear(2, 2)})()
+
+    def __call__(self, x, _t, _concat, _context, control, options, **_kwargs):
+        control["output"].pop()
+        options["optimized_attention_override"](attention_pytorch, *[torch.randn(2, 32, 256) for _ in range(3)], 4)
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("memory", ["enough", "too little"])
+def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory, waits):
+    choice, asked, remembered = engine("host.model.attention_choice"), [], []
+
+    def seconds(kernel, _call):
+        asked.append(kernel)
+        if memory != "enough":
+            raise torch.OutOfMemoryError
+        return {"cudnn": 0.5}.get(kernel, 1.0)
+
+    class Cache:
+        def recall(self, *_):
+            return None
+
+        def remember(self, *what):
+            remembered.append(what[-1])
+
+    monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", seconds)
+    monkeypatch.setattr(choice, "current", Cache)
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    control, executor = {"output": [1]}, Executor()
+    args = torch.zeros(1), 0, None, None, control, {}
+    if waits:
+        _, after = choice.with_attention("auto", executor, args, {}, waits=True)
+        assert after is None and control == {"output": [1]}
+    else:  # the call itself is looked at, and nothing is run twice
+        given, after = choice.with_attention("auto", executor, args, {}, waits=False)
+        executor(*given)
+        assert not asked
+        after()
+    found = choice.chosen_kernel(executor.class_obj.diffusion_model, "auto")
+    again, after = choice.with_attention("auto", executor, args, {}, waits)
+    assert after is None and (OVERRIDE in again[5]) == (found == "cudnn")
+    if memory == "enough":
+        assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
+    else:
+        assert (found, remembered, asked) == ("host", [], ["flash"])
+
+
+class ComfyAttention(nn.Module):
+    """As ComfyUI has from 0.38 on (comfy/ldm/modules/attention.py, #16419): `function` is what a checkpoint asks for, or None.
+
+    Its configuration is part of the state dict, its function is not.
+    """
+
+    def __init__(self, function=None):
+        super().__init__()
+        self.function = function
+
+
+@pytest.fixture
+def flux(tiny, engine, monkeypatch):
+    """A model whose kernels are as if measured: `efficient` is the fastest."""
+    monkeypatch.setattr(engine("host.model.attention_choice"), "_can_measure", lambda _device: True)
+    monkeypatch.setattr(
+        engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: {"efficient": 0.5}.get(kernel, 1.0)
+    )
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=2)
+
+
+def overrides(runs, patcher):
+    """Which overrides the model itself gets in a run, in their order, not twice one after the other."""
+    found = []
+
+    def note(_module, _args, kwargs):
+        override = kwargs["transformer_options"].get(OVERRIDE)
+        if not found or found[-1] is not override:
+            found.append(override)
+
+    with torch.inference_mode(), patcher.model.diffusion_model.register_forward_pre_hook(note, with_kwargs=True):
+        runs.run(patcher)
+    return found
+
+
+def names(found):
+    return [getattr(override, "__name__", type(override).__name__) for override in found]
+
+
+def test_what_was_measured_is_used(flux):
+    patcher = flux.attach(flux.patcher)
+    assert names(overrides(flux, patcher)) == ["AttentionSurvey", "attention_efficient"]
+    assert names(overrides(flux, patcher)) == ["attention_efficient"]
+
+
+def test_an_attention_that_the_checkpoint_asks_for_is_the_hosts(flux, engine, caplog):
+    patcher = flux.attach(flux.patcher)
+    blocks = patcher.model.diffusion_model.double_blocks
+    for block in blocks:
+        block.comfy_attention = ComfyAttention()
+    blocks[1].comfy_attention.function = attention_pytorch
+    said = "Flux: attention: the one that the checkpoint asks for"
+    with caplog.at_level(logging.INFO, "torch-compile-kit"):
+        assert overrides(flux, patcher) == [None]
+        assert overrides(flux, patcher) == [None]
+    assert [r.getMessage() for r in caplog.records if "attention" in r.getMessage()] == [said]
+    assert "Attention: the one that the checkpoint asks for." in engine("host.model.attach").notes_about(patcher)
+    # A LoRA that asked for it is taken out, and comes back.
+    blocks[1].comfy_attention.function = None
+    assert names(overrides(flux, patcher)) == ["AttentionSurvey", "attention_efficient"]
+    blocks[0].comfy_attention.function = attention_pytorch
+    assert overrides(flux, patcher) == [None]
+
+
+def test_a_kernel_that_the_user_asks_for_comes_before_the_checkpoints(flux, engine, monkeypatch):
+    settings = engine("settings").CompileSettings
+    monkeypatch.setattr(settings, "check_backend", lambda _self: None)  # which wants an NVIDIA GPU
+    monkeypatch.setattr(engine("inductor.attention_kernels").AttentionSurvey, "_try", lambda *_: None)
+    flux.patcher.model.diffusion_model.double_blocks[0].comfy_attention = ComfyAttention(attention_pytorch)
+    found = overrides(flux, flux.attach(flux.patcher, attention="cudnn"))
+    assert names(found) == ["AttentionSurvey", "attention_cudnn"]
+
+
+def test_another_nodes_attention_stays(flux):
+    """Through the host's own method where there is one (0.33), with a way for containers."""
+    from comfy.ldm.modules import attention
+
+    calls = []
+
+    def others(*args, **kwargs):
+        calls.append(args)
+        return attention.attention_pytorch(*args, **kwargs)
+
+    others.container_function = others
+    clone = flux.patcher.clone()
+    if hasattr(clone, "set_model_optimized_attention"):
+        clone.set_model_optimized_attention(others)
+    else:
+        clone.model_options["transformer_options"][OVERRIDE] = lambda _func, *args, **kwargs: others(*args, **kwargs)
+    (found,) = overrides(flux, flux.attach(clone))
+    assert found is clone.model_options["transformer_options"][OVERRIDE] and calls
+
+
+def minimax():
+    """A model that passes queries, keys and values in containers, each used once, where the host knows them (0.32)."""
+    import comfy.ldm.minimax.model as module
+
+    setup = zoo.SETUPS["minimax_h3"]
+    return setup, setup.build(), getattr(module, "AttentionTensorContainer", None)
+
+
+def called(model, setup, override=None):
+    inputs = setup.inputs(0, 1, model=model)
+    if override is not None:
+        inputs["transformer_options"][OVERRIDE] = override
+    with torch.inference_mode():
+        return model.apply_model(**inputs)
+
+
+def test_the_survey_sees_what_is_in_containers(engine, monkeypatch):
+    setup, model, container = minimax()
+    taken = []
+    if container is not None:
+        take = container.take
+        monkeypatch.setattr(container, "take", lambda self: taken.append(self) or take(self))
+    survey = engine("inductor.attention_kernels").AttentionSurvey("auto")
+    result = called(model, setup, survey)
+    calls = sum(survey.calls.values())
+    assert calls == len(model.diffusion_model.blocks)  # the prompt was refined when the inputs were made
+    assert container is None or len(taken) >= 3 * calls
+    assert torch.equal(result, called(model, setup))
+
+
+def test_our_kernels_take_what_is_in_containers(engine, monkeypatch):
+    setup, model, _ = minimax()
+    expected, asked = called(model, setup), []
+    attention = engine("inductor.attention_kernels")
+    as_sdpa = attention._as_sdpa
+    monkeypatch.setattr(attention, "_as_sdpa", lambda *args: asked.append(args[0].shape) or as_sdpa(*args))
+    torch.testing.assert_close(called(model, setup, attention.override_for("efficient")), expected)
+    assert len(asked) >= 3
+
+
+def test_containers_compile_with_our_kernel(engine):
+    """One graph for the attention that follows the host's own way of unpacking them."""
+    from comfy.ldm.modules import attention
+
+    container = getattr(attention, "AttentionTensorContainer", lambda tensor: tensor)
+    override = engine("inductor.attention_kernels").override_for("efficient")
+
+    def block(x):
+        q, k, v = (container(part) for part in x.chunk(3, -1))
+        return attention.attention_pytorch(q, k, v, 4, transformer_options={OVERRIDE: override})
+
+    x = torch.randn(2, 8, 3 * 64)
+    torch._dynamo.reset()
+    torch.testing.assert_close(torch.compile(block, backend="eager", fullgraph=True)(x), block(x))

@@ -1,0 +1,123 @@
+"""A model of the host whose code is made while it samples: every run's image is eager's, and once made the code is used."""
+
+import logging
+
+import pytest
+import torch
+from paging import paged
+from patch_kinds.weights import load_partly, lora_file
+from patching import Runs
+from support import relative_error
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+class Behind(Runs):
+    """Runs whose code is made in the background; `eager` tells the steps that ran without it since the last time."""
+
+    def attach(self, patcher, **settings):
+        return super().attach(patcher, **{"compile": "in the background", **settings})
+
+    def made(self):
+        assert self.engine("background.thread").compiler.wait(120)
+
+    @property
+    def eager(self):
+        code = self.engine("compile.registry").code_of(self.patcher.model.diffusion_model)
+        found, code.eager_calls = code.eager_calls, 0
+        return found
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    return Behind(tiny, engine, "flux", cfg=1.0)
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl", "wan", "qwen_image"])
+def test_images_go_on_until_the_code_is_there(name, tiny, engine):
+    runs = Behind(tiny, engine, name)
+    expected = runs.run(runs.patcher)
+    compiled = runs.attach(runs.patcher)
+    assert relative_error(runs.run(compiled), expected) < 1e-5 and runs.eager > 0
+    runs.made()
+    graphs = runs.graphs
+    assert graphs == len(runs.kinds) > 0 and not runs.failures
+    for _ in range(2):
+        assert relative_error(runs.run(compiled), expected) < 1e-5 and runs.eager == 0
+    other = tiny.empty_latent(name, 96, 64)
+    before, runs.latent = runs.latent, other
+    expected = runs.run(runs.patcher)
+    assert relative_error(runs.run(compiled), expected) < 1e-5 and runs.eager == 0, "one code for all sizes"
+    runs.latent = before
+    runs.made()
+    assert runs.graphs == graphs
+
+
+def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):
+    """comfy-aimdo with `--verbose DEBUG`, see adapter.py."""
+    monkeypatch.setattr(flux.engine("host.adapter"), "makes_room", lambda: True)
+    compiled = flux.attach(flux.patcher)
+    logging.getLogger().setLevel(logging.DEBUG)
+    try:
+        flux.run(compiled)
+    finally:
+        logging.getLogger().setLevel(logging.WARNING)
+    assert flux.eager == 0 and flux.graphs == len(flux.kinds) > 0
+    assert any("--verbose DEBUG" in text for text in flux.engine("host.model.attach").notes_about(compiled))
+
+
+def test_a_lora_needs_no_code_of_its_own_wherever_the_weights_are(flux, monkeypatch):
+    import comfy.sd
+
+    patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora_file(flux.patcher), 1.0, 0)
+    expected = flux.run(patched)
+    flux.run(flux.attach(flux.patcher))
+    flux.made()
+    assert flux.graphs == 2 and flux.eager > 0
+    for share in (1.0, 0.5, 0.0):
+        if share < 1:
+            load_partly(flux.patcher, share)
+        assert relative_error(flux.run(flux.attach(patched)), expected) < 1e-5
+        flux.made()
+        assert flux.graphs == 2 and flux.eager == 0, share
+
+
+@pytest.mark.pages
+def test_paged_weights_are_not_held_and_need_the_same_code(flux, monkeypatch):
+    expected = flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        names = list(pages.layers)
+        for resident in ([], names[::2], names):
+            pages.resident = set(resident)
+            assert relative_error(flux.run(compiled), expected) < 1e-6
+            flux.made()
+            assert pages.pinned == 0
+    assert flux.graphs == 2 and not flux.failures
+    assert 1 <= flux.eager <= flux.steps, "the first run alone"
+
+
+def test_the_warmup_waits_and_leaves_nothing_to_make(flux, engine):
+    compiled = flux.attach(flux.patcher)
+    size = engine("warmup.plan").Size
+    report = engine("host.nodes.warmup").warm_up(compiled, flux.positive, flux.negative, 1.0, [size(64, 64, 1, 1)])
+    assert "2 graphs compiled" in report
+    expected = flux.run(flux.patcher)
+    assert relative_error(flux.run(compiled), expected) < 1e-5
+    flux.made()
+    assert flux.eager == 0 and flux.graphs == 2
+
+
+def test_noise_that_is_drawn_meanwhile_is_the_samplers(flux, engine):
+    """An ancestral sampler draws from PyTorch's own generator in each step."""
+    compiler = engine("background.thread").compiler
+
+    def drawn(patcher):
+        torch.manual_seed(3)
+        flux.run(patcher)
+        return torch.randn(8)
+
+    plain = drawn(flux.patcher)
+    assert torch.equal(drawn(flux.attach(flux.patcher)), plain)
+    assert compiler.wait(120)
+    assert torch.equal(drawn(flux.attach(flux.patcher)), plain)

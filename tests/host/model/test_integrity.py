@@ -1,0 +1,199 @@
+"""What compiling leaves alone: keys, files, PyTorch's settings, the random state, memory; and what it keeps."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from sampling import sample
+from support import relative_error, torch_settings
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny):
+    return tiny.build_patcher("flux")
+
+
+@pytest.fixture
+def conditioning(tiny):
+    return tiny.conditioning("flux")
+
+
+@pytest.fixture
+def latent(tiny):
+    return tiny.empty_latent("flux")
+
+
+@pytest.fixture
+def attach(engine):
+    """attach(patcher, **settings): the patcher as the node returns it. The default backend traces only."""
+    return lambda patcher, **chosen: engine("host.model.attach").attach(
+        patcher, engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **chosen})
+    )
+
+
+@pytest.fixture
+def graphs(engine):
+    """graphs(patcher): all graphs compiled for its model so far."""
+
+    def count(patcher):
+        model = engine("host.model.attach").diffusion_model(patcher)
+        return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(model).kinds.values())
+
+    return count
+
+
+def keys_of(model):
+    return list(model.state_dict()), [(name, type(module)) for name, module in model.named_modules()]
+
+
+def test_keys_are_the_same_before_inside_and_after(flux, attach, conditioning, latent):
+    seen = []
+    block = flux.model.diffusion_model.single_blocks[1]
+    hook = block.register_forward_pre_hook(lambda *_: seen.append(keys_of(flux.model)))
+    before = keys_of(flux.model)
+    sample(attach(flux), conditioning, latent, 1.0, seed=1)
+    hook.remove()
+    assert seen and all(keys == before for keys in seen)
+    assert keys_of(flux.model) == before
+    assert not any("forward" in module.__dict__ for module in flux.model.modules())
+
+
+def test_a_model_saved_from_a_compiled_graph_loads_again(attach, model_files, conditioning, latent, tmp_path):
+    import comfy.sd
+    import comfy_extras.nodes_model_merging as merging
+
+    patcher = comfy.sd.load_diffusion_model(str(model_files["flux"]))
+    compiled = attach(patcher)
+    expected = sample(compiled, conditioning, latent, 1.0, seed=1)
+    merging.ModelSave().output_dir = str(tmp_path)
+    saver = merging.ModelSave()
+    saver.output_dir = str(tmp_path)
+    saver.save(compiled, "saved")
+    (file,) = tmp_path.glob("*.safetensors")
+    again = comfy.sd.load_diffusion_model(str(file))
+    assert torch.equal(sample(again, conditioning, latent, 1.0, seed=1), expected)
+
+
+def test_torch_settings_are_as_found(flux, attach, conditioning, latent):
+    before = torch_settings()
+    compiled = attach(flux, allow_tf32=True, cudnn_benchmark=True)
+    sample(compiled, conditioning, latent, 1.0, seed=1)
+    assert torch_settings() == before
+
+    def fail(*_):
+        raise KeyError("inside a block")
+
+    hook = flux.model.diffusion_model.single_blocks[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        sample(compiled, conditioning, latent, 1.0, seed=1)
+    hook.remove()
+    assert torch_settings() == before
+    assert not any("forward" in module.__dict__ for module in flux.model.modules())
+
+
+def test_the_warmup_leaves_the_random_state(flux, attach, engine, conditioning, latent):
+    compiled, size = attach(flux), engine("warmup.plan").Size(64, 64)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    engine("host.nodes.warmup").warm_up(compiled, *conditioning, 1.0, [size])
+    assert torch.equal(torch.rand(3), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "cfg"),
+    [("flux", "inductor", 1.0), ("qwen_image", "inductor", 4.0), ("wan", "aot_eager", 4.0), ("sdxl", "aot_eager", 4.0)],
+)
+def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine, name, backend, cfg):
+    settings = engine("settings").CompileSettings(backend=backend, compile="at once")
+    first, second = (engine("host.model.attach").attach(tiny.build_patcher(name), settings) for _ in range(2))
+    prompts, length = tiny.conditioning(name), 5 if name == "wan" else 1
+    empty = tiny.empty_latent(name, 64, 64, length)
+    without = sample(first, prompts, empty, cfg, 7, sampler="euler_ancestral")
+    # Two models of one structure share code while both live; the second is to compile in its warmup.
+    del first
+    gc.collect()
+    engine("compile.registry")._kinds.clear()
+    size, latent = engine("warmup.plan").Size(64, 64), {"samples": empty} if length > 1 else None
+    engine("host.nodes.warmup").warm_up(second, *prompts, cfg, [size], latent)
+    assert torch.equal(without, sample(second, prompts, empty, cfg, 7, sampler="euler_ancestral"))
+
+
+def test_deleting_the_model_frees_it(tiny, attach, engine, conditioning, latent):
+    import comfy.model_management
+
+    patcher = tiny.build_patcher("flux")
+    compiled = attach(patcher)
+    sample(compiled, conditioning, latent, 1.0, seed=1)
+    model = weakref.ref(patcher.model)
+    network = weakref.ref(patcher.model.diffusion_model)
+    kinds = [weakref.ref(k) for k in engine("compile.registry").code_of(network()).kinds.values()]
+    comfy.model_management.unload_all_models()
+    gc.collect()
+    gc.disable()
+    try:
+        del patcher, compiled
+        assert model() is None and network() is None
+        assert all(kind() is None for kind in kinds)
+    finally:
+        gc.enable()
+
+
+def test_executing_again_and_changes_downstream_add_nothing(flux, attach, graphs, conditioning, latent):
+    sample(attach(flux), conditioning, latent, 1.0, seed=1)
+    once = graphs(flux)
+    sample(attach(flux), conditioning, latent, 1.0, seed=2)
+    downstream = attach(flux).clone()
+    downstream.set_model_sampler_cfg_function(lambda args: args["cond"])
+    sample(downstream, conditioning, latent, 1.0, seed=3)
+    assert once == 2 and graphs(flux) == once
+
+
+def test_the_uncompiled_branch_stays_uncompiled(flux, attach, graphs, conditioning, latent):
+    compiled = attach(flux)
+    sample(flux, conditioning, latent, 1.0, seed=1)
+    assert graphs(flux) == 0
+    sample(compiled, conditioning, latent, 1.0, seed=1)
+    assert graphs(flux) == 2
+
+
+def test_backend_none_passes_the_model_through(flux, attach):
+    assert attach(flux, backend="none") is flux
+
+
+def test_only_blocks_compiles_only_those(flux, attach, engine, conditioning, latent):
+    compiled = attach(flux, only_blocks="single_blocks.*")
+    expected = sample(flux, conditioning, latent, 1.0, seed=1)
+    assert torch.equal(sample(compiled, conditioning, latent, 1.0, seed=1), expected)
+    names = {k.class_name for k in engine("compile.registry").code_of(flux.model.diffusion_model).kinds.values()}
+    assert names == {"SingleStreamBlock"}
+
+
+def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditioning):
+    sizes = engine("warmup.plan").Size
+    invalid = engine("errors").InvalidSetting
+    with pytest.raises(invalid, match=r"width = 4: too small"):
+        engine("host.nodes.warmup").warm_up(attach(flux), *conditioning, 1.0, [sizes(4, 64)])
+    with pytest.raises(invalid, match=r"length = 9: this model makes images"):
+        engine("host.nodes.warmup").warm_up(attach(flux), *conditioning, 1.0, [sizes(64, 64, 9)])
+
+
+def test_a_warmup_without_a_compiled_model_says_so(flux, engine, conditioning):
+    report = engine("host.nodes.warmup").warm_up(flux, *conditioning, 1.0, [engine("warmup.plan").Size(64, 64)])
+    assert "put Torch Compile Model" in report
+
+
+def test_a_lora_merged_into_the_weights_takes_effect_without_a_graph(flux, attach, graphs, conditioning, latent):
+    sample(attach(flux), conditioning, latent, 1.0, seed=1)
+    key = "diffusion_model.single_blocks.0.linear1.weight"
+    patched = attach(flux)
+    shape = flux.model.state_dict()[key].shape
+    patched.add_patches({key: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(3)),))}, 0.1)
+    with_lora = sample(patched, conditioning, latent, 1.0, seed=1)
+    eager = flux.clone()
+    eager.add_patches({key: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(3)),))}, 0.1)
+    assert relative_error(with_lora, sample(eager, conditioning, latent, 1.0, seed=1)) < 1e-6
+    assert graphs(flux) == 2

@@ -1,0 +1,134 @@
+"""Each piece of the engine that keeps patches right is needed: without it, the comparison that shows them right fails.
+
+`host/model/test_unsound.py` does the same for every kind of patch, on models that others compile.
+"""
+
+import functools
+
+import pytest
+import torch
+from patch_kinds import conditions, options, weights
+from patching import Differs, Runs
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+WRONG = "with the patch:"
+
+
+@pytest.fixture
+def runs(tiny, engine):
+    return lambda name, **chosen: Runs(tiny, engine, name, **{"cfg": 1.0, **chosen})
+
+
+IN_BLOCKS = {
+    "attn1_output_patch": ("flux", options.patched_with(options.scaled_output, "attn1_output_patch")),
+    "attention override": ("flux", options.overridden(options.passed_on)),
+    "attn2_patch in Wan": ("wan", options.patched_with(options.wan_output, "attn2_patch")),
+    "attn1_patch in Qwen-Image": ("qwen_image", options.patched_with(options.flux_inputs, "attn1_patch")),
+}
+
+
+@pytest.mark.parametrize("name, patch", IN_BLOCKS.values(), ids=IN_BLOCKS)
+def test_options_that_lose_what_is_in_them(runs, engine, monkeypatch, name, patch):
+    empty = {"patches": {}, "patches_replace": {}}
+    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given: (empty, ()))
+    with pytest.raises(Differs, match=WRONG):
+        runs(name).check(patch)
+
+
+def hide_guards(monkeypatch):
+    compile_, hidden = torch.compile, {"guard_filter_fn": lambda entries: [False] * len(entries)}
+    monkeypatch.setattr(torch, "compile", lambda function, **chosen: compile_(function, **{**chosen, "options": {**hidden}}))
+
+
+def test_patches_of_one_name_without_guards(runs, monkeypatch):
+    """The names of the patches choose the code that runs; what tells two closures apart are the guards."""
+    hide_guards(monkeypatch)
+    first, second = (options.patched_with(options.closure_over(factor), "attn1_output_patch") for factor in (1.7, 0.4))
+    flux = runs("flux")
+    # Code for one size: in that for all, a number is an input as sizes are, and needs no guard.
+    monkeypatch.setattr(flux, "attach", functools.partial(flux.attach, dynamic="false"))
+    flux.check(first)
+    with pytest.raises(Differs, match=WRONG):
+        flux.check(second)
+
+
+READ = {
+    "step": ("sdxl", options.patched_with(options.by_sigma, "attn1_output_patch"), KeyError),
+    "place": ("flux", options.overridden(options.by_place_of_attention), Differs),
+}
+
+
+@pytest.mark.parametrize("name, patch, error", READ.values(), ids=READ)
+def test_patches_that_are_not_told_what_they_read(runs, engine, monkeypatch, name, patch, error):
+    monkeypatch.setattr(engine("options.filter"), "keys_of_patch", lambda name, patch: frozenset())
+    with pytest.raises(error, match=WRONG if error is Differs else None):
+        runs(name).check(patch)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_weights_in_low_memory_that_lose_their_lora(runs, engine, monkeypatch, share):
+    monkeypatch.setattr(engine("host.weights.partial_load").StreamedTensors, "_apply", lambda self, tensor, item: tensor)
+    flux = runs("flux")
+    weights.load_partly(flux.patcher, share)
+    with pytest.raises(Differs, match=WRONG):
+        flux.check(weights.lora)
+
+
+EXCHANGED = {
+    "object": (weights.object_at("single_blocks.2.linear1"), KeyError),
+    "forward": (weights.forward_at("single_blocks.2.linear1"), Differs),
+    "LoRA in bypass mode": (weights.bypass_lora, Differs),
+}
+READING = {
+    "object": weights.object_at("blocks.1.self_attn", weights.PlaceReader),
+    "forward": weights.place_reading_forward,
+}
+
+
+@pytest.fixture
+def looked_at_once(engine, monkeypatch):
+    """What blocks consist of is noted when they run first, and never again."""
+    monkeypatch.setattr(engine("blocks.state").BlockState, "holds", lambda self, block: True)
+
+
+@pytest.mark.parametrize("patch, error", EXCHANGED.values(), ids=EXCHANGED)
+def test_exchanged_layers_without_guards(runs, monkeypatch, looked_at_once, patch, error):
+    hide_guards(monkeypatch)
+    with pytest.raises(error, match=WRONG if error is Differs else None):
+        runs("flux").check(patch)
+
+
+@pytest.mark.parametrize("patch", READING.values(), ids=READING)
+def test_exchanged_layers_that_are_not_told_their_place(runs, looked_at_once, patch):
+    with pytest.raises(Differs, match=WRONG):
+        runs("wan").check(patch)
+
+
+def test_hooks_on_layers(runs, looked_at_once):
+    with pytest.raises(Differs, match="with the hook:"):
+        runs("flux").check_hook("single_blocks.2.linear1")
+
+
+@pytest.mark.parametrize("path", ["single_blocks.2", "double_blocks.1"])
+def test_a_forward_of_a_block_that_is_not_left_alone(runs, engine, monkeypatch, path):
+    monkeypatch.setattr(engine("compile.binding"), "_is_free", lambda block: True)
+    with pytest.raises(Differs, match=WRONG):
+        runs("flux").check(weights.forward_at(path))
+
+
+WRAPPED = {
+    "LazyCache": ("flux", conditions.cached("LazyCacheNode"), {"steps": 6}),
+    "context windows": ("wan", conditions.windowed, {"length": 33}),
+    "LoRA": ("flux", weights.lora, {}),
+}
+
+
+@pytest.mark.parametrize("name, patch, chosen", WRAPPED.values(), ids=WRAPPED)
+def test_a_node_that_remembers_what_it_compiled_first(runs, monkeypatch, name, patch, chosen):
+    """As nodes of other packs did: what is put upstream of them later is not in the clone that they hand out."""
+    model = runs(name, **chosen)
+    first = model.attach(model.patcher)
+    monkeypatch.setattr(model, "attach", lambda patcher: first)
+    with pytest.raises(Differs, match="with the patch upstream:"):
+        model.check(patch)

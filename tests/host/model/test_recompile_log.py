@@ -1,0 +1,200 @@
+"""A compilation during real work is noticed and explained, once; none happens after a fitting warmup."""
+
+import logging
+
+import pytest
+import torch
+from patching import Runs
+from sampling import sample
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+class Watched(Runs):
+    """A warmed model whose runs return what the log said. The backend traces only."""
+
+    def __init__(self, tiny, engine, caplog, name="flux", cfg=1.0, **settings):
+        super().__init__(tiny, engine, name, cfg=cfg)
+        self.tiny, self.name, self.caplog = tiny, name, caplog
+        self.compiled = self.attach(self.patcher, **{"dynamic": "false", **settings})
+
+    def warm(self, *sizes, patcher=None, positive=None, negative=None):
+        sizes = [self.engine("warmup.plan").Size(*size) for size in sizes or [(64, 64)]]
+        conditioning = positive or self.positive, negative or self.negative
+        return self.engine("host.nodes.warmup").warm_up(patcher or self.compiled, *conditioning, self.cfg, sizes)
+
+    def said(self, width=64, height=64, length=1, batch=1, tokens=None, cfg=None, patcher=None, positive=None, seed=3):
+        prompts = self.tiny.conditioning(self.name, tokens) if tokens else (positive or self.positive, self.negative)
+        latent = self.tiny.empty_latent(self.name, width, height, length, batch)
+        self.caplog.clear()
+        with self.caplog.at_level(logging.WARNING, "torch-compile-kit"):
+            sample(patcher or self.compiled, prompts, latent, cfg or self.cfg, seed=seed)
+        return [r.getMessage() for r in self.caplog.records if r.name == "torch-compile-kit"]
+
+
+@pytest.fixture
+def watched(tiny, engine, caplog):
+    return lambda *args, **kwargs: Watched(tiny, engine, caplog, *args, **kwargs)
+
+
+def test_a_warmed_size_says_nothing(watched):
+    runs = watched()
+    report = runs.warm((64, 64), (96, 64), (64, 64, 1, 2))
+    assert "64x64 batch 1" in report and "96x64 batch 1" in report
+    for size in ({}, {"width": 96}, {"batch": 2}, {"seed": 9}, {"width": 96, "seed": 10}):
+        assert runs.said(**size) == []
+
+
+def test_without_a_warmup_the_first_run_names_the_node(watched):
+    (sentence,) = watched().said()
+    assert "the first run" in sentence and "Torch Compile Warmup" in sentence
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"width": 96}, ["width changed from 64 to 96", "Add 96x64 to extra_sizes", "dynamic to true"]),
+        ({"height": 128}, ["height changed from 64 to 128", "64x128"]),
+        ({"batch": 2}, ["batch changed from 1 to 2", "64x64 batch 2"]),
+        ({"tokens": 40}, ["prompt's length changed from 24 to 40", "dynamic to auto", "connect a prompt of that length"]),
+    ],
+)
+def test_each_cause_has_its_sentence_once(watched, change, words):
+    runs = watched()
+    runs.warm()
+    (sentence,) = runs.said(**change)
+    assert all(word in sentence for word in words), sentence
+    assert runs.said(**change, seed=4) == []
+
+
+def test_each_cause_without_a_warmup_suggests_the_node_and_not_its_inputs(watched):
+    runs = watched()
+    runs.said()
+    for change in ({"width": 96}, {"batch": 2}, {"tokens": 40}):
+        (sentence,) = runs.said(**change)
+        assert "Torch Compile Warmup behind Torch Compile Model compiles beforehand" in sentence
+        assert "extra_sizes" not in sentence and "to the warmup" not in sentence, sentence
+
+
+def test_length_of_a_video(watched):
+    runs = watched("wan")
+    runs.warm((64, 64, 5))
+    (sentence,) = runs.said(length=9)
+    assert "length changed from 5 to 9" in sentence and "Add 64x64x9 to extra_sizes" in sentence
+    assert runs.said(length=9, seed=4) == []
+
+
+def test_cfg_above_one_runs_the_negative_too(watched):
+    runs = watched("sdxl", cfg=1.0)
+    runs.warm()
+    (sentence,) = runs.said(cfg=5.0)
+    assert "2 prompts ran in one batch, not 1" in sentence and "sampler's cfg" in sentence
+
+
+def test_dynamic_false_compiles_for_each_size_and_says_what_to_set(watched):
+    runs = watched()
+    runs.warm()
+    assert all("set dynamic to true" in s for width in (96, 128) for s in runs.said(width=width))
+    dynamic = watched(dynamic="true")
+    dynamic.warm()
+    assert [s for width in (96, 128) for s in dynamic.said(width=width)] == []
+
+
+def test_a_lora_in_bypass_mode_is_named(watched):
+    import comfy.sd
+    from patch_kinds.weights import lora_file
+
+    runs = watched()
+    runs.warm()
+    merged = comfy.sd.load_lora_for_models(runs.compiled, None, lora_file(runs.patcher), 1.0, 0)[0]
+    assert runs.said(patcher=merged) == []
+    beside = comfy.sd.load_bypass_lora_for_models(runs.compiled, None, lora_file(runs.patcher), 1.0, 0)[0]
+    sentences = runs.said(patcher=beside)
+    assert sentences and all("layers of the model were exchanged" in s and "bypass" in s for s in sentences), sentences
+
+
+def test_an_input_that_the_conditioning_adds_is_named(watched):
+    runs = watched()
+    runs.warm()
+    reference = [[text, {**options, "reference_latents": [torch.zeros(1, 16, 8, 8)]}] for text, options in runs.positive]
+    (sentence,) = runs.said(positive=reference)
+    assert "conditioning changed: ref_latents was added" in sentence and "the conditioning that the sampler gets" in sentence
+
+
+@pytest.mark.parametrize("warmed", [True, False])
+def test_guards_are_told_only_as_details(engine, warmed):
+    asked = engine("notices.recompile_log").Asked(64, 64)
+    guard = "0/0: GLOBAL_STATE changed: num_threads"
+    sentence = engine("notices.explain").cause(asked, asked, "auto", warmed, guard)
+    before, details = sentence.split("Details: ")
+    assert details == guard and "GLOBAL_STATE" not in before
+    other = engine("notices.recompile_log").Asked(96, 64)
+    assert guard not in engine("notices.explain").cause(asked, other, "auto", warmed, guard)
+
+
+def test_a_controlnet_is_named(engine):
+    """Those of the host add between the blocks and never compile; a model that hands one to its blocks would."""
+    watch = engine("notices.recompile_log")
+    for before, now, word in ((False, True, "added"), (True, False, "removed")):
+        known, asked = watch.Asked(64, 64, controlnet=before), watch.Asked(64, 64, controlnet=now)
+        sentence = engine("notices.explain").cause(known, asked, "auto", True, "")
+        assert f"a ControlNet was {word}" in sentence and "behind the ControlNet's node" in sentence
+
+
+def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
+    runs = watched()
+    runs.warm()
+    (sentence,) = runs.said(width=96)
+    notice = sentence.removeprefix("Flux: ")
+    assert f"Compiled outside the warmup: {notice}" in runs.warm()
+    entries = [m for m in engine("notices.report").report_json()["models"] if notice in m["compiled_outside_warmup"]]
+    assert [m["compiled_outside_warmup"] for m in entries] == [[notice]]
+
+
+def test_a_patch_is_named(watched):
+    runs = watched()
+    runs.warm()
+    patched = runs.compiled.clone()
+    patched.set_model_attn1_output_patch(lambda out, _options: out * 0.5)
+    (sentence,) = runs.said(patcher=patched)
+    assert "patches of the model changed (attn1_output_patch)" in sentence
+
+
+def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
+    runs = watched()
+    runs.warm()
+    other = runs.attach(runs.patcher, dynamic="false", cache_limit=7)
+    (sentence,) = runs.said(patcher=other)
+    assert sentence.startswith("Flux: 2 graphs compiled while sampling")
+
+
+def test_the_page_is_told(watched, engine):
+    heard = []
+    engine("notices.recompile_log").listeners.append(lambda name, sentence: heard.append((name, sentence)))
+    try:
+        runs = watched()
+        runs.warm()
+        runs.said(width=96)
+    finally:
+        engine("notices.recompile_log").listeners.pop()
+    assert [name for name, _ in heard] == ["Flux"] and "width changed" in heard[0][1]
+
+
+def test_many_runs_after_one_warmup_add_nothing(watched):
+    runs = watched(dynamic="auto")
+    runs.warm((64, 64), (96, 64), (64, 64, 1, 2))
+    before = runs.graphs
+    for seed in range(10):
+        assert runs.said(seed=seed) == []
+    for tokens in (5, 77, 200, 400):
+        assert runs.said(tokens=tokens) == []
+    for sampler, scheduler in (
+        ("euler", "normal"),
+        ("dpmpp_2m", "karras"),
+        ("heun", "simple"),
+        ("lms", "normal"),
+        ("ddim", "simple"),
+    ):
+        sample(runs.compiled, (runs.positive, runs.negative), runs.latent, 1.0, 1, sampler=sampler, scheduler=scheduler)
+    assert runs.graphs == before
+    assert torch.isfinite(runs.run(runs.compiled)).all()

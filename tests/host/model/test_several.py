@@ -1,0 +1,217 @@
+"""Several compiled models and settings at once: nothing crosses, and no budget is shared."""
+
+import threading
+
+import pytest
+import torch
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    return Runs(tiny, engine, "flux", cfg=1.0)
+
+
+@pytest.fixture
+def second(tiny, engine):
+    """A model of the same architecture with other weights."""
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    tiny._randomise(runs.patcher.model.diffusion_model, seed=99)
+    return runs
+
+
+def brighter(m):
+    m.set_model_attn1_output_patch(lambda n, extra_options: n * 1.5)
+    return m
+
+
+def graphs_by_settings(runs, settings):
+    report = runs.engine("notices.report")
+    return report.stats_for(runs.patcher.model.diffusion_model, settings).graphs
+
+
+def test_two_models_in_turn(flux, second):
+    expected, other = flux.run(flux.patcher), flux.run(second.patcher)
+    assert not torch.allclose(expected, other, rtol=1e-3)
+    first_compiled, second_compiled = flux.attach(flux.patcher), second.attach(second.patcher)
+    for _ in range(2):
+        same(flux.run(first_compiled), expected)
+        same(flux.run(second_compiled), other)
+    assert flux.graphs == 2, "one architecture shares its code"
+
+
+def test_two_architectures_in_turn(flux, tiny, engine):
+    unet = Runs(tiny, engine, "sdxl")
+    expected, other = flux.run(flux.patcher), unet.run(unet.patcher)
+    compiled, compiled_unet = flux.attach(flux.patcher), unet.attach(unet.patcher)
+    for _ in range(2):
+        same(flux.run(compiled), expected)
+        same(unet.run(compiled_unet), other)
+    assert flux.graphs == 2
+
+
+def test_two_nodes_in_series_the_last_one_wins(flux, engine):
+    settings = engine("settings").CompileSettings
+    series = flux.attach(flux.attach(flux.patcher, dynamic="true"), dynamic="false")
+    same(flux.run(series), flux.run(flux.patcher))
+    assert graphs_by_settings(flux, settings(backend="eager", dynamic="false")) == 2
+    assert graphs_by_settings(flux, settings(backend="eager", dynamic="true")) == 0
+
+
+def test_two_nodes_side_by_side_keep_their_own(flux, engine, tiny):
+    settings = engine("settings").CompileSettings
+    rigid = flux.attach(flux.patcher, dynamic="false", cache_limit=2)
+    flexible = flux.attach(flux.patcher, dynamic="true")
+    single = flux.attach(flux.patcher, only_blocks="single_blocks.*", dynamic="auto")
+    for size in (32, 48, 64, 80, 96):
+        flux.latent = tiny.empty_latent("flux", size, size)
+        expected = flux.run(flux.patcher)
+        for patcher in (rigid, flexible, single, rigid.clone()):
+            same(flux.run(patcher), expected)
+    assert graphs_by_settings(flux, settings(backend="eager", dynamic="false", cache_limit=2)) == 4
+    assert graphs_by_settings(flux, settings(backend="eager", dynamic="true")) == 2
+    reached = [kind.settings.dynamic for kind in flux.kinds if kind.limit_reached]
+    assert set(reached) == {"false"} and len(reached) == 2
+
+
+def test_the_limit_of_one_architecture_does_not_count_for_another(flux, tiny, engine):
+    wide = Runs(tiny, engine, "z_image", cfg=1.0)
+    for model, name in ((flux, "flux"), (wide, "z_image")):
+        compiled = model.attach(model.patcher, dynamic="false", cache_limit=3)
+        for size in (32, 48, 64):
+            model.latent = tiny.empty_latent(name, size, size)
+            same(model.run(compiled), model.run(model.patcher))
+    assert flux.graphs == 6 and not any(kind.limit_reached for kind in flux.kinds)
+
+
+def test_a_clone_with_and_one_without(flux):
+    compiled, plain = flux.attach(flux.patcher), flux.patcher.clone()
+    patched, compiled_patched = brighter(plain.clone()), brighter(compiled.clone())
+    expected, expected_patched = flux.run(plain), flux.run(patched)
+    assert flux.graphs == 0
+    for _ in range(2):
+        same(flux.run(compiled), expected)
+        same(flux.run(compiled_patched), expected_patched)
+        before = flux.graphs
+        same(flux.run(plain), expected)
+        same(flux.run(patched), expected_patched)
+        assert flux.graphs == before
+    assert flux.graphs == 4
+
+
+def dual_guider(positive_model, negative_model, runs, cfg=3.0):
+    from comfy_extras.nodes_custom_sampler import DualModelGuider
+
+    return DualModelGuider.execute(positive_model, runs.positive, cfg, negative_model, runs.negative).result[0]
+
+
+def guided(guider, runs, steps=2):
+    import comfy.samplers
+
+    noise = torch.randn(runs.latent.shape, generator=torch.Generator().manual_seed(1))
+    sampling = runs.patcher.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps)
+    sampler = comfy.samplers.sampler_object("euler")
+    return guider.sample(noise, runs.latent, sampler, sigmas, disable_pbar=True, seed=1)
+
+
+def test_a_guider_of_two_models(flux, second):
+    """The host runs both with the options of the first, ours among them; the second model's weights are its own."""
+    expected = guided(dual_guider(flux.patcher, second.patcher, flux), flux)
+    swapped = guided(dual_guider(second.patcher, flux.patcher, flux), flux)
+    patched = guided(dual_guider(brighter(flux.patcher.clone()), second.patcher, flux), flux)
+    assert not torch.allclose(expected, patched, rtol=1e-3) and not torch.allclose(expected, swapped, rtol=1e-3)
+    one, two = flux.attach(flux.patcher), second.attach(second.patcher, dynamic="true")
+    for _ in range(2):
+        same(guided(dual_guider(one, two, flux), flux), expected)
+        same(guided(dual_guider(two, one, flux), flux), swapped)
+        same(guided(dual_guider(brighter(one.clone()), two, flux), flux), patched)
+        same(guided(dual_guider(one, second.patcher, flux), flux), expected)
+        same(guided(dual_guider(flux.patcher, two, flux), flux), expected)
+
+
+def test_worker_threads_as_for_several_gpus(flux, second, engine):
+    """comfy/samplers.py runs each device's conditions in a thread under no_grad; a prompt runs under inference_mode."""
+    import comfy.samplers
+
+    def apply(patcher, seed):
+        model = patcher.model
+        x = torch.randn(flux.latent.shape, generator=torch.Generator().manual_seed(seed))
+        text, options = flux.positive[0]
+        conds = {"pooled_output": options["pooled_output"], "cross_attn": text, "guidance": 3.5}
+        extra = {k: v.cond for k, v in model.extra_conds(**conds, noise=x, device=x.device).items()}
+        transformer_options = dict(patcher.model_options["transformer_options"])
+        transformer_options["wrappers"] = comfy.patcher_extension.copy_nested_dicts(patcher.wrappers)
+        return model.apply_model(x, torch.full((1,), 0.5), c_crossattn=extra.pop("c_crossattn"), **extra,
+                                 transformer_options=transformer_options)  # fmt: skip
+
+    expected = {seed: (apply(flux.patcher, seed), apply(second.patcher, seed)) for seed in range(4)}
+    compiled = flux.attach(flux.patcher), second.attach(second.patcher)
+    results, errors = {}, []
+
+    def work(index, mode):
+        try:
+            with mode():
+                for seed in range(4):
+                    results[index, seed] = apply(compiled[index], seed)
+        except Exception as error:
+            errors.append(error)
+
+    for modes in ((torch.no_grad, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        results.clear()
+        threads = [threading.Thread(target=work, args=(i, mode)) for i, mode in enumerate(modes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not errors
+        for (index, seed), result in results.items():
+            same(result, expected[seed][index])
+    assert 2 <= flux.graphs <= 4
+    assert not any("forward" in module.__dict__ for m in (flux, second) for module in m.patcher.model.modules())
+
+
+def test_a_split_over_devices_by_the_host(flux, tiny):
+    """The host's own multi-GPU path; two names of the processor stand for two devices."""
+    flux.cfg = 3.0
+
+    def split(patcher):
+        copy = tiny.build_patcher("flux", torch.device("cpu", 0))
+        copy.is_multigpu_base_clone = True
+        patcher = patcher.clone()
+        patcher.set_additional_models("multigpu", [copy])
+        threads = set()
+        copy.model.diffusion_model.img_in.register_forward_hook(lambda *_: threads.add(threading.current_thread()))
+        result = flux.run(patcher)
+        assert threads and threading.main_thread() not in threads, "the host did not split the work"
+        return result, copy
+
+    expected, _ = split(flux.patcher)
+    result, copy = split(flux.attach(flux.patcher))
+    same(result, expected)
+    kinds = flux.engine("compile.registry").code_of(copy.model.diffusion_model).kinds.values()
+    assert sum(kind.stats.graphs for kind in kinds) and not any(kind.failure for kind in kinds)
+
+
+def test_a_compiled_model_inside_hooks(flux, second):
+    """One conditioning runs under a LoRA hook, the other without, in both models in turn."""
+    import comfy.hooks
+
+    weights = {
+        "diffusion_model.single_blocks.0.linear1.lora_A.weight": torch.randn(4, 256) / 4,
+        "diffusion_model.single_blocks.0.linear1.lora_B.weight": torch.randn(256 * 7, 4) / 4,
+    }
+
+    def hooked():
+        group = comfy.hooks.create_hook_lora(weights, 1.0, 0.0)
+        return comfy.hooks.set_hooks_for_conditioning(flux.positive, group) + flux.negative
+
+    for runs in (flux, second):
+        expected = runs.run(runs.patcher, hooked())
+        assert not torch.allclose(expected, runs.run(runs.patcher, flux.positive + flux.negative), rtol=1e-3)
+        compiled = runs.attach(runs.patcher)
+        for _ in range(2):
+            same(runs.run(compiled, hooked()), expected)
+    assert flux.graphs <= 4

@@ -1,0 +1,122 @@
+"""Compiled code survives a restart and travels in a file: real processes, one after the other, with one user folder."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from support import TESTS
+
+pytestmark = pytest.mark.host
+RESTART = TESTS / "restart.py"
+OURS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_COMPILE_KIT_CACHE_GIB")
+
+
+def start(base, *actions, **environment):
+    """One process of ComfyUI, from its start to its end; what it says about its cache."""
+    base.mkdir(parents=True, exist_ok=True)
+    (base / "tmp").mkdir(exist_ok=True)
+    clean = {name: value for name, value in os.environ.items() if name not in OURS}
+    clean |= {"TMPDIR": str(base / "tmp"), **{name: str(value) for name, value in environment.items()}}
+    done = subprocess.run(
+        [sys.executable, str(RESTART), str(base), ",".join(actions)], env=clean, capture_output=True, text=True, cwd=base
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+    assert lines, done.stdout + done.stderr
+    return json.loads(lines[-1].removeprefix("ANSWER ")) | {"log": done.stdout + done.stderr}
+
+
+def all_hits(answer):
+    graphs = answer["graphs"]
+    assert graphs > 0
+    assert answer["from_disk"] == graphs, answer
+    assert [answer[f"fxgraph_{kind}"] for kind in ("hit", "miss", "bypass")] == [graphs, 0, 0], answer
+    assert [answer[f"autograd_{kind}"] for kind in ("hit", "saved", "bypass")] == [graphs, 0, 0], answer
+    assert answer["error"] < 1e-5, answer
+    return True
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """A machine on which ComfyUI has run once, and what that run said."""
+    base = tmp_path_factory.mktemp("machine")
+    return base, start(base, "warm", "attention", "save=mine", "after")
+
+
+def test_the_first_process_compiles_into_the_users_folder(first):
+    base, answer = first
+    assert answer["graphs"] == 2 and answer["from_disk"] == 0 and answer["fxgraph_miss"] == 2
+    assert answer["error"] < 1e-5
+    folder = base / "user" / "torch-compile-kit" / "cache"
+    assert answer["cache"] == str(folder)
+    kinds = [json.loads(about.read_text())["class"] for about in folder.glob("*/about.json")]
+    assert sorted(kinds) == ["DoubleStreamBlock", "SingleStreamBlock"]
+
+
+def test_a_plain_compile_keeps_its_own_folder(first):
+    base, answer = first
+    assert answer["variables_left"] == []
+    assert Path(answer["plain_after"]).parent == base / "tmp"
+    assert len(list(Path(answer["plain_after"]).glob("fxgraph/*/*"))) == 1
+    assert len(list(Path(answer["cache"]).glob("*/fxgraph/*/*"))) == answer["graphs"]
+
+
+def test_the_second_process_reads_every_graph_from_disk(first):
+    base, answer = first
+    second = start(base, "warm", "attention", "order")
+    assert all_hits(second)
+    assert second["graphs"] == answer["graphs"]
+    assert answer["order"] != second["order"] == [3, 1, 2, 0, 4]
+    assert "read from the cache on disk" in second["report"]
+    print(f"\ncompile seconds: first {answer['seconds']:.1f}, second {second['seconds']:.1f}")
+
+
+def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
+    _, answer = first
+    file = Path(answer["saved"])
+    there = tmp_path / "user" / "torch-compile-kit" / file.name
+    there.parent.mkdir(parents=True)
+    there.write_bytes(file.read_bytes())
+    second = start(tmp_path, f"load={file.name}", "warm", "attention")
+    assert file.name in second["loaded"] and "Flux" in second["loaded"] and "96x64" in second["loaded"]
+    assert all_hits(second)
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path, left):
+    """What a loss of power leaves: so many bytes of each library."""
+    base, before = first
+    machine = tmp_path / "machine"
+    shutil.copytree(base / "user" / "torch-compile-kit" / "cache", machine / "user" / "torch-compile-kit" / "cache")
+    (machine / "user" / "torch-compile-kit").chmod(0o700)
+    libraries = list(machine.rglob("*.so"))
+    assert libraries
+    for library in libraries:
+        os.truncate(library, left)
+        os.utime(library, (time.time() - 3600,) * 2)
+    answer = start(machine, "warm", "attention")
+    assert answer["error"] < 1e-5 and answer["graphs"] == before["graphs"] > 0, answer["report"]
+    assert "runs eager" not in answer["report"], answer["report"]
+    assert "compiled anew" in answer["log"]
+
+
+def test_the_users_own_variables_win(tmp_path):
+    mine = tmp_path / "mine"
+    answer = start(tmp_path, "before", "warm", "after", TORCHINDUCTOR_CACHE_DIR=mine, TRITON_CACHE_DIR=tmp_path / "triton")
+    assert answer["variables_left"] == []
+    assert Path(answer["plain_before"]) == mine == Path(answer["plain_after"])
+    assert Path(answer["cache"]).parent == mine
+    assert not (tmp_path / "user" / "torch-compile-kit" / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_said_and_compiling_goes_on(tmp_path):
+    blocked = tmp_path / "user" / "torch-compile-kit"
+    blocked.parent.mkdir()
+    blocked.write_text("a file where the folder should be")
+    answer = start(tmp_path, "warm")
+    assert answer["cache"] is None and answer["graphs"] == 2
+    assert "cannot be used" in answer["log"] and str(blocked) in answer["log"]

@@ -1,0 +1,299 @@
+"""What a warmup covers, and what it does not run again. The backend traces only: graphs are counted, not timed."""
+
+import pytest
+import torch
+import zoo
+from patch_kinds.conditions import controlnet, with_options
+from patch_kinds.weights import lora_file
+from patching import Runs, same
+from sampling import sample
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+class Warming(Runs):
+    """A model behind the node, and the reports of its warmups."""
+
+    def __init__(self, tiny, engine, name="flux", cfg=1.0, **settings):
+        super().__init__(tiny, engine, name, cfg=cfg)
+        self.tiny, self.name = tiny, name
+        self.compiled = self.attach(self.patcher, **settings)
+
+    def warm(self, *sizes, patcher=None, positive=None, negative=None, cfg=None, latent=None):
+        sizes = [self.engine("warmup.plan").Size(*size) for size in sizes or [(64, 64)]]
+        conditioning = positive or self.positive, negative or self.negative
+        return self.engine("host.nodes.warmup").warm_up(patcher or self.compiled, *conditioning, cfg or self.cfg, sizes, latent)
+
+    def sampled(self, width=64, height=64, length=1, batch=1, positive=None, negative=None, cfg=None, patcher=None, **how):
+        """Graphs that a run adds."""
+        before = self.graphs
+        latent = self.tiny.empty_latent(self.name, width, height, length, batch)
+        conditioning = positive or self.positive, negative or self.negative
+        sample(patcher or self.compiled, conditioning, latent, cfg or self.cfg, 3, **{"steps": 4, **how})
+        return self.graphs - before
+
+    def prompts(self, positive, negative):
+        """Conditioning of these lengths, in tokens."""
+        return {
+            "positive": self.tiny.conditioning(self.name, positive)[0],
+            "negative": self.tiny.conditioning(self.name, negative)[1],
+        }
+
+
+@pytest.fixture
+def warming(tiny, engine):
+    return lambda *args, **kwargs: Warming(tiny, engine, *args, **kwargs)
+
+
+def model_calls(patcher):
+    """The calls that a network gets from now on."""
+    calls = []
+    patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(1))
+    return calls
+
+
+SKIPPED = "already warm, not run again"
+
+
+def test_a_warm_size_is_not_run_again(warming):
+    runs = warming()
+    calls = model_calls(runs.patcher)
+    first = runs.warm((64, 64), (96, 64, 1, 2))
+    assert SKIPPED not in first and calls
+    calls.clear()
+    assert runs.warm((64, 64), (96, 64, 1, 2)).count(SKIPPED) == 2
+    assert not calls
+    assert runs.warm((64, 64), (128, 64)).count(SKIPPED) == 1
+    assert calls
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+def test_a_warm_unet_is_not_run_again(warming, engine, mode):
+    """By default the transformers inside SD 1.5's blocks are compiled, with more tuning whole blocks."""
+    setup, runs = zoo.SETUPS["sd15"], warming("sdxl")
+    runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
+    settings = engine("settings").CompileSettings(mode=mode, compile="at once")
+    object.__setattr__(settings, "backend", "eager")  # tuning twelve kinds takes minutes
+    runs.compiled = engine("host.model.attach").attach(runs.patcher, settings)
+    calls = model_calls(runs.patcher)
+    assert SKIPPED not in runs.warm((128, 128)) and calls
+    calls.clear()
+    assert SKIPPED in runs.warm((128, 128)) and not calls
+    assert runs.sampled(128, 128) == 0
+
+
+def test_other_words_and_another_lora_strength_need_no_new_run(warming, tiny):
+    import comfy.sd
+
+    runs = warming()
+    calls = model_calls(runs.patcher)
+    lora = lora_file(runs.patcher)
+    runs.warm(patcher=comfy.sd.load_lora_for_models(runs.compiled, None, lora, 1.0, 0)[0])
+    calls.clear()
+    runs.warm(
+        patcher=comfy.sd.load_lora_for_models(runs.compiled, None, lora, 0.4, 0)[0],
+        positive=tiny.conditioning("flux", seed=7)[0],
+    )
+    assert not calls
+
+
+def test_still_warm_when_unloaded_and_loaded_again_and_behind_a_new_node(warming):
+    import comfy.model_management
+
+    runs = warming(cfg=4.0)
+    calls = model_calls(runs.patcher)
+    runs.warm()
+    comfy.model_management.unload_all_models()
+    calls.clear()
+    again = runs.attach(runs.patcher)  # the node was executed anew
+    assert SKIPPED in runs.warm(patcher=again) and not calls
+    assert runs.sampled(patcher=again) == 0 and runs.sampled(cfg=1.0) == 0
+
+
+def output_patch(out, _options):
+    return out * 0.5
+
+
+@pytest.mark.parametrize("change", ["patch", "object", "settings", "prompt", "input", "cfg", "block", "reset", "wrapper"])
+def test_what_could_need_a_graph_is_run_again_and_leaves_nothing_to_compile(warming, tiny, change):
+    runs = warming()
+    calls = model_calls(runs.patcher)
+    runs.warm()
+    calls.clear()
+    model, inputs = runs.compiled.clone(), {}
+    if change == "patch":
+        model.set_model_attn1_output_patch(output_patch)
+    elif change == "object":
+        blocks = runs.patcher.model.diffusion_model.single_blocks
+        model.add_object_patch("diffusion_model.single_blocks.0", blocks[1])
+    elif change == "settings":
+        model = runs.attach(runs.patcher, dynamic="true")
+    elif change == "prompt":
+        inputs["positive"] = tiny.conditioning("flux", 40)[0]
+    elif change == "input":
+        inputs["positive"] = with_options(runs.positive, reference_latents=[torch.zeros(1, 16, 8, 8)])
+    elif change == "cfg":
+        inputs["cfg"] = 3.0
+    elif change == "block":
+        layer = runs.patcher.model.diffusion_model.double_blocks[0].img_mlp
+        layer[1] = torch.nn.ReLU()
+    elif change == "reset":
+        torch._dynamo.reset()
+        assert runs.sampled(96) > 0  # as much code as before, but not that
+        calls.clear()
+    elif change == "wrapper":
+        from comfy.patcher_extension import WrappersMP
+
+        model.add_wrapper_with_key(
+            WrappersMP.DIFFUSION_MODEL, "other", lambda executor, *args, **kwargs: executor(*args, **kwargs)
+        )
+    report = runs.warm(patcher=model, **inputs)
+    assert "64x64 batch 1: already warm, not run again" not in report and calls
+    assert runs.sampled(patcher=model, **inputs) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "dynamic"),
+    [
+        ("flux", 1, "auto"),
+        ("flux", 2, "auto"),
+        ("flux", 1, "true"),
+        ("flux", 1, "false"),
+        ("sdxl", 1, "auto"),
+        ("wan", 1, "false"),
+    ],
+)
+def test_prompt_and_negative_apart_when_memory_is_short(warming, name, batch, dynamic, monkeypatch):
+    runs = warming(name, cfg=4.0, dynamic=dynamic)
+    length = 5 if name == "wan" else 1
+    runs.warm((64, 64, length, batch), (96, 64, length, batch))
+    sizes = [{"width": width, "length": length, "batch": batch} for width in (64, 96)]
+    assert [runs.sampled(**size) for size in sizes] == [0, 0]
+    seen = []
+    runs.patcher.model.diffusion_model.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[0]))
+    # So large a need that no memory holds two prompts at once: the host's sampler then runs them one by one.
+    monkeypatch.setattr(runs.patcher.model, "memory_required", lambda *_args, **_kwargs: 1 << 60)
+    assert [runs.sampled(**size) for size in sizes] == [0, 0]
+    assert set(seen) == {batch}
+
+
+@pytest.mark.parametrize("name", ["flux", "qwen_image", "sdxl", "wan", "sd3", "z_image"])
+def test_prompts_of_any_length_in_auto(warming, name):
+    runs = warming(name, cfg=4.0)
+    length = 5 if name == "wan" else 1
+    runs.warm((64, 64, length))
+    lengths = ((5, 5), (77, 77), (200, 200), (400, 400), (24, 100), (77, 5), (154, 77))
+    assert [runs.sampled(length=length, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
+    assert [runs.sampled(length=length, cfg=1.0, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
+
+
+def test_unequal_prompts_are_warmed_as_the_sampler_runs_them(warming):
+    runs = warming("qwen_image", cfg=4.0, dynamic="false")
+    prompts = runs.prompts(30, 7)
+    runs.warm(**prompts)
+    assert runs.sampled(**prompts) == 0
+
+
+def test_ranges_of_the_schedule_are_all_run(warming, engine, tiny):
+    runs = warming("sdxl", cfg=3.0, dynamic="false")
+    other = tiny.conditioning("sdxl", 77)[0]
+    scheduled = with_options(runs.positive, start_percent=0.0, end_percent=0.3)
+    scheduled += with_options(other, start_percent=0.3, end_percent=0.8) + with_options(other, start_percent=0.75)
+    control = controlnet(tiny, "sdxl", 1)
+    control.set_cond_hint(torch.zeros(1, 3, 64, 64), 0.8, (0.5, 0.6))
+    scheduled += with_options(runs.positive, control=control, start_percent=0.9)
+    assert engine("host.nodes.sampling").ranges_of((scheduled, runs.negative)) == 7
+    runs.warm(positive=scheduled)
+    assert runs.sampled(positive=scheduled, steps=30) == 0
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl"])
+def test_a_controlnet_and_a_lora_in_the_graph(warming, tiny, name):
+    import comfy.sd
+
+    runs = warming(name, cfg=3.0)
+    control = controlnet(tiny, name, 1)
+
+    def hinted(brightness):
+        """As Apply ControlNet hands both on."""
+        applied = control.copy().set_cond_hint(torch.full((1, 3, 64, 64), brightness), 0.8)
+        return {
+            "positive": with_options(runs.positive, control=applied),
+            "negative": with_options(runs.negative, control=applied),
+        }
+
+    layers = ("linear1", "img_attn.qkv", "attn1.to_q")
+    model = comfy.sd.load_lora_for_models(runs.compiled, None, lora_file(runs.patcher, layers=layers), 1.0, 0)[0]
+    calls = model_calls(runs.patcher)
+    runs.warm(patcher=model, **hinted(0.2))
+    assert runs.sampled(patcher=model, **hinted(0.9)) == 0
+    assert runs.sampled(patcher=model) == 0 and runs.sampled(**hinted(0.5)) == 0
+    calls.clear()
+    assert SKIPPED in runs.warm(patcher=model, **hinted(0.7)) and not calls
+
+
+def test_a_mask_on_the_latent_is_warmed_too(warming, tiny):
+    runs = warming()
+    masked = {"samples": tiny.empty_latent("flux"), "noise_mask": torch.ones(1, 1, 64, 64)}
+    assert "(latent_image)" in runs.warm(latent=masked)
+    assert runs.sampled() == 0
+
+
+def test_a_size_between_two_latents_is_named_by_what_is_sampled(warming):
+    runs = warming()
+    runs.warm()
+    report = runs.warm((65, 69))
+    assert f"64x64 batch 1 (rounded from 65x69): {SKIPPED}" in report
+    assert "64x64x5 batch 1 (rounded from 64x64x7): " in warming("wan").warm((64, 64, 7))
+
+
+def test_latents_are_made_one_by_one_after_all_sizes_were_looked_at(warming, engine, monkeypatch):
+    runs, made = warming(), []
+    zeros = torch.zeros
+
+    def noted(*args, **kwargs):
+        made.append(zeros(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(engine("host.nodes.sampling").torch, "zeros", noted)
+    calls = model_calls(runs.patcher)
+    with pytest.raises(engine("errors").InvalidSetting, match="width = 4: too small"):
+        runs.warm((64, 64), (96, 64), (4, 64))
+    assert not calls and not made
+    latents = engine("host.nodes.warmup")._Latents(
+        runs.compiled, [engine("warmup.plan").Size(64, 64 * n) for n in (1, 2, 3)], None
+    )
+    assert not made and len(latents) == 3
+    assert [latent["samples"].shape[-2] for _, latent in latents] == [8, 16, 24] and len(made) == 3
+
+
+def test_a_latent_larger_than_memory_is_refused_before_it_is_made(warming, engine):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"16384x16384 batch 4096.*GiB"):
+        warming().warm((64, 64), (16384, 16384, 1, 4096))
+
+
+def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
+    import comfy.model_management
+
+    runs = warming(cfg=4.0)
+    expected = runs.run(runs.patcher)
+    monitor = engine("compile.events").monitor
+    compiled = []
+
+    def press_cancel(args):
+        compiled.append(args)
+        comfy.model_management.interrupt_current_processing()
+
+    callbacks = engine("compile.events").callback_handler
+    callbacks.register_start_callback(press_cancel)
+    try:
+        with pytest.raises(comfy.model_management.InterruptProcessingException):
+            runs.warm((64, 64), (96, 64))
+    finally:
+        callbacks.remove_start_callback(press_cancel)
+    assert len(compiled) == 1 == runs.graphs
+    assert not monitor.calls and monitor.listener is None and not engine("notices.recompile_log").is_warming()
+    assert not len(engine("compile.registry").code_of(runs.patcher.model.diffusion_model).warm)
+    same(runs.run(runs.compiled), expected)
+    assert SKIPPED not in runs.warm((64, 64), (96, 64))
+    assert runs.sampled() == 0 == runs.sampled(width=96)

@@ -1,0 +1,127 @@
+"""The host's architectures, tiny: compiled block by block, equal to eager, with as many graphs as promised.
+
+The wide sweep only traces; a sample goes through inductor. `tests/sweep.py` runs all set-ups of the zoo and writes the table.
+"""
+
+import os
+from pathlib import Path
+
+import pytest
+import sweep
+import torch
+import zoo
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+# Variants of one class that exercise the code of another set-up; the script sweeps them too.
+NEAR_DUPLICATES = set(
+    """
+    sd15_inpaint sd15_ip2p sd20 sd21_unclip sd21_unclip_h lotus sdxl_ip2p ssd1b koala koala_1b vega sv3d_u sv3d_p
+    cascade_b flux_schnell flux_uxo flux_mask flux_fill flux_control flux2_edit flux2_klein chroma_radiance_linear
+    hunyuan_video_mask hunyuan_custom skyreels_i2v hunyuan_video_15_i2v hunyuan_image21_distilled wan21_bernini
+    wan21_flf2v wan21_fun_control wan21_flow_rvs wan22_i2v wan22_5b_i2v wan22_camera wan_humo_17b wan_causal_cached
+    wan_scail2 sd35_medium pixart_alpha hunyuan_dit1 qwen_image_mask qwen_image_edit_2511 qwen_image_layered
+    mageflow_edit newbie z_image_pixel omnigen2_edit boogu_edit hidream_e1 hidream_o1_edit krea2_edit ideogram4_mask
+    joyimage_edit pid pid15 ltxv_i2v ltxav_connectors ltxav_23 anima cosmos1_i2v cosmos_predict2_i2v cogvideox_5b
+    cogvideox_i2v cogvideox15_i2v cogvideox_inpaint kandinsky5_i2v minimax_h3_keyframe ace_step15_codes
+    ace_step15_timbre stable_audio3 hunyuan3d_v2_turbo
+    """.split()  # noqa: SIM905
+)
+SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]
+# Code that PyTorch cannot trace whole: a count per expert that decides shapes, sizes taken from tensors by tolist(), and, on a
+# CPU alone, attention that reads the free memory. Trellis' sparse blocks are compiled in pieces: sizes taken from voxels.
+HARD = {"hunyuan3d_v21", "seedvr2", "minimax_music3", "trellis2_shape"}
+# The model calls its blocks by other methods than `forward`, so that nothing of them is compiled.
+OTHER_METHODS = {"wan_animate2"}
+# What the pinned hosts lack.
+LACKING = {
+    "0.30.0": ["ltxav_25", "minimax_music3", "trellis2_shape", "trellis2_structure", "wan_animate2"],
+    "0.33.0": [],
+}
+# Models of the host that are no denoisers: detection, segmentation, depth.
+NO_DENOISERS = {"RT_DETR_v4", "SAM3", "SAM31", "DepthAnything3"}
+
+
+def test_the_sweep_is_wide():
+    assert set(zoo.ALL) >= NEAR_DUPLICATES and len(zoo.ALL) == 145
+    assert len(set(zoo.ALL) - NEAR_DUPLICATES) == 74
+
+
+def test_a_host_lacks_only_what_is_known_to_be_newer():
+    """A newer host lacks nothing."""
+    assert LACKING.get(sweep.host_version(), []) == zoo.LACKING
+    assert len(SWEPT) + len(zoo.LACKING) == len(set(zoo.ALL) - NEAR_DUPLICATES)
+
+
+def test_every_model_of_the_host_has_a_set_up():
+    import comfy.supported_models
+
+    models = {model.__name__ for model in comfy.supported_models.models} - NO_DENOISERS
+    assert models - {setup.config for setup in zoo.ALL.values()} == set()
+
+
+@pytest.fixture(scope="module")
+def outcomes():
+    """All outcomes; their rows go to the file that COMPATIBILITY_JSON names, for the table."""
+    found = []
+    yield found
+    if os.environ.get("COMPATIBILITY_JSON"):
+        sweep.write(Path(os.environ["COMPATIBILITY_JSON"]), found)
+
+
+@pytest.mark.parametrize("name", SWEPT)
+def test_traced(name, engine, outcomes):
+    outcome = sweep.run_setup(engine, zoo.SETUPS[name])
+    outcomes.append(outcome)
+    row = f"{sweep.as_row(outcome)}\n{outcome.recompiles}"
+    assert outcome.error < 1e-5, row
+    assert outcome.blocks >= 2 and not outcome.whole_model, row
+    if name in OTHER_METHODS:
+        assert outcome.graphs == outcome.graphs_after == 0 and outcome.idle == ["WanAnimate2Block"], row
+        assert outcome.uncalled == {"WanAnimate2Block": 3}, row
+        return
+    assert not outcome.uncalled, row
+    assert outcome.graphs > 0, row
+    if name in HARD:
+        assert name != "seedvr2" or "NaMMSRTransformerBlock" in outcome.eager, row  # runs eager, and is named
+        return
+    assert outcome.graphs <= outcome.kinds, row
+    assert outcome.graphs_after <= outcome.kinds, row
+    assert outcome.graphs_again == 0 and outcome.breaks == 0 and not outcome.eager, row
+
+
+@pytest.mark.skipif(bool(OTHER_METHODS.intersection(zoo.LACKING)), reason="Wan Animate 2 came with ComfyUI 0.31")
+@pytest.mark.parametrize("compile", ["at once", "in the background"])
+def test_the_report_says_that_blocks_are_called_by_other_methods(compile, engine, caplog):
+    setup, attachment = zoo.SETUPS["wan_animate2"], engine("host.model.attach")
+    patcher = attachment.attach(setup.patcher(), engine("settings").CompileSettings(backend="eager", compile=compile))
+    said = "The model does not call its blocks (3 WanAnimate2Block) as modules but by other methods: they run uncompiled."
+    assert said not in attachment.notes_about(patcher)
+    compiler = patcher.get_wrappers("apply_model", attachment.KEY)[0]
+    expected = sweep.call(patcher.model, setup.inputs(model=patcher.model))
+    for _ in range(2):
+        assert torch.equal(sweep.call(patcher.model, setup.inputs(model=patcher.model), compiler), expected)
+    assert attachment.notes_about(patcher).count(said) == 1
+    assert [record.getMessage() for record in caplog.records].count(said) == 1
+    assert engine("compile.registry").code_of(patcher.model.diffusion_model).settled, (
+        "else calls are recorded until there is code"
+    )
+
+
+@pytest.mark.parametrize("name", ["lumina2", "hidream_i1", "cosmos_predict2"])
+def test_inductor(name, engine):
+    outcome = sweep.run_setup(engine, zoo.SETUPS[name], backend="inductor", dynamic="true")
+    assert outcome.error < 1e-4 and outcome.graphs > 0 and not outcome.eager, sweep.as_row(outcome)
+
+
+class TestDynamicSettings:
+    """`true` and `false` mean what they say, on an architecture of the host."""
+
+    def test_true_takes_one_graph_for_batch_one_and_one_for_all_others(self, engine):
+        outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="true")
+        assert (outcome.kinds, outcome.graphs, outcome.graphs_after, outcome.graphs_again) == (1, 1, 1, 0)
+
+    def test_false_takes_one_for_each_shape(self, engine):
+        outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="false")
+        shapes = len(sweep.runs_of(zoo.SETUPS["qwen_image"]))
+        assert (outcome.graphs, outcome.graphs_after, outcome.graphs_again) == (1, shapes, 0)

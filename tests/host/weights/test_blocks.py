@@ -1,0 +1,322 @@
+"""Weights that move: partial loading and paged weights on the CPU, with the host's own code. Graphs, breaks and results."""
+
+import threading
+
+import pytest
+import torch
+from paging import Buffers, own_streams, paged
+from patch_kinds.weights import load_partly, lora_file
+from patching import Runs
+from support import relative_error
+from torch import nn
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    return Runs(tiny, engine, "flux", cfg=1.0)
+
+
+def breaks(runs):
+    return sum(kind.stats.graph_breaks for kind in runs.kinds)
+
+
+def layer_state(model):
+    """What the host keeps on its layers, to see that a run leaves it as found."""
+    return {
+        name: (sorted(k for k in m.__dict__ if not k.startswith("_v_")), m.comfy_cast_weights, dict(m._parameters))
+        for name, m in model.named_modules()
+        if hasattr(m, "comfy_cast_weights")
+    }
+
+
+def same_state(one, other):
+    return one.keys() == other.keys() and all(
+        one[n][:2] == other[n][:2] and all(one[n][2][k] is other[n][2][k] for k in one[n][2]) for n in one
+    )
+
+
+def test_partial_loading_takes_the_graphs_of_full_loading(flux):
+    expected = flux.run(flux.patcher)
+    assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
+    assert flux.graphs == 2
+    for share in (0.6, 0.3, 0.0, 0.8):
+        load_partly(flux.patcher, share)
+        assert relative_error(flux.run(flux.attach(flux.patcher)), expected) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
+
+
+def test_lora_under_partial_loading_adds_no_graph(flux):
+    import comfy.sd
+
+    first, second = lora_file(flux.patcher), lora_file(flux.patcher, seed=2, layers=("linear2",))
+    results = {}
+    for share in (1.0, 0.5, 0.0):
+        if share < 1:
+            load_partly(flux.patcher, share)
+        flux.run(flux.attach(flux.patcher))
+        for name, lora, strength in (("added", first, 1.0), ("stronger", first, 1.5), ("swapped", second, 1.0)):
+            patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora, strength, 0)
+            result = flux.run(flux.attach(patched))
+            assert relative_error(result, flux.run(patched)) < 1e-6, (share, name)
+            assert relative_error(result, results.setdefault(name, result)) < 1e-5, (share, name)
+        assert relative_error(flux.run(flux.attach(flux.patcher)), flux.run(flux.patcher)) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [("sdxl", {}), ("sdxl", {"compile": "in the background"}), ("flux", {}), ("flux", {"only_blocks": "*1"})],
+)
+def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings, tiny, engine, monkeypatch):
+    """Layers between two blocks come through the same two buffers (SDXL's ResBlocks)."""
+    own_streams(engine, monkeypatch)
+    runs = Runs(tiny, engine, name, cfg=1.0)
+    expected = runs.run(runs.patcher)
+    compiled = runs.attach(runs.patcher, **settings)
+    network, buffers = runs.patcher.model.diffusion_model, Buffers()
+    inside = {layer for block in compiled_blocks(runs, compiled) for layer in block.modules()}
+
+    def host_fetches(*_):  # on a CPU it does not
+        buffers.of(buffers.stream()).get(2**22, 0).fill_(255)
+
+    with paged(monkeypatch, runs.patcher.model, buffers) as pages:
+        hooks = [m.register_forward_pre_hook(host_fetches) for m in network.modules() if hasattr(m, "_v") and m not in inside]
+        assert hooks
+        try:
+            for resident in ([], list(pages.layers)[::2], []):
+                pages.resident = set(resident)
+                assert relative_error(runs.run(compiled), expected) < 1e-5
+                assert engine("background.thread").compiler.wait(120)
+        finally:
+            for hook in hooks:
+                hook.remove()
+    assert not runs.failures
+
+
+@pytest.mark.pages
+def test_the_hosts_streams_are_its_own_again_after_an_error(engine, monkeypatch):
+    import comfy.model_management as management
+
+    own_streams(engine, monkeypatch)
+    paging, theirs = engine("host.weights.dynamic_vram"), management.get_offload_stream
+    seen = []
+    with pytest.raises(RuntimeError, match="no memory"), paging._streams.next(torch.device("cpu")):
+        seen.append(management.get_offload_stream(torch.device("cpu")))
+        thread = threading.Thread(target=lambda: seen.append(management.get_offload_stream(torch.device("cpu"))))
+        thread.start()
+        thread.join()
+        raise RuntimeError("no memory")
+    assert isinstance(seen[0], Buffers.Stream) and seen[1] is None, "ours for this thread alone"
+    assert management.get_offload_stream is theirs
+
+
+def compiled_blocks(runs, compiled):
+    """The blocks of which the compiled patcher puts the weights in place."""
+    settings = runs.engine("host.model.attach").attached_settings(compiled)
+    binding = runs.engine("compile.binding").Binding(
+        runs.patcher.model.diffusion_model, settings, runs.engine("compile.group").ModelCall()
+    )
+    return binding._free
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("name", ["flux", "wan"])
+def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, engine, monkeypatch):
+    runs = Runs(tiny, engine, name, cfg=1.0, length=5 if name == "wan" else 1)
+    expected = runs.run(runs.patcher)
+    compiled = runs.attach(runs.patcher)
+    with paged(monkeypatch, runs.patcher.model) as pages:
+        names = list(pages.layers)
+        assert relative_error(runs.run(compiled), expected) < 1e-6  # nothing resident
+        once = runs.graphs
+        before = layer_state(runs.patcher.model)
+        for resident in (names, names[::2], names[1::2], [], names[:3]):
+            pages.resident = set(resident)
+            assert relative_error(runs.run(compiled), expected) < 1e-6
+        assert pages.faults > len(names) and pages.pinned == 0
+        assert same_state(layer_state(runs.patcher.model), before)
+    assert once == runs.graphs == len(runs.kinds) and breaks(runs) == 0 and not runs.failures
+
+
+@pytest.mark.pages
+def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
+    import comfy.sd
+    from comfy.model_patcher import LowVramPatch
+
+    patched, _ = comfy.sd.load_lora_for_models(flux.patcher, None, lora_file(flux.patcher), 1.0, 0)
+    plain, expected = flux.run(flux.patcher), flux.run(patched)
+    flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        flux.run(compiled)
+        for resident in ([], list(pages.layers)[::2]):
+            pages.resident = set(resident)
+            for name, layer in pages.layers.items():
+                key = f"diffusion_model.{name}.weight"
+                patch = LowVramPatch(key, patched.patches) if key in patched.patches else None
+                if patch is not None:
+                    patch._pin_state = {}
+                layer.weight_lowvram_function = patch
+                layer._v_signature = None
+            assert relative_error(flux.run(compiled), expected) < 1e-5
+            for layer in pages.layers.values():
+                layer.weight_lowvram_function, layer._v_signature = None, None
+            assert relative_error(flux.run(compiled), plain) < 1e-6
+    assert flux.graphs == 2 and breaks(flux) == 0
+
+
+@pytest.mark.pages
+def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
+    compiled = flux.attach(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        flux.run(compiled)
+        before = layer_state(flux.patcher.model)
+
+        def fail(*_):
+            raise KeyError("inside")
+
+        hook = flux.patcher.model.diffusion_model.single_blocks[1].register_forward_hook(fail)
+        with pytest.raises(KeyError):
+            flux.run(compiled)
+        hook.remove()
+        assert same_state(layer_state(flux.patcher.model), before) and pages.pinned == 0
+
+
+@pytest.mark.pages
+def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
+    compiled = flux.attach(flux.patcher, block_swap="off")
+    flux.run(compiled)
+    with paged(monkeypatch, flux.patcher.model), pytest.raises(engine("errors").InvalidSetting, match="set block_swap to auto"):
+        flux.run(compiled)
+
+
+@pytest.mark.pages
+def test_eager_linears_keep_the_linear_layers_out(flux, engine, monkeypatch):
+    expected = flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher, block_swap="eager linears")
+    with paged(monkeypatch, flux.patcher.model):
+        assert relative_error(flux.run(compiled), expected) < 1e-6
+    assert breaks(flux) > 0 and not flux.failures
+    assert not any("forward" in m.__dict__ for m in flux.patcher.model.modules())
+    assert "Linear layers run eager" in " ".join(engine("host.weights.blocks").notes_on(flux.patcher.model))
+
+
+class PackedWeight(torch.Tensor):
+    """A tensor class of another pack (as GGUF's), which only its own layer knows how to unpack."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        result = super().__torch_function__(function, types, args, kwargs or {})
+        return result
+
+
+class UnpackingLinear(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight.as_subclass(torch.Tensor) * 1.0, self.bias)
+
+
+def test_layers_that_unpack_their_own_weights_run_eager_and_are_named(flux, engine):
+    for block in flux.patcher.model.diffusion_model.single_blocks:
+        layer = block.linear1
+        layer.__class__ = UnpackingLinear
+        layer.weight = nn.Parameter(layer.weight.detach().as_subclass(PackedWeight), requires_grad=False)
+        layer._parameters["weight"] = layer.weight.detach().as_subclass(PackedWeight)
+    expected = flux.run(flux.patcher)
+    assert relative_error(flux.run(flux.attach(flux.patcher)), expected) < 1e-6
+    assert not flux.failures
+    assert "UnpackingLinear" in " ".join(engine("host.weights.blocks").notes_on(flux.patcher.model))
+
+
+def test_blocks_that_another_pack_moves_are_compiled_as_they_arrive(flux):
+    """Hooks around a block that bring its weights and take them away again (WanVideoWrapper, wanBlockswap)."""
+    network = flux.patcher.model.diffusion_model
+    expected = flux.run(flux.patcher)
+    kept = {p: p.detach().clone() for block in network.single_blocks for p in block.parameters()}
+
+    def bring(block, _):
+        for p in block.parameters():
+            p.data = kept[p].clone()
+
+    def take(block, _, output):
+        for p in block.parameters():
+            p.data = torch.full_like(p, torch.nan)
+        return output
+
+    for block in network.single_blocks:
+        take(block, None, None)
+        block.register_forward_pre_hook(bring)
+        block.register_forward_hook(take)
+    assert torch.equal(flux.run(flux.attach(flux.patcher)), expected)
+    assert flux.graphs == 2 and not flux.failures
+    assert all(p.isnan().all() for p in kept)
+
+
+def test_weights_are_spread_evenly_over_the_blocks(flux, engine):
+    """Whatever prefix of the order stays, every block that moves at all has as many bytes to move, to within a layer."""
+    ranks = engine("host.weights.placement").even_ranks(flux.patcher.model)
+    sizes = {n: sum(p.nbytes for p in m.parameters(recurse=False)) for n, m in flux.patcher.model.named_modules()}
+    network = flux.patcher.model.diffusion_model
+    paths = [f"{stack}.{i}" for stack in ("double_blocks", "single_blocks") for i in range(len(getattr(network, stack)))]
+    left = {f"diffusion_model.{p}": sum(t.nbytes for t in network.get_submodule(p).parameters()) for p in paths}
+    totals, largest = dict(left), max(sizes[name] for name in ranks)
+    for _, name in sorted((rank, name) for name, rank in ranks.items()):
+        block = next(b for b in left if f"{name}.".startswith(f"{b}."))
+        left[block] -= sizes[name]
+        begun = [n for b, n in left.items() if n < totals[b]]
+        untouched = [n for b, n in left.items() if n == totals[b]]
+        assert not begun or max(begun) - min(begun) <= largest
+        assert not begun or not untouched or max(untouched) <= max(begun) + largest
+    assert not any(left.values())
+
+
+def on_device(patcher):
+    """Bytes of the layers that the host's loader has moved to the device and not taken back."""
+    modules = (m for m in patcher.model.modules() if getattr(m, "comfy_patched_weights", False))
+    return sum(p.nbytes for m in modules for p in m.parameters(recurse=False))
+
+
+def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux):
+    """Two orders of loading on top of each other would leave more on the device than the host counts: out of memory."""
+    load_partly(flux.patcher, 0.5)
+    expected = flux.run(flux.patcher)
+    compiled = flux.attach(flux.patcher)
+    runs = [flux.patcher, compiled, compiled.clone(), flux.patcher, flux.attach(compiled, block_swap="eager linears"), compiled]
+    for patcher in runs:
+        assert relative_error(flux.run(patcher), expected) < 1e-6
+        counted = flux.patcher.model.model_loaded_weight_memory
+        assert 0 < counted < flux.patcher.model_size()
+        assert on_device(flux.patcher) <= counted
+
+
+def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux):
+    load_partly(flux.patcher, 0.6)
+    compiled = flux.attach(flux.patcher)
+    expected = flux.run(compiled)
+    loaded = on_device(flux.patcher)
+    for _ in range(2):
+        assert compiled.clone().partially_unload(torch.device("cpu"), loaded // 2) > 0
+        assert on_device(flux.patcher) < loaded
+        assert torch.equal(flux.run(compiled), expected)
+        assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory
+    assert flux.graphs == 2
+
+
+@pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 1.0), (0.0, 2.0)])
+def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers, flux, engine, monkeypatch):
+    """As much as is needed: two of the largest block's size when all weights travel, less when only some do."""
+    import comfy.model_management as management
+
+    placement = engine("host.weights.placement")
+    patcher, model = flux.patcher, flux.patcher.model
+    room = share * patcher.model_size() + management.minimum_inference_memory() - patcher.loaded_size()
+    monkeypatch.setattr(management, "get_free_memory", lambda device: room)
+    blocks = [*model.diffusion_model.double_blocks, *model.diffusion_model.single_blocks]
+    largest = max(management.module_size(block) for block in blocks)
+    shape = (1, 16, 64, 64)
+    before = model.memory_required(shape)
+    with placement._buffers_announced(patcher):
+        assert model.memory_required(shape) - before == pytest.approx(buffers * largest, rel=1e-6)
+    assert model.memory_required(shape) == before and "memory_required" not in model.__dict__

@@ -1,0 +1,213 @@
+"""The figures that people read are made from the results files, and by nothing else."""
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from support import ROOT
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    """A function: benchmark("tables") is benchmarks/tables.py; by its path, since ROOT is not on sys.path here."""
+    folder = ROOT / "benchmarks"
+    spec = importlib.util.spec_from_file_location(
+        "benchmarks", folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    sys.modules["benchmarks"] = package = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(package)
+    yield lambda name: importlib.import_module(f"benchmarks.{name}")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "benchmarks"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def tables(benchmark):
+    return benchmark("tables")
+
+
+def test_readme_chart_and_compatibility_are_what_the_results_files_make(tables):
+    made = tables.made()
+    assert {file.name for file in made} == {"README.md", "figures.md", "step-time.svg", "compatibility.md"}
+    for file, content in made.items():
+        assert file.read_text() == content, f"{file.name} is not what `python -m benchmarks.tables` writes"
+    assert "(step-time.svg)" in made[ROOT / "docs" / "figures.md"]
+
+
+def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
+    for file, made in (("README.md", tables.README), ("docs/figures.md", tables.FIGURES)):
+        text = (ROOT / file).read_text()
+        for name, table in made.items():
+            around = "" if name in tables.INLINE else "\n"
+            begin, end = f"<!-- {name} -->{around}", f"{around}<!-- end {name} -->"
+            assert begin + table() + end in text
+            if not table():  # sessions that nobody has measured yet
+                continue
+            edited = text.replace(begin + table(), begin + "7" + table().replace("0", "7"))
+            assert edited != text and tables.replace(edited, name, table()) == text
+
+
+def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(tables, tmp_path, monkeypatch):
+    run = {
+        "comfyui": "0.33.0",
+        "torch": "2.15.0+cu132",
+        "python": "3.12.1",
+        "device": "CPU",
+        "date": "2026-11-22",
+        "part": "core",
+        "passed": 7,
+        "failed": ["tests.a::b", "tests.a::c"],
+        "skipped": {"a GPU has them": 3, "x | y": 1},
+        "left_out": ["dynamic VRAM"],
+    }
+    (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
+    monkeypatch.setattr(tables, "RESULTS", tmp_path)
+    assert tables.matrix_table().splitlines()[2] == (
+        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
+        "| 2026-11-22, Python 3.12.1, CPU |"
+    )
+
+
+def test_the_number_of_set_ups_and_the_exceptions_are_those_of_the_results(tables):
+    rows = tables.outcomes()
+    assert len({row["name"] for row in rows}) == len(rows) and all(row["host"] and row["torch"] for row in rows)
+    assert {row["name"] for row in rows if not tables.keeps_promise(row)} == set(tables.EXCEPTIONS)
+    for file in (ROOT / "README.md", ROOT / "docs" / "compatibility.md"):
+        assert f"{len(rows)} " in file.read_text().replace("<!-- end set-ups -->", "")
+
+
+def test_the_chart_shows_the_ratios_of_the_table_beside_it(tables):
+    root = ElementTree.fromstring(tables.step_time_chart())
+    shown = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    eager, ours = tables._newest_pair(tables.rows("step_time")[0], "qwen_image")
+    assert f"{ours['step'] / eager['step']:.2f}" in shown
+    beside = next(line for line in tables.step_time_table().splitlines() if line.startswith("| Flux-dev 12B, 1024"))
+    _, _, _, ours, kjnodes, core, *_ = beside.split("|")
+    for ratio in (ours.partition("(")[2].partition(")")[0], kjnodes.strip(), core.strip()):
+        assert float(ratio) and ratio in shown
+
+
+def test_every_results_file_says_where_it_comes_from(tables):
+    for file in tables.RESULTS.glob("*.json"):
+        content = json.loads(file.read_text())
+        if file.name == "compatibility.json":
+            continue
+        for where in content.get("environments") or content["runs"]:
+            assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
+
+
+def test_fuzz_and_soak_found_nothing_that_stays(tables):
+    found = [row for kind in ("fuzz", "soak") for row in tables.rows(kind)[0]]
+    assert {row["kind"] for row in found} == {"fuzz", "soak"}
+    for row in found:
+        assert row["wrong"] == [] and row.get("not_flat", []) == [] and row.get("alive", True), row["file"]
+        if row["kind"] == "fuzz":
+            assert row["server_alive"] and row["prompts"] >= 300
+        else:  # the comparison could tell one state from the other
+            assert row["largest_error"] <= row["allowed_error"] < row["least_difference_of_two_states"]
+
+
+def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
+    import numpy
+    import torch
+
+    soak, states = benchmark("soak"), benchmark("soak_prompts")
+    one, other = states.State("m", (8, 8)), states.State("m", (8, 8), lora=1.0)
+    latents = {one: torch.ones(1, 4), other: torch.ones(1, 4) * 1.01}
+    image = numpy.zeros((8, 8, 3), "uint8")
+    found = soak.Soak.__new__(soak.Soak)
+    found.states, found.expected = [one, other], {state: (latent, [image]) for state, latent in latents.items()}
+    assert found._nearest(one, latents[one]) is one and found._nearest(one, latents[other]) is other
+    assert found._apart()[0] > 0.005
+    assert soak.difference(torch.ones(1, 4), torch.ones(1, 5)) == float("inf") != soak.difference(*latents.values())
+    assert soak.image_difference([image], [image + 3]) == 3.0 and soak.image_difference([image], []) == float("inf")
+    assert soak.flat("rss", [1000, 1100, 1150, 1150]) and not soak.flat("rss", [1000, 1100, 1120, 1160])
+    assert soak.flat("files", [9, 10, 12]) and not soak.flat("files", [9, 10, 13])
+    assert soak.flat("vram", [130.0, 131.0, 131.4]) and not soak.flat("vram", [130.0, 131.0, 131.6])
+
+
+def test_noise_of_attention_is_shown_where_a_row_has_it(tables):
+    assert tables.noise_of({"attention_noise": {"MATH": 0.25, "FLASH_ATTENTION": 0.5}}) == 0.5
+    assert tables.noise_of({"variant": "eager"}) is None and tables.noise_of(None) is None
+
+
+@pytest.mark.host
+def test_noise_is_read_for_every_kernel_that_can_run(benchmark, monkeypatch):
+    import torch
+    from torch.nn.attention import SDPBackend
+
+    noise, session = benchmark("noise"), benchmark("session")
+    monkeypatch.setitem(sys.modules, session.KIT, None)
+    session._load_kit()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    never = SDPBackend.OVERRIDEABLE  # of other devices than these two
+    monkeypatch.setitem(noise.KERNELS, device, (never, SDPBackend.MATH))
+    patcher = benchmark("models").build("flux_small", torch.device(device))
+    before = dict(patcher.model_options["transformer_options"])
+    expected, _ = session.sample(patcher, "flux_small", 2)
+    found = noise.attention_noise(patcher, "flux_small", 2, device, expected)
+    assert list(found) == ["MATH"] and 0 < found["MATH"] < 1e-3
+    assert patcher.model_options["transformer_options"] == before
+
+
+def _session(model: str, variant: str, seconds: list[float], cache: str = "cold", cores: int = 0, **more) -> list[dict]:
+    names = ["first image", "next seed", "next"]
+    common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores, "free_gib": 0, **more}
+    return [
+        {**common, "number": n, "prompt": names[n - 1], "seconds": s, "longest_step": s / 2, "steps": [s / 2, 0.5, 0.5]}
+        for n, s in enumerate(seconds, 1)
+    ]
+
+
+def _results(folder: Path, name: str, found: list[dict]) -> None:
+    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": name}
+    (folder / f"{name}.json").write_text(json.dumps({"environments": [where], "rows": found}))
+
+
+def test_sessions_are_set_beside_eagers_prompts_of_the_same_file(benchmark, tmp_path, monkeypatch):
+    sessions = benchmark("session_tables")
+    monkeypatch.setattr(benchmark("rows"), "RESULTS", tmp_path)
+    assert sessions.sessions_table() == "" == sessions.prompts_table()
+    ours = [*_session("flux", "ours", [8, 2, 2]), *_session("flux", "ours", [2, 2, 2], "warm")]
+    few = [*_session("flux", "eager", [5, 5, 5], cores=4), *_session("flux", "ours", [10, 5, 5], cores=4)]
+    _results(tmp_path, "1", [*_session("flux", "eager", [4, 4, 4]), *ours, *few])
+    # Eager once more, elsewhere: its seconds are newer, but no measure for rows of another file.
+    cut = _session("flux", "kjnodes", [16, 8])
+    _results(tmp_path, "2", [*_session("flux", "eager", [8, 8, 8]), *cut, *_session("flux_small", "eager", [1, 1, 1])])
+    lines = sessions.sessions_table().splitlines()
+    assert lines[2] == "| Flux-dev 12B, 1024x1024, 3 prompts | eager | 8.0 | 24.0 | - | 8.0 | 5.0 | 15.0 |"
+    assert lines[3] == "|  | KJNodes | 16.0 (2.00) | 24.0 (1.50), 2 prompts | - | - | - | - |"
+    assert lines[4] == "|  | ours | 8.0 (2.00) | 12.0 (1.00) | 6.0 (0.50) | 2.0 (0.50) | 10.0 (2.00) | 20.0 (1.33) |"
+    assert len([line for line in lines if line.startswith("|")]) == 5
+
+    prompts = sessions.prompts_table()
+    assert "| first image | 8.0, 4 | 16.0 (2.00), 8 | 8.0 (2.00), 4 | 2.0 (0.50), 1 |" in prompts
+    assert "| Flux-dev 12B, 1024x1024, 4 cores | eager | ours, cold |" in prompts
+    # Eager's usual step is 0.5 s: the first steps of 4 s and 8 s are more than three of them.
+    assert "| steps over 3 of eager's | 3 | 2 | 1 | 0 |" in prompts
+
+
+def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, tmp_path, monkeypatch):
+    sessions = benchmark("session_tables")
+    monkeypatch.setattr(benchmark("rows"), "RESULTS", tmp_path)
+    core = _session("sdxl", "core", [9, 9, 9])
+    core[1] = {k: v for k, v in core[1].items() if k not in ("seconds", "steps", "longest_step")}
+    core[1]["died"] = "OutOfMemoryError: no memory"
+    _results(tmp_path, "1", [*_session("sdxl", "eager", [3, 3, 3]), *core])
+    line = sessions.sessions_table().splitlines()[3]
+    assert line == "|  | core | 9.0 (3.00) | dies: OutOfMemoryError | - | 9.0 (3.00) | - | - |"
+    assert "| next seed | 3.0, 1.5 | dies: OutOfMemoryError |" in sessions.prompts_table()
+
+
+def test_a_session_sends_only_inputs_that_the_servers_node_has(benchmark):
+    prompts = benchmark("session_prompts")
+    node = {"input": {"required": {"model": ["MODEL"], "mode": ["COMBO", {"options": ["default", "other"]}]}}}
+    node["input"]["optional"] = {"threads": ["INT", {"default": 4}], "old": [["a", "b"]]}
+    node["input_order"] = {"required": ["model", "mode"], "optional": ["threads", "old"]}
+    assert prompts.widgets(node) == {"mode": "default", "threads": 4, "old": "a"}
+    given = {"mode": "other", "compile": "at once"}
+    assert prompts.settings_for({prompts.MODEL_NODE: node}, given) == {"mode": "other"}

@@ -1,0 +1,44 @@
+"""When a real server gets ready to compile: when a prompt is queued that will, and by itself after a restart."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from devtools import inprocess, prompts
+from devtools.server import Server
+
+pytestmark = pytest.mark.server
+PREPARED = "import_inductor: "
+# Longer than nodes/routes.py waits.
+IDLE = 12
+
+
+def seen(server, seconds):
+    """Whether the server has prepared, or does so within some seconds."""
+    deadline = time.monotonic() + seconds
+    while PREPARED not in server.log() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return PREPARED in server.log()
+
+
+def test_it_prepares_for_a_prompt_and_by_itself_after_a_restart(model_files, engine, tmp_path, monkeypatch):
+    models = Path(next(iter(model_files.values()))).parents[1]
+    (tmp_path / "models").symlink_to(models, target_is_directory=True)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")  # of the other tests
+    user = tmp_path / "user" / "torch-compile-kit"
+
+    def start():
+        return Server(inprocess.host_folder(), tmp_path, inprocess.has_gpu(), arguments=["--verbose", "DEBUG"])
+
+    with start() as server:
+        assert not seen(server, IDLE), "nobody has compiled here"
+        assert not user.exists()
+        shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
+        server.start(prompts.only_warmup(prompts.shrink(shipped, width=64, height=64, steps=1)))
+        assert seen(server, 60)
+    cache = engine("cache.disk").DiskCache(user / "cache", 2**30)
+    cache.enter("0123456789ab", "Block")  # as when the warmup had got so far
+    cache.exit("0123456789ab")
+    with start() as server:
+        assert seen(server, 60)
