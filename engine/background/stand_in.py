@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..options.patches import is_filled
+from ..closures import is_filled
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 

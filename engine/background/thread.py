@@ -1,7 +1,6 @@
 """Compile while images go on: a thread makes the code for calls that ran eager, and nobody waits for it.
 
-It works on stand-ins (`background/stand_in.py`), so it holds no weights, and what it compiles does not run (`inductor/run_modes.py`). What PyTorch
-saves and restores around a compilation is the sampler's meanwhile, so this thread leaves it alone.
+It works on stand-ins (`stand_in.py`), so it holds no weights, and what it compiles does not run (`inductor/run_modes.py`).
 """
 
 from __future__ import annotations

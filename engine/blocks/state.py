@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import types
 import weakref
+from typing import Generic, TypeVar
 
 from torch import nn
 
-from ..compile.group import CompiledKind
-
 Code = types.CodeType | type
+T = TypeVar("T")
 
 
-class BlockState:
+class BlockState(Generic[T]):
     """The modules inside a block, as they were when it was last looked at; keeps none of them alive.
 
     Args:
         block: what is compiled; its own `forward` and hooks are outside of that and do not count.
+
+    `kinds`: what it runs, by settings.
     """
 
     def __init__(self, block: nn.Module):
-        self.kinds: dict[tuple, CompiledKind] = {}
+        self.kinds: dict[tuple, T] = {}
         self.forwards: tuple[tuple[str, Code], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []

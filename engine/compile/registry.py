@@ -52,7 +52,7 @@ class ModelCode:
         self.settled = False
         self._generation = Generation()
         self.twins: list[tuple[nn.Module, type]] | None = None
-        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[CompiledKind | None]] = weakref.WeakKeyDictionary()
 
     @property
     def kinds(self) -> dict[tuple, CompiledKind]:
@@ -72,7 +72,7 @@ class ModelCode:
             state.kinds[kind_key] = self._find_kind(block, state, settings)
         return state.kinds[kind_key]
 
-    def state_of(self, block: nn.Module) -> BlockState | None:
+    def state_of(self, block: nn.Module) -> BlockState[CompiledKind | None] | None:
         """What `block` consisted of when it last ran compiled."""
         return self._of_block.get(block)
 

@@ -13,6 +13,8 @@ from collections.abc import Hashable, Iterator
 
 import torch
 
+from ..closures import contents_of
+
 # Immutable, and `repr` says all of it (also the sign of a zero, which `==` does not see).
 _PLAIN = {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
 _PLAIN |= {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -68,12 +70,7 @@ def _held_by(function: types.FunctionType) -> Iterator[object]:
     if function.__globals__.get("__name__", "").partition(".")[0] == "torch":  # torch.compiler.disable and its like
         yield function.__dict__.get("__wrapped__")
         return
-    yield from (function.__defaults__, function.__kwdefaults__, vars(function))
-    for cell in function.__closure__ or ():
-        try:
-            yield cell.cell_contents
-        except ValueError:  # not set yet
-            yield None
+    yield from (function.__defaults__, function.__kwdefaults__, vars(function), *contents_of(function))
 
 
 class Same:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .recompile_log import Asked
+from .call_info import CallInfo
 
 
-def cause(before: Asked, now: Asked, dynamic: str, warmed: bool, guard: str) -> str:
+def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: str) -> str:
     """Why a run had to compile, and what would have avoided it.
 
     Args:
@@ -32,7 +29,7 @@ def cause(before: Asked, now: Asked, dynamic: str, warmed: bool, guard: str) -> 
 Found = tuple[str, str, str]
 
 
-def _layers(before: Asked, now: Asked, _dynamic: str) -> Found | None:
+def _layers(before: CallInfo, now: CallInfo, _dynamic: str) -> Found | None:
     if before.layers == now.layers:
         return None
     new = [name for name in now.layers if name not in before.layers]
@@ -40,7 +37,7 @@ def _layers(before: Asked, now: Asked, _dynamic: str) -> Found | None:
     return f"{what}, as a LoRA in bypass mode does", "Put Torch Compile Warmup behind the node that does it", ""
 
 
-def _patches(before: Asked, now: Asked, _dynamic: str) -> Found | None:
+def _patches(before: CallInfo, now: CallInfo, _dynamic: str) -> Found | None:
     if before.patches == now.patches:
         return None
     new = [p for p in now.patches if p not in before.patches]
@@ -48,7 +45,7 @@ def _patches(before: Asked, now: Asked, _dynamic: str) -> Found | None:
     return what, "Put Torch Compile Warmup behind the node that patches", ""
 
 
-def _size(before: Asked, now: Asked, dynamic: str) -> Found | None:
+def _size(before: CallInfo, now: CallInfo, dynamic: str) -> Found | None:
     changes = [
         f"{name} changed from {getattr(before, name)} to {getattr(now, name)}"
         for name in ("width", "height", "length")
@@ -60,7 +57,7 @@ def _size(before: Asked, now: Asked, dynamic: str) -> Found | None:
     return ", ".join(changes), f"Add {now.size()} to extra_sizes{_or(elsewhere)}", elsewhere
 
 
-def _batch(before: Asked, now: Asked, dynamic: str) -> Found | None:
+def _batch(before: CallInfo, now: CallInfo, dynamic: str) -> Found | None:
     if before.batch == now.batch:
         return None
     elsewhere = "set dynamic to true" if dynamic == "false" and min(before.batch, now.batch) > 1 else ""
@@ -68,7 +65,7 @@ def _batch(before: Asked, now: Asked, dynamic: str) -> Found | None:
     return what, f"Add {now.size() if now.batch > 1 else now.size() + ' batch 1'} to extra_sizes{_or(elsewhere)}", elsewhere
 
 
-def _together(before: Asked, now: Asked, _dynamic: str) -> Found | None:
+def _together(before: CallInfo, now: CallInfo, _dynamic: str) -> Found | None:
     if before.together == now.together:
         return None
     if now.together > before.together:
@@ -78,7 +75,7 @@ def _together(before: Asked, now: Asked, _dynamic: str) -> Found | None:
     return what, "Give the warmup the sampler's cfg and prompts", ""
 
 
-def _prompt(before: Asked, now: Asked, dynamic: str) -> Found | None:
+def _prompt(before: CallInfo, now: CallInfo, dynamic: str) -> Found | None:
     if before.tokens == now.tokens:
         return None
     what = f"the prompt's length changed from {before.tokens} to {now.tokens} tokens"
@@ -87,14 +84,14 @@ def _prompt(before: Asked, now: Asked, dynamic: str) -> Found | None:
     return what, "Connect a prompt of that length to the warmup", ""
 
 
-def _controlnet(before: Asked, now: Asked, _dynamic: str) -> Found | None:
+def _controlnet(before: CallInfo, now: CallInfo, _dynamic: str) -> Found | None:
     if before.controlnet == now.controlnet:
         return None
     what = f"a ControlNet was {'added' if now.controlnet else 'removed'}"
     return what, "Connect the conditioning that the sampler gets, behind the ControlNet's node, to the warmup", ""
 
 
-def _inputs(before: Asked, now: Asked, dynamic: str) -> Found | None:
+def _inputs(before: CallInfo, now: CallInfo, dynamic: str) -> Found | None:
     old, new = dict(before.inputs), dict(now.inputs)
     changes = [f"{name} was added" for name in new if name not in old] + [
         f"{name} was removed" for name in old if name not in new

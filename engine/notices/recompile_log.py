@@ -12,48 +12,11 @@ from torch import nn
 
 from ..compile.events import CompileStats
 from ..per_model import PerModel
+from .call_info import CallInfo
 from .explain import cause
 
 logger = logging.getLogger("torch-compile-kit")
 NOTICES_KEPT = 20
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What one call of a model was asked for, in the units of the nodes.
-
-    Args:
-        width, height: pixels; 0 where the model has none.
-        length: frames.
-        batch: images or videos.
-        together: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
-        tokens: length of the prompt.
-        controlnet: a ControlNet gave the model something to add.
-        inputs: what else the conditioning gave it, with the shapes without the batch.
-        patches: names of the patches in the model.
-        layers: names of functions that run in place of layers.
-    """
-
-    width: int = 0
-    height: int = 0
-    length: int = 1
-    batch: int = 1
-    together: int = 1
-    tokens: int = 0
-    controlnet: bool = False
-    inputs: tuple[tuple[str, tuple], ...] = ()
-    patches: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
-
-    def parts(self) -> tuple:
-        """All of it, in order."""
-        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
-
-    def size(self) -> str:
-        """As a line of extra_sizes."""
-        frames = f"x{self.length}" if self.length > 1 else ""
-        size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
-        return f"{size} batch {self.batch}" if self.batch > 1 else size
 
 
 @dataclass
@@ -66,7 +29,7 @@ class Watch:
         notices: the last sentences that a run gave rise to, oldest first.
     """
 
-    known: list[Asked] = field(default_factory=list)
+    known: list[CallInfo] = field(default_factory=list)
     warmed: bool = False
     notices: list[str] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
@@ -77,18 +40,18 @@ class Watch:
         self._stats[settings] = now
         return now - before
 
-    def note_warming(self, asked: Asked) -> None:
+    def note_warming(self, info: CallInfo) -> None:
         """A warmup ran this."""
         self.warmed = True
-        self._know(asked)
+        self._know(info)
 
-    def notice(self, asked: Asked, added: CompileStats, dynamic: str) -> str | None:
+    def notice(self, info: CallInfo, added: CompileStats, dynamic: str) -> str | None:
         """A sentence when a run compiled something that a warmup could have done.
 
         Args:
             dynamic: the input of Torch Compile Model.
         """
-        sentence, parts = None, asked.parts()
+        sentence, parts = None, info.parts()
         if added.graphs:
             sentence = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s): "
             if not self.known:
@@ -96,14 +59,14 @@ class Watch:
             else:
                 guard = added.recompiles[-1].guard if added.recompiles else ""
                 nearest = min(self.known, key=lambda known: sum(a != b for a, b in zip(known.parts(), parts, strict=True)))
-                sentence += cause(nearest, asked, dynamic, self.warmed, guard)
+                sentence += cause(nearest, info, dynamic, self.warmed, guard)
             self.notices = [*self.notices, sentence][-NOTICES_KEPT:]
-        self._know(asked)
+        self._know(info)
         return sentence
 
-    def _know(self, asked: Asked) -> None:
-        if asked not in self.known:
-            self.known.append(asked)
+    def _know(self, info: CallInfo) -> None:
+        if info not in self.known:
+            self.known.append(info)
 
 
 _state = threading.local()
@@ -130,12 +93,12 @@ def is_warming() -> bool:
     return getattr(_state, "warming", False)
 
 
-def report_compilation(model: nn.Module, name: str, asked: Asked, added: CompileStats, dynamic: str) -> None:
+def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, dynamic: str) -> None:
     """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page of surprises."""
     if is_warming():
-        watch_of(model).note_warming(asked)
+        watch_of(model).note_warming(info)
         return
-    sentence = watch_of(model).notice(asked, added, dynamic)
+    sentence = watch_of(model).notice(info, added, dynamic)
     if sentence:
         logger.warning("%s: %s", name, sentence)
         for listener in listeners:

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from .patches import is_filled
+from ..closures import contents_of
 
 _FUNCTION = types.FunctionType | types.MethodType | functools.partial
 _SEQUENCE = list | tuple | set | frozenset
@@ -41,7 +41,7 @@ def _holds_changing(value: object, depth: int = 4) -> bool:
     if isinstance(value, _PLAIN):
         return False
     if isinstance(value, types.FunctionType):
-        inside = [cell.cell_contents for cell in value.__closure__ or () if is_filled(cell)]
+        inside = contents_of(value)
     elif isinstance(value, types.MethodType):
         inside = [value.__self__, value.__func__]
     elif isinstance(value, functools.partial):

@@ -15,9 +15,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ..inductor import attention_kernels as attention
+from ..closures import contents_of
 from .flow import Flow
-from .patches import OVERRIDE, is_filled, keys_of_patch
+from .patches import OVERRIDE, keys_of_patch
 from .uses import Lost
 
 logger = logging.getLogger("torch-compile-kit")
@@ -99,8 +99,7 @@ def _add_codes(function: types.FunctionType, seen: set[types.CodeType], depth: i
             continue
         seen.add(code)
         if depth:
-            captured = [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
-            for target in [*(function.__globals__.get(name) for name in code.co_names), *captured]:
+            for target in [*(function.__globals__.get(name) for name in code.co_names), *contents_of(function)]:
                 if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):
                     _add_codes(target, seen, depth - 1)
 
@@ -154,7 +153,7 @@ class OptionsFilter:
             (name, patch) for name, value in patches.items() for patch in (value if isinstance(value, list) else (value,))
         ]
         inside += [(name, patch) for name, entries in replacements.items() for patch in entries.values()]
-        if override is not None and getattr(override, "__module__", None) != attention.__name__:
+        if override is not None and not getattr(override, "reads_no_options", False):
             inside.append((OVERRIDE, override))
         # Present and empty is one state, absent another, and guards see the order: settle on one.
         settled: dict = {"patches": patches, "patches_replace": replacements}

@@ -11,6 +11,8 @@ import inspect
 import types
 import weakref
 
+from ..closures import contents_of
+
 OVERRIDE = "optimized_attention_override"
 # Which argument the host passes the dict in (ldm/modules/attention.py); ldm/flux/layers.py passes it as `extra_options`.
 _ARGUMENT = {
@@ -79,7 +81,7 @@ def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -
         if attributes - {"__wrapped__"}:
             return False
     used = [getattr(function, "__wrapped__", None)]
-    used += [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    used += contents_of(function)
     if not host:
         used += [function.__globals__.get(name) for name in code.co_names]
     for target in used:
@@ -89,14 +91,6 @@ def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -
         elif forwards and callable(target) and not isinstance(target, type | types.BuiltinFunctionType):
             return False
     return True
-
-
-def is_filled(cell: types.CellType) -> bool:
-    """Whether the variable of a closure has been set."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
 
 
 def _lookups(code: types.CodeType, names: set[str]) -> frozenset[str] | None:

@@ -13,11 +13,12 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from .objects import Objects, Unknown, arguments_of, callee, elements, rest_of
+from .patches import OVERRIDE
 from .source import assignments, filtered_copy, names_in, source_of, text_of
 
 BY_NAME = ("transformer_options", "extra_options")
 # Hold patches, and nothing else that can be called.
-_PATCHES = ("patches", "patches_replace", "optimized_attention_override")
+_PATCHES = ("patches", "patches_replace", OVERRIDE)
 # What may be in a variable beside what is called.
 _NOT_CALLED = (types.NoneType, list, tuple, dict, nn.ModuleList, nn.ModuleDict)
 _LOOKUPS = ("get", "pop", "setdefault")

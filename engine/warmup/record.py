@@ -11,12 +11,16 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from ..compile.group import CompiledKind
+
+class Compiled(Protocol):
+    """Blocks that share compiled code, see `compile/group.py`."""
+
+    def variants(self) -> list[object] | None: ...
+
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
@@ -88,18 +92,18 @@ class WarmRecord:
     def __len__(self) -> int:
         return len(self._ran)
 
-    def add(self, what: Hashable, kinds: Iterable[CompiledKind]) -> None:
+    def add(self, what: Hashable, kinds: Iterable[Compiled]) -> None:
         """Note that `what` has run to its end; `kinds` are the compiled code it may have used."""
         variants = _variants(kinds)
         if variants is not None:
             self._ran[what] = variants
 
-    def holds(self, what: Hashable, kinds: Iterable[CompiledKind]) -> bool:
+    def holds(self, what: Hashable, kinds: Iterable[Compiled]) -> bool:
         """Whether `what` has run, and PyTorch still has all the code of then."""
         before, now = self._ran.get(what), _variants(kinds)
         return before is not None and now is not None and before <= now
 
 
-def _variants(kinds: Iterable[CompiledKind]) -> frozenset[Same] | None:
+def _variants(kinds: Iterable[Compiled]) -> frozenset[Same] | None:
     found = [kind.variants() for kind in kinds]
     return None if None in found else frozenset(Same(code) for codes in found for code in codes)

@@ -32,7 +32,7 @@ from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
 from ..weights.quantized import traceable_casts
 from .attention_choice import chosen_kernel, with_attention
-from .call_info import asked_of
+from .call_info import call_info_of
 from .user_folder import get_ready
 
 KEY = "torch-compile-kit"
@@ -102,8 +102,8 @@ class BlockCompiler:
                 gate.open()
             if monitor.compilations != compilations or is_warming():
                 added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
-                asked = asked_of(base_model, settings, args, kwargs)
-                report_compilation(network, type(base_model).__name__, asked, added, settings.dynamic)
+                info = call_info_of(base_model, settings, args, kwargs)
+                report_compilation(network, type(base_model).__name__, info, added, settings.dynamic)
             return result
 
     def _must_wait(self) -> bool:

@@ -13,10 +13,10 @@ from ...blocks.structure import structure_of
 from ...cache.disk import current, folder_name
 from ...compile.call_shapes import copied_containers
 from ...inductor.attention_kernels import CHECKPOINT, AttentionSurvey, in_words, override_for
+from ...options.patches import OVERRIDE
 from ...per_model import PerModel
 from .call_info import OPTIONS_AT
 
-OVERRIDE = "optimized_attention_override"
 MEMORY = "attention"
 logger = logging.getLogger("torch-compile-kit")
 

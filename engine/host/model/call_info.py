@@ -7,14 +7,14 @@ import torch
 from ...compile.binding import modules_at, plan_for
 from ...compile.call_shapes import shapes_of
 from ...compile.registry import code_of
-from ...notices.recompile_log import Asked
+from ...notices.call_info import CallInfo
 from ...settings import CompileSettings
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
 
 
-def asked_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> Asked:
+def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:
     """Read off the arguments of `apply_model`.
 
     Args:
@@ -30,7 +30,7 @@ def asked_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -
     inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
     shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in found) for name, found in shapes.items()}
-    return Asked(
+    return CallInfo(
         width=shape[-1] * ratio if len(shape) >= 4 else 0,
         height=shape[-2] * ratio if len(shape) >= 4 else 0,
         length=(shape[2] - 1) * frames + 1 if len(shape) == 5 else 1,

@@ -1,0 +1,43 @@
+"""What tells two calls of a model apart for the user."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """Size, batch, prompt length and patches of one call of a model, in the units of the nodes.
+
+    Args:
+        width, height: pixels; 0 where the model has none.
+        length: frames.
+        batch: images or videos.
+        together: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
+        tokens: length of the prompt.
+        controlnet: a ControlNet gave the model something to add.
+        inputs: what else the conditioning gave it, with the shapes without the batch.
+        patches: names of the patches in the model.
+        layers: names of functions that run in place of layers.
+    """
+
+    width: int = 0
+    height: int = 0
+    length: int = 1
+    batch: int = 1
+    together: int = 1
+    tokens: int = 0
+    controlnet: bool = False
+    inputs: tuple[tuple[str, tuple], ...] = ()
+    patches: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def parts(self) -> tuple:
+        """All of it, in order."""
+        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
+
+    def size(self) -> str:
+        """As a line of extra_sizes."""
+        frames = f"x{self.length}" if self.length > 1 else ""
+        size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
+        return f"{size} batch {self.batch}" if self.batch > 1 else size
