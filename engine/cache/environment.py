@@ -16,7 +16,7 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 logger = logging.getLogger("torch-compile-kit")
 # Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
-SOURCES = ("inductor/*.py", "compile/events.py", "compile/dynamic_sizes.py")
+SOURCES = ("inductor/*.py", "compile/session.py")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
 

@@ -24,7 +24,9 @@ from ..inductor.run_modes import state as backend_state
 from ..settings import CompileSettings
 from ..torch_settings import compile_scope
 from .call_shapes import Changed
-from .events import DYNAMIC, STATIC, CompileEvent, CompileStats, monitor, watching
+from .events import monitor, watching
+from .session import DYNAMIC, STATIC, CompileSession
+from .stats import CompileStats
 
 logger = logging.getLogger("torch-compile-kit")
 RETRIES = 3
@@ -109,7 +111,7 @@ class BlockCode:
         else:
             compiled = self._compiled
         changed = Changed(() if beforehand else (args, kwargs))
-        event = CompileEvent(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
+        event = CompileSession(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit

@@ -21,7 +21,8 @@ from ..options.filter import OptionsFilter, patch_objects
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .code import BlockCode, first_call
-from .events import CompileStats, watching
+from .events import watching
+from .stats import CompileStats
 
 # More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
 PATCH_VARIANTS = 4

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ..compile.events import CompileStats
+from ..compile.stats import CompileStats
 from ..per_model import PerModel
 from .call_info import CallInfo
 from .explain import cause

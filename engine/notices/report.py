@@ -9,9 +9,9 @@ from torch import nn
 
 from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
-from ..compile.events import CompileStats
 from ..compile.group import CompiledKind
 from ..compile.registry import code_of, live_models
+from ..compile.stats import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 

@@ -115,19 +115,19 @@ def test_floats_that_differ_cost_one_graph_more(engine, waits):
 
 @pytest.mark.parametrize("arguments", [(0, 9, 3), (1, 9, 3), (9, 0, -2), (10, 0, -5), (3, 3, 1), (5, 2, 2), (-7, 8, 4), (2, 6)])
 def test_steps(engine, arguments):
-    assert engine("compile.dynamic_sizes").steps_of(*arguments) == list(range(*arguments))
+    assert engine("inductor.dynamic_sizes").steps_of(*arguments) == list(range(*arguments))
 
 
 def test_sorted_is_stable(engine):
     items = [(2, 1), (1, 3), (2, 0), (1, 3), (0, 9)]
-    result = engine("compile.dynamic_sizes").sorted_by_comparing(items)
+    result = engine("inductor.dynamic_sizes").sorted_by_comparing(items)
     assert result == sorted(items)
     assert [id(item) for item in result] == [id(item) for item in sorted(items)]
 
 
 @pytest.mark.parametrize("ends", [(0, 1), (-1.0, 1.0), (0.5, 16.5), (16, 0)])
 def test_even_spaces(engine, ends):
-    spaced = engine("compile.dynamic_sizes").evenly_spaced
+    spaced = engine("inductor.dynamic_sizes").evenly_spaced
     for steps in (0, 1, 2, 3, 4, 7, 64, 1001):
         torch.testing.assert_close(spaced(*ends, steps), torch.linspace(*ends, steps), rtol=1e-6, atol=2e-6)
         exact = torch.linspace(*ends, steps, dtype=torch.float64)
