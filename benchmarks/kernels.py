@@ -27,7 +27,7 @@ KINDS = {
 LONGEST = 12
 
 
-def kind_of(name: str) -> str:
+def group_of(name: str) -> str:
     lowered = name.lower()
     return next((kind for kind, words in KINDS.items() if any(word in lowered for word in words)), "other elementwise")
 
@@ -53,7 +53,7 @@ def summary(kernels: list[tuple[str, float, float]]) -> dict:
     by_kind, by_name, calls = defaultdict(float), defaultdict(float), Counter()
     busy, end = 0.0, 0.0
     for name, start, duration in sorted(kernels, key=lambda kernel: kernel[1]):
-        by_kind[kind_of(name)] += duration
+        by_kind[group_of(name)] += duration
         by_name[name] += duration
         calls[name] += 1
         busy += max(0.0, start + duration - max(start, end))

@@ -42,7 +42,7 @@ class CompileSettings:
         mode: `auto` (`default`, with CUDA graphs where they pay) or one of PyTorch's four inductor modes.
         dynamic: `auto` and `true` make one code for all sizes, `false` one for each.
         fullgraph: fail instead of breaking the graph.
-        cache_limit: compiled variants per block kind; 0 means `AUTOMATIC_CACHE_LIMIT`.
+        cache_limit: compiled variants per block group; 0 means `AUTOMATIC_CACHE_LIMIT`.
         block_swap: how blocks run whose weights are not resident on the device.
         attention: attention kernel inside compiled blocks.
         on_failure: `run eager` or `stop`.
@@ -74,7 +74,7 @@ class CompileSettings:
         check_whole("cache_limit", self.cache_limit, 0, MAX_CACHE_LIMIT)
         skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
         key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
-        object.__setattr__(self, "_kind_key", key)
+        object.__setattr__(self, "_settings_key", key)
         if len(self.only_blocks) > MAX_ONLY_BLOCKS:
             raise InvalidSetting(
                 "only_blocks",
@@ -120,12 +120,12 @@ class CompileSettings:
 
     @property
     def variant_limit(self) -> int:
-        """Compiled variants one block kind may have."""
+        """Compiled variants one block group may have."""
         return self.cache_limit or AUTOMATIC_CACHE_LIMIT
 
-    def kind_key(self) -> tuple:
+    def settings_key(self) -> tuple:
         """The part of the settings that compiled code depends on; equal keys share it."""
-        return self._kind_key
+        return self._settings_key
 
     def check_backend(self) -> None:
         """Raise InvalidSetting when this machine lacks what the chosen backend or attention kernel needs."""

@@ -158,7 +158,7 @@ def fresh_dynamo(engine):
     # A reset under a thread that compiles ends the process.
     assert engine("background.thread").compiler.wait(120), "an earlier test left something being compiled"
     # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
-    engine("compile.registry")._kinds.clear()
+    engine("compile.registry")._groups.clear()
 
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

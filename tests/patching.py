@@ -33,15 +33,15 @@ class Runs:
 
     @property
     def kinds(self):
-        return list(self.engine("compile.registry").code_of(self.patcher.model.diffusion_model).kinds.values())
+        return list(self.engine("compile.registry").code_of(self.patcher.model.diffusion_model).groups.values())
 
     @property
     def graphs(self):
-        return sum(kind.stats.graphs for kind in self.kinds)
+        return sum(kind.stats.graphs for kind in self.groups)
 
     @property
     def failures(self):
-        return [kind.failure.message() for kind in self.kinds if kind.failure]
+        return [kind.failure.message() for kind in self.groups if kind.failure]
 
     def check(self, patch, again=None, **inputs):
         """Compiled equals eager with the patch, without it, and with it again; the number of graphs that it added.

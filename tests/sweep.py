@@ -27,7 +27,7 @@ class Outcome:
     """What compiling one set-up came to.
 
     Args:
-        kinds: block kinds that ran compiled at the first shape: a class, a structure and a form of call.
+        groups: block groups that ran compiled at the first shape: a class, a structure and a form of call.
         graphs: compiled at the first shape.
         graphs_after: compiled at the other sizes, prompt lengths and batches, all together.
         error: largest absolute difference to eager, over the largest absolute value of eager.
@@ -45,7 +45,7 @@ class Outcome:
     classes: dict[str, int] = field(default_factory=dict)
     share: float = 0.0
     whole_model: bool = False
-    kinds: int = 0
+    groups: int = 0
     graphs: int = 0
     graphs_after: int = 0
     graphs_again: int = 0
@@ -114,7 +114,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     with _forms_of_calls(engine, network) as forms:
         clear_state(network)
         call(model, setup.inputs(model=model, percent=0.4, **first))
-    outcome.kinds = len(forms)
+    outcome.groups = len(forms)
     compare(percent=0.6, **first)
     for shape in runs_of(setup):
         compare(**shape)
@@ -125,11 +125,11 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
-    kinds = report.kinds_for(network, chosen)
-    outcome.eager = {kind.class_name: kind.failure.reason for kind in kinds if kind.failure}
+    groups = report.groups_for(network, chosen)
+    outcome.eager = {group.class_name: group.failure.reason for group in groups if group.failure}
     code = engine("compile.registry").code_of(network)
     outcome.left_out, outcome.parts = dict(code.left_out + code.too_small), dict(code.parts)
-    ran = {kind.class_name for kind in kinds if kind.code.compiles}
+    ran = {group.class_name for group in groups if group.code.compiles}
     outcome.idle = sorted(set(outcome.classes) - ran - set(outcome.left_out) - _opened(engine, network, plan, outcome.parts))
     outcome.uncalled = dict(code.uncalled or {})
     outcome.seconds = round(time.process_time() - began, 1)
@@ -139,13 +139,15 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
 
 @contextmanager
 def _forms_of_calls(engine, network):
-    """What compiled code must tell apart within one eager call: kinds that are compiled, and for each what is passed.
+    """What compiled code must tell apart within one eager call: groups that are compiled, and for each what is passed.
 
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
     found, structure_of = set(), engine("blocks.structure").structure_of
-    kinds = {(key[0], key[1]) for key, kind in engine("compile.registry").code_of(network).kinds.items() if kind.code.compiles}
-    blocks = [m for m in network.modules() if any(type(m).forward is forward for forward, _ in kinds)]
+    groups = {
+        (key[0], key[1]) for key, group in engine("compile.registry").code_of(network).groups.items() if group.code.compiles
+    }
+    blocks = [m for m in network.modules() if any(type(m).forward is forward for forward, _ in groups)]
 
     def form(value):
         return (value.dim(), value.is_contiguous()) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -155,7 +157,7 @@ def _forms_of_calls(engine, network):
         leaves, spec = pytree.tree_flatten(given)
         found.add((type(block), structure_of(block), str(spec), tuple(map(form, leaves))))
 
-    blocks = [block for block in blocks if (type(block).forward, structure_of(block)) in kinds]
+    blocks = [block for block in blocks if (type(block).forward, structure_of(block)) in groups]
     hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
     try:
         yield found
@@ -193,7 +195,7 @@ def call(model, inputs: dict, compiler=None) -> torch.Tensor:
 def as_row(outcome: Outcome) -> str:
     state = "eager: " + ", ".join(outcome.eager) if outcome.eager else "ok" if outcome.graphs else "nothing compiled"
     return (
-        f"{outcome.name:28} {outcome.blocks:3} blocks {outcome.share:4.0%} {outcome.kinds:3} kinds {outcome.graphs:3} graphs "
+        f"{outcome.name:28} {outcome.blocks:3} blocks {outcome.share:4.0%} {outcome.groups:3} groups {outcome.graphs:3} graphs "
         f"+{outcome.graphs_after} +{outcome.graphs_again} {outcome.breaks} breaks {outcome.error:.1e} "
         f"{outcome.seconds:5.1f}s {state}"
     )
@@ -231,7 +233,7 @@ def main() -> int:
     import zoo
 
     outcomes, failed = [], []
-    shared = import_module(f"{KIT}.engine.compile.registry")._kinds
+    shared = import_module(f"{KIT}.engine.compile.registry")._groups
     for name in options.names or zoo.SETUPS:
         torch._dynamo.reset()
         shared.clear()  # models of one structure share compiled code, and its counts

@@ -34,8 +34,8 @@ INTERVAL = 5e-5
 ATTEMPTS = 20
 
 
-class Kind(Protocol):
-    """What can be compiled for: see `compiled_kind.CompiledKind`."""
+class Compilable(Protocol):
+    """What can be compiled for: see `compile/group.py`."""
 
     def compile_ahead(self, stand_in: StandIn) -> None: ...
 
@@ -45,13 +45,13 @@ class Job:
     """One call for which code is wanted.
 
     Args:
-        kind: whose code; a job whose kind is gone is over.
+        group: whose code; a job whose group is gone is over.
         done: called on the thread, also when nothing came of it.
         cached: bytes on the device that PyTorch held and did not use when it was asked for.
         inference, grad: of the thread that called, which guards compare.
     """
 
-    kind: weakref.ref[Kind]
+    group: weakref.ref[Compilable]
     stand_in: StandIn
     done: Callable[[], None]
     cached: int
@@ -73,11 +73,11 @@ class Compiler:
         self._thread: threading.Thread | None = None
         self._current: Job | None = None
 
-    def ask(self, kind: Kind, stand_in: StandIn, done: Callable[[], None]) -> None:
+    def ask(self, group: Compilable, stand_in: StandIn, done: Callable[[], None]) -> None:
         """Compile for a call, as soon as all that was asked for before is done; returns at once."""
         cached = 0 if self.makes_room() else _cached(stand_in.device)
         with self._changed:
-            self._jobs.append(Job(weakref.ref(kind), stand_in, done, cached))
+            self._jobs.append(Job(weakref.ref(group), stand_in, done, cached))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
                 self._thread.start()
@@ -106,19 +106,19 @@ class Compiler:
                 self._changed.wait(0.1)
         return not self.busy
 
-    def finish(self, kind: Kind, poll: Callable[[], None]) -> None:
-        """Somebody waits for code of `kind`: what is being made of it is made, and nothing else is begun for it.
+    def finish(self, group: Compilable, poll: Callable[[], None]) -> None:
+        """Somebody waits for code of `group`: what is being made of it is made, and nothing else is begun for it.
 
         Args:
             poll: called ten times a second; may raise to stop waiting.
         """
         with self._changed:
-            dropped = [job for job in self._jobs if job.kind() is kind]
-            self._jobs = collections.deque(job for job in self._jobs if job.kind() is not kind)
+            dropped = [job for job in self._jobs if job.group() is group]
+            self._jobs = collections.deque(job for job in self._jobs if job.group() is not group)
         for job in dropped:
             job.done()
         gate.open()
-        while (current := self._current) is not None and current.kind() is kind:
+        while (current := self._current) is not None and current.group() is group:
             poll()
             with self._changed:
                 self._changed.wait(0.1)
@@ -132,7 +132,7 @@ class Compiler:
                 try:
                     again = self._work(job)
                 except Exception:  # never the thread: what waits behind it would wait for ever
-                    logger.exception("compiling in the background stopped for one kind of block")
+                    logger.exception("compiling in the background stopped for one block group")
                     again = False
                 self._put_back(job) if again else job.done()
         finally:
@@ -157,8 +157,8 @@ class Compiler:
 
     def _work(self, job: Job) -> bool:
         """Whether to try again later."""
-        kind = job.kind()
-        if kind is None:
+        group = job.group()
+        if group is None:
             return False
         job.attempts += 1
         last = job.attempts >= ATTEMPTS
@@ -173,7 +173,7 @@ class Compiler:
             if device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
             try:
-                kind.compile_ahead(job.stand_in)
+                group.compile_ahead(job.stand_in)
             except Exception as error:
                 if never_swallowed(error):
                     logger.debug("no memory to compile in the background")

@@ -16,7 +16,7 @@ from torch import nn
 from ..per_model import PerModel
 from .discovery import can_be_block
 
-# Of the elements that the kind with the most of them goes through in a call of the model; a kind with less is not compiled.
+# Of the elements that the group with the most of them goes through in a call of the model; a group with less is not compiled.
 SHARE = 0.4
 _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 
@@ -55,10 +55,10 @@ def parts_of(block: nn.Module) -> list[nn.Module]:
 
 @dataclass
 class Effort:
-    """Which kinds are worth a graph, in one call of a UNet.
+    """Which groups are worth a graph, in one call of a UNet.
 
     Args:
-        blocks: how many blocks each kind has, by its `id`.
+        blocks: how many blocks each group has, by its `id`.
         left_out: the classes of those that are not, by the `id` of the block.
     """
 
@@ -67,9 +67,9 @@ class Effort:
     _small: dict[int, bool] = field(default_factory=dict)
     _most: int = 0
 
-    def is_too_small(self, kind: object, block: nn.Module, args: tuple) -> bool:
-        """Whether `block` should run eager: decided for its kind when its first block comes, by those that came before."""
-        key = id(kind)
+    def is_too_small(self, group: object, block: nn.Module, args: tuple) -> bool:
+        """Whether `block` should run eager: decided for its group when its first block comes, by those that came before."""
+        key = id(group)
         if key not in self._small:
             work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]
             self._small[key] = work < SHARE * self._most

@@ -22,11 +22,11 @@ class BlockState(Generic[T]):
     Args:
         block: what is compiled; its own `forward` and hooks are outside of that and do not count.
 
-    `kinds`: what it runs, by settings.
+    `groups`: what it runs, by settings.
     """
 
     def __init__(self, block: nn.Module):
-        self.kinds: dict[tuple, T] = {}
+        self.groups: dict[tuple, T] = {}
         self.forwards: tuple[tuple[str, Code], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []

@@ -1,6 +1,6 @@
 """One file with the compiled code of a model, to carry to another machine of the same kind.
 
-A zip file whose members, stored as they are, are the files of the kinds' cache folders, and a header. At its end, as the
+A zip file whose members, stored as they are, are the files of the groups' cache folders, and a header. At its end, as the
 comment of the archive, stands the sha256 of all that is before. PyTorch's own `torch.compiler.save_cache_artifacts` is not
 used: it holds all that the process has compiled, other packs' code too, nothing of what an earlier process compiled, no
 compiled C++ of the CPU, and no header that could be checked before it is unpickled.
@@ -80,11 +80,11 @@ def write_cache_file(
     models: list[str],
     sizes: list[str],
 ) -> int:
-    """Pack the folders of some kinds, a piece at a time: such a file can be larger than the memory that is left.
+    """Pack the folders of some groups, a piece at a time: such a file can be larger than the memory that is left.
 
     Args:
         path: replaced when it exists, in one step.
-        folders: names, see `CompiledKind.folder`.
+        folders: names, see `BlockGroup.folder`.
         pack, models, sizes: for the header.
 
     Returns:

@@ -1,7 +1,7 @@
 """A lasting place for what inductor writes: compiled graphs, kernels, the choices of autotuning.
 
-PyTorch's own is in the system's temp folder, one for all. Here each kind of block has a folder: it is inductor's folder while a
-block of the kind compiles, and only then, so that the plain `torch.compile` of others keeps its own; the folders that were not
+PyTorch's own is in the system's temp folder, one for all. Here each block group has a folder: it is inductor's folder while a
+block of the group compiles, and only then, so that the plain `torch.compile` of others keeps its own; the folders that were not
 used for longest go first when all are too large; and one model's can be packed into a file (`cache/archive.py`).
 """
 
@@ -43,7 +43,7 @@ _lock = threading.RLock()
 
 @dataclass
 class DiskCache:
-    """The folders of all kinds below one root.
+    """The folders of all groups below one root.
 
     Args:
         root: made when missing.
@@ -91,7 +91,7 @@ class DiskCache:
             self._look_later(LOOK_SECONDS)
 
     def heal(self, name: str, error: BaseException) -> bool:
-        """After a kind could not be compiled: empty its folder if that is why, so that it can be compiled once more.
+        """After a group could not be compiled: empty its folder if that is why, so that it can be compiled once more.
 
         Once for each folder in a process: what fails again has another cause.
 
@@ -124,7 +124,7 @@ class DiskCache:
         """Keep a choice that compiled code depends on, so that the next process makes the same.
 
         Args:
-            name: of the folder; it travels and goes like those of kinds.
+            name: of the folder; it travels and goes like those of groups.
             owner: class it is about, for people who look into the folder.
         """
         try:
@@ -143,7 +143,7 @@ class DiskCache:
         os.utime(about)
 
     def folders(self) -> list[Path]:
-        """Those of kinds, least recently used first."""
+        """Those of groups, least recently used first."""
         found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
         return sorted(found, key=_last_used)
 

@@ -19,11 +19,11 @@ from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from .group import CompiledKind, ModelCall, submit
+from .group import BlockGroup, ModelCall, submit
 from .registry import ModelCode, code_of
 
 
-class WeightGroup(Protocol):
+class BlockWeights(Protocol):
     """The weights of one block, which are somewhere else until it runs."""
 
     def place(self) -> None: ...
@@ -31,10 +31,10 @@ class WeightGroup(Protocol):
     def release(self) -> None: ...
 
 
-class WeightGroups(Protocol):
-    """The groups of a model, by `id` of the block; blocks whose weights are in place have none."""
+class ModelWeights(Protocol):
+    """Those of a model's blocks, by `id` of the block; blocks whose weights are in place have none."""
 
-    groups: dict[int, WeightGroup]
+    of_block: dict[int, BlockWeights]
     may_stay: bool
     paged: bool
 
@@ -58,7 +58,7 @@ class Binding:
         model: nn.Module,
         settings: CompileSettings,
         call: ModelCall,
-        weights_of: Callable[[list[nn.Module]], WeightGroups] | None = None,
+        weights_of: Callable[[list[nn.Module]], ModelWeights] | None = None,
     ):
         self._model, self._settings, self.call = model, settings, call
         self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
@@ -120,14 +120,14 @@ class Binding:
         code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
         eager = {*left_out, *parts}
         to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
-        kinds = {block: kind for block in to_compile if (kind := code.kind_of(block, self._settings)) is not None}
-        effort = Effort(Counter(map(id, kinds.values()))) if left_out else None
-        groups = self._weights.groups if self._weights is not None else {}
+        groups = {block: group for block in to_compile if (group := code.group_of(block, self._settings)) is not None}
+        effort = Effort(Counter(map(id, groups.values()))) if left_out else None
+        places = self._weights.of_block if self._weights is not None else {}
         runs = {}
-        for block in dict.fromkeys([*self._free, *kinds]):
-            kind, group = kinds.get(block), groups.get(id(block))
-            if kind is not None or group is not None:
-                runs[block] = _Run(self.call, kind, group, effort)
+        for block in dict.fromkeys([*self._free, *groups]):
+            group, weights = groups.get(block), places.get(id(block))
+            if group is not None or weights is not None:
+                runs[block] = _Run(self.call, group, weights, effort)
         return runs
 
 
@@ -145,12 +145,12 @@ class _Run:
     """How a block runs in this call of the model; see `Binding`.
 
     Args:
-        kind: its compiled code; None if it runs eager.
+        group: its compiled code; None if it runs eager.
     """
 
     call: ModelCall
-    kind: CompiledKind | None
-    group: WeightGroup | None
+    group: BlockGroup | None
+    weights: BlockWeights | None
     effort: Effort | None
 
 
@@ -159,14 +159,14 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
         return type(block).forward(block, *args, **kwargs)
     run.call.ran = True
     run.call.poll()
-    with nullcontext() if run.group is None else _placed(run.group):
-        if run.kind is None or (run.effort is not None and run.effort.is_too_small(run.kind, block, args)):
+    with nullcontext() if run.weights is None else _placed(run.weights):
+        if run.group is None or (run.effort is not None and run.effort.is_too_small(run.group, block, args)):
             return type(block).forward(block, *args, **kwargs)
         if not channels_last.is_active():
-            return run.kind(block, run.call, args, kwargs)
+            return run.group(block, run.call, args, kwargs)
         with channels_last.paused():
             args, copies = channels_last.turned(args)
-            result = run.kind(block, run.call, args, kwargs)
+            result = run.group(block, run.call, args, kwargs)
             for image, copy in copies:
                 image.copy_(copy)
             return channels_last.turned_result(result)
@@ -178,13 +178,13 @@ def is_ours(forward: object) -> bool:
 
 
 @contextmanager
-def _placed(group: WeightGroup) -> Iterator[None]:
+def _placed(weights: BlockWeights) -> Iterator[None]:
     try:
         with channels_last.paused() if channels_last.is_active() else nullcontext():
-            group.place()
+            weights.place()
         yield
     finally:
-        group.release()
+        weights.release()
 
 
 def _free_parts(block: nn.Module) -> list[nn.Module]:

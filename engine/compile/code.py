@@ -1,4 +1,4 @@
-"""What PyTorch has compiled for one kind of block: made for a call, or ahead of it, and what went wrong with it."""
+"""What PyTorch has compiled for one block group: made for a call, or ahead of it, and what went wrong with it."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def first_call(poll: Callable[[], None]) -> Iterator[None]:
 
 @dataclass
 class BlockCode:
-    """The compiled code of one kind of block.
+    """The compiled code of one block group.
 
     Args:
         name: for reports, its patches included.
@@ -169,7 +169,7 @@ class BlockCode:
     def _compile(self, whole: bool) -> Callable:
         """torch.compile of a private copy of the forward.
 
-        PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each kind
+        PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each group
         and setting its own, and frees it with this object.
 
         Args:

@@ -1,4 +1,4 @@
-"""All blocks of one kind, which share compiled code: what each call of a block runs."""
+"""All blocks of one group, which share compiled code: what each call of a block runs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class ModelCall:
         waits: code that is not there is compiled now; else the block runs eager, and a thread compiles.
         poll: called while something is waited for; may raise to stop (the host's interrupt).
         ran: blocks have run in it; in a replay of a CUDA graph none do.
-        eager: kinds (by `id`) and shapes that run eager in this call, so that a kind does not change over in the middle of it.
+        eager: groups (by `id`) and shapes that run eager in this call: a group does not change over in the middle of it.
         asks: what is to be made for such calls; see `submit`.
     """
 
@@ -68,7 +68,7 @@ class ModelCall:
 
 
 @dataclass(eq=False)
-class CompiledKind:
+class BlockGroup:
     """Blocks of one class and structure, compiled once and called with the block as `self`.
 
     Holds no block and no weight: freeing the model frees them at once.
@@ -79,7 +79,7 @@ class CompiledKind:
         settings: decides backend, options, shapes and limits.
         filter_options: see `block_options`.
         folder: name of its folder in the disk cache.
-        patches: names of the patches inside the blocks. Each combination has a kind of its own, made by the kind without
+        patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
         fills_cache: calls have run eager since they were given a function that changes an object, see `closures`.
     """
@@ -90,7 +90,7 @@ class CompiledKind:
     filter_options: OptionsFilter
     folder: str
     patches: tuple[str, ...] = ()
-    patched: dict[tuple[str, ...], CompiledKind] = field(default_factory=dict)
+    patched: dict[tuple[str, ...], BlockGroup] = field(default_factory=dict)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     fills_cache: bool = False
@@ -136,28 +136,28 @@ class CompiledKind:
         if not given:
             return self._run(block, call, args, kwargs)
         options, patches = self.filter_options(given)
-        kind = self._for_patches(patches) if patches else self
-        if self.failure is not None or kind.failure is not None:
-            return (kind if self.failure is None else self).code.run_failed(block, args, kwargs)
+        group = self._for_patches(patches) if patches else self
+        if self.failure is not None or group.failure is not None:
+            return (group if self.failure is None else self).code.run_failed(block, args, kwargs)
         if at is None:
             kwargs = {**kwargs, "transformer_options": options}
         else:
             args = (*args[:at], options, *args[at + 1 :])
-        compiles = kind.code.compiles
+        compiles = group.code.compiles
         try:
-            return kind._run(block, call, args, kwargs, given)
+            return group._run(block, call, args, kwargs, given)
         finally:
             if options is not given:
                 OptionsFilter.write_back(given, options)
-            if patches and call.waits and kind.code.compiles != compiles:
-                kind._count_variant((shapes_of(args, kwargs), patch_objects(given)))
+            if patches and call.waits and group.code.compiles != compiles:
+                group._count_variant((shapes_of(args, kwargs), patch_objects(given)))
 
-    def _for_patches(self, patches: tuple[str, ...]) -> CompiledKind:
+    def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
-            kind = CompiledKind(
+            group = BlockGroup(
                 self.class_name, self.forward, self.settings, self.filter_options, self.folder, patches, varying=self.varying
             )
-            self.patched[patches] = kind
+            self.patched[patches] = group
         return self.patched[patches]
 
     def _count_variant(self, variant: tuple) -> None:
@@ -174,8 +174,8 @@ class CompiledKind:
 
     def forgive(self) -> None:
         """A new run begins: what may have passed is tried again."""
-        for kind in (self, *self.patched.values()):
-            kind.code.forgive()
+        for group in (self, *self.patched.values()):
+            group.code.forgive()
 
     def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping = NONE) -> object:
         if self.failure is not None:
@@ -251,7 +251,7 @@ class CompiledKind:
         return self.code.variants()
 
     def meet(self, block: nn.Module) -> None:
-        """Note a block of this kind: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
+        """Note a block of this group: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
         if self.numbers is None:
             self.numbers = numbers

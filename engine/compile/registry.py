@@ -20,7 +20,7 @@ from ..per_model import PerModel
 from ..settings import CompileSettings
 from ..warmup.record import WarmRecord
 from .code import free_unused
-from .group import CompiledKind
+from .group import BlockGroup
 
 logger = logging.getLogger("torch-compile-kit")
 
@@ -33,7 +33,7 @@ class Generation(NamedTuple):
 
 
 class ModelCode:
-    """The compiled kinds of one diffusion model, per settings.
+    """The compiled groups of one diffusion model, per settings.
 
     `settled`: the last call of the model that ran its blocks found all its code. `eager_calls` counts calls in which blocks ran
     eager while their code was made in the background. What is left uncompiled of a UNet, by class: `left_out` are blocks of
@@ -42,7 +42,7 @@ class ModelCode:
     """
 
     def __init__(self) -> None:
-        self._kinds: dict[tuple, CompiledKind] = {}
+        self._groups: dict[tuple, BlockGroup] = {}
         self.warm = WarmRecord()
         self.left_out: Counter[str] = Counter()
         self.too_small: Counter[str] = Counter()
@@ -52,27 +52,27 @@ class ModelCode:
         self.settled = False
         self._generation = Generation()
         self.twins: list[tuple[nn.Module, type]] | None = None
-        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[CompiledKind | None]] = weakref.WeakKeyDictionary()
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
 
     @property
-    def kinds(self) -> dict[tuple, CompiledKind]:
-        """All kinds in use, those of blocks with patches included; the last part of the key is that of the settings."""
-        found = dict(self._kinds)
-        for key, kind in self._kinds.items():
-            found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(kind.patched.items())}
+    def groups(self) -> dict[tuple, BlockGroup]:
+        """All groups in use, those of blocks with patches included; the last part of the key is that of the settings."""
+        found = dict(self._groups)
+        for key, group in self._groups.items():
+            found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
         return found
 
-    def kind_of(self, block: nn.Module, settings: CompileSettings) -> CompiledKind | None:
-        """The kind that runs `block`, made on first use; None when its forward is no Python function."""
-        kind_key = settings.kind_key()
+    def group_of(self, block: nn.Module, settings: CompileSettings) -> BlockGroup | None:
+        """The group that runs `block`, made on first use; None when its forward is no Python function."""
+        settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block):
             state = self._of_block[block] = BlockState(block)
-        if kind_key not in state.kinds:
-            state.kinds[kind_key] = self._find_kind(block, state, settings)
-        return state.kinds[kind_key]
+        if settings_key not in state.groups:
+            state.groups[settings_key] = self._find_group(block, state, settings)
+        return state.groups[settings_key]
 
-    def state_of(self, block: nn.Module) -> BlockState[CompiledKind | None] | None:
+    def state_of(self, block: nn.Module) -> BlockState[BlockGroup | None] | None:
         """What `block` consisted of when it last ran compiled."""
         return self._of_block.get(block)
 
@@ -84,7 +84,7 @@ class ModelCode:
             compiled = [part for part in parts if not is_convolutional(part)]
         states = [self._of_block.get(block) for block in compiled]
         return all(
-            state is not None and settings.kind_key() in state.kinds and state.holds(block)
+            state is not None and settings.settings_key() in state.groups and state.holds(block)
             for block, state in zip(compiled, states, strict=True)
         )
 
@@ -99,38 +99,38 @@ class ModelCode:
     @property
     def is_being_compiled(self) -> bool:
         """Whether a thread makes code for the model, or soon will."""
-        return any(kind.is_being_compiled for kind in self.kinds.values())
+        return any(group.is_being_compiled for group in self.groups.values())
 
     def generation(self, norms: bool = False) -> Generation:
         """Changes when code has been made for the model, or the kernels of norms, and nothing more is being made."""
         if not self.is_being_compiled:
-            self._generation = Generation(sum(kind.code.compiles for kind in self.kinds.values()), norms)
+            self._generation = Generation(sum(group.code.compiles for group in self.groups.values()), norms)
         return self._generation
 
     def new_run(self) -> None:
         """A sampling run begins: failures that may have passed are forgotten, and what freed models have left."""
         free_unused()
-        for kind in self._kinds.values():
-            kind.forgive()
+        for group in self._groups.values():
+            group.forgive()
 
-    def _find_kind(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> CompiledKind | None:
+    def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
         forward = type(block).forward
         if not isinstance(forward, types.FunctionType):
             return None
         structure = structure_of(block)
-        key = (forward, structure, state.forwards, state.hooked, settings.kind_key())
-        kind = self._kinds.get(key) or _kinds.get(key)
-        if kind is None:
+        key = (forward, structure, state.forwards, state.hooked, settings.settings_key())
+        group = self._groups.get(key) or _groups.get(key)
+        if group is None:
             name = type(block).__name__
-            kind = CompiledKind(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
-            _kinds[key] = kind
+            group = BlockGroup(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
+            _groups[key] = group
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
-                kind.code.failure = Failure(
-                    kind.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
+                group.code.failure = Failure(
+                    group.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
-        kind.meet(block)
-        self._kinds[key] = kind
-        return kind
+        group.meet(block)
+        self._groups[key] = group
+        return group
 
 
 def uncalled_in_words(blocks: Counter[str]) -> str:
@@ -140,7 +140,7 @@ def uncalled_in_words(blocks: Counter[str]) -> str:
 
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.
-_kinds: weakref.WeakValueDictionary[tuple, CompiledKind] = weakref.WeakValueDictionary()
+_groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
 # The compiled code that belongs to a model (the module whose blocks are compiled).
 code_of = PerModel(lambda _model: ModelCode())
 

@@ -1,4 +1,4 @@
-"""The compilations inside one call of a block: the settings of PyTorch that hold for them, their folder on disk, what they cost."""
+"""The compilations inside one call of a block: settings of PyTorch that hold for them, their folder on disk, what they cost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class CompileSession:
         block: class name of the block.
         on_first: called before the first compilation, when nothing of the block has run yet; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
-        folder: name of the kind's folder in the disk cache, and the class of its blocks.
+        folder: name of the group's folder in the disk cache, and the class of its blocks.
     """
 
     __slots__ = (

@@ -13,7 +13,7 @@ from .toolchain import diagnose
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a kind of block runs eager.
+    """Why a block group runs eager.
 
     Args:
         block: class name.

@@ -9,7 +9,7 @@ from torch import nn
 
 from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
-from ..compile.group import CompiledKind
+from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.stats import CompileStats
 from ..settings import CompileSettings
@@ -18,15 +18,15 @@ from .recompile_log import watch_of
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 
-def kinds_for(model: nn.Module, settings: CompileSettings) -> list[CompiledKind]:
-    """The compiled kinds that `settings` uses on `model` so far."""
-    key = settings.kind_key()
-    return [kind for k, kind in code_of(model).kinds.items() if k[-1] == key]
+def groups_for(model: nn.Module, settings: CompileSettings) -> list[BlockGroup]:
+    """The compiled groups that `settings` uses on `model` so far."""
+    key = settings.settings_key()
+    return [group for k, group in code_of(model).groups.items() if k[-1] == key]
 
 
 def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
     """Everything compiled so far for `model` under `settings`; subtract two of them to see what a run added."""
-    return sum((kind.stats for kind in kinds_for(model, settings)), CompileStats())
+    return sum((group.stats for group in groups_for(model, settings)), CompileStats())
 
 
 @dataclass
@@ -54,7 +54,7 @@ class CompileReport:
         model_name: class of the host's model.
         settings: of the Torch Compile Model node upstream.
         plan: the blocks it compiles.
-        kinds: their compiled code.
+        groups: their compiled code.
         sizes: what the warmup ran.
         notes: sentences about this model, for example on its weights.
         parts: classes inside the blocks that are compiled in their place, as the last call of the model had it.
@@ -63,7 +63,7 @@ class CompileReport:
     model_name: str
     settings: CompileSettings
     plan: BlockPlan
-    kinds: list[CompiledKind]
+    groups: list[BlockGroup]
     sizes: list[WarmedSize] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     parts: Counter[str] = field(default_factory=Counter)
@@ -80,8 +80,8 @@ class CompileReport:
             return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
         lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays eager."]
         graphs: Counter[str] = Counter()
-        for kind in self.kinds:
-            graphs[kind.class_name] += kind.stats.graphs
+        for group in self.groups:
+            graphs[group.class_name] += group.stats.graphs
         for name, count in Counter(b.class_name for b in plan.blocks).items():
             lines.append(f"  {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
         for name, count in self.parts.items():
@@ -102,38 +102,40 @@ class CompileReport:
         return lines
 
     def _problem_lines(self) -> list[str]:
-        total = sum((kind.stats for kind in self.kinds), CompileStats())
+        total = sum((group.stats for group in self.groups), CompileStats())
         lines = [f"Graph breaks: {total.graph_breaks}"]
         lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
-        lines += [kind.failure.message() for kind in self.kinds if kind.failure]
-        lines += [f"{kind.class_name}: cache_limit reached, new shapes run eager" for kind in self.kinds if kind.limit_reached]
-        lines += [f"{kind.class_name}: {_FILLS_CACHE}" for kind in self.kinds if kind.fills_cache]
+        lines += [group.failure.message() for group in self.groups if group.failure]
+        lines += [
+            f"{group.class_name}: cache_limit reached, new shapes run eager" for group in self.groups if group.limit_reached
+        ]
+        lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if group.fills_cache]
         return lines
 
 
 def report_json() -> dict:
     """Every compiled model in memory, for the page and for scripts."""
-    return {"models": [_model_json(model, list(code.kinds.values())) for model, code in live_models()]}
+    return {"models": [_model_json(model, list(code.groups.values())) for model, code in live_models()]}
 
 
-def _model_json(model: nn.Module, kinds: list[CompiledKind]) -> dict:
-    total = sum((kind.stats for kind in kinds), CompileStats())
+def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
+    total = sum((group.stats for group in groups), CompileStats())
     blocks = plan_for(model).blocks
     graphs: Counter[str] = Counter()
-    for kind in kinds:
-        graphs[kind.class_name] += kind.stats.graphs
+    for group in groups:
+        graphs[group.class_name] += group.stats.graphs
     return {
         "name": type(model).__name__,
         "blocks": len(blocks),
         "blocks_not_called": dict(code_of(model).uncalled or {}),
-        "kinds": len(kinds),
+        "groups": len(groups),
         "graphs": total.graphs,
         "graphs_from_disk": total.from_disk,
         "compiled_outside_warmup": watch_of(model).notices,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],
-        "failures": [{"block": k.failure.block, "message": k.failure.message()} for k in kinds if k.failure],
+        "failures": [{"block": k.failure.block, "message": k.failure.message()} for k in groups if k.failure],
         "classes": [
             {"class": name, "blocks": count, "graphs": graphs[name]}
             for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]

@@ -92,18 +92,18 @@ class WarmRecord:
     def __len__(self) -> int:
         return len(self._ran)
 
-    def add(self, what: Hashable, kinds: Iterable[Compiled]) -> None:
-        """Note that `what` has run to its end; `kinds` are the compiled code it may have used."""
-        variants = _variants(kinds)
+    def add(self, what: Hashable, groups: Iterable[Compiled]) -> None:
+        """Note that `what` has run to its end; `groups` are the compiled code it may have used."""
+        variants = _variants(groups)
         if variants is not None:
             self._ran[what] = variants
 
-    def holds(self, what: Hashable, kinds: Iterable[Compiled]) -> bool:
+    def holds(self, what: Hashable, groups: Iterable[Compiled]) -> bool:
         """Whether `what` has run, and PyTorch still has all the code of then."""
-        before, now = self._ran.get(what), _variants(kinds)
+        before, now = self._ran.get(what), _variants(groups)
         return before is not None and now is not None and before <= now
 
 
-def _variants(kinds: Iterable[Compiled]) -> frozenset[Same] | None:
-    found = [kind.variants() for kind in kinds]
+def _variants(groups: Iterable[Compiled]) -> frozenset[Same] | None:
+    found = [group.variants() for group in groups]
     return None if None in found else frozenset(Same(code) for codes in found for code in codes)

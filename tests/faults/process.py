@@ -105,8 +105,8 @@ class Process:
                 "graphs": stats.graphs,
                 "from_disk": stats.from_disk,
                 "eager": code.eager_calls,
-                "failures": [kind.failure.message() for kind in code.kinds.values() if kind.failure],
-                "codes": sum(len(kind.variants() or ()) for kind in code.kinds.values()),
+                "failures": [group.failure.message() for group in code.groups.values() if group.failure],
+                "codes": sum(len(group.variants() or ()) for group in code.groups.values()),
                 "not_as_found": {
                     **({} if ended else {"compiler": "busy"}),
                     **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},
@@ -127,7 +127,7 @@ class Process:
 
         torch._dynamo.reset()
         self.module("engine.compile.registry").code_of._values.clear()
-        self.module("engine.compile.registry")._kinds.clear()
+        self.module("engine.compile.registry")._groups.clear()
         torch._dynamo.utils.counters.clear()
 
     def trim(self):

@@ -74,7 +74,7 @@ def test_a_host_with_other_pages_samples_in_its_own_way(change, flux, look, capl
         result = flux.run(flux.attach(flux.patcher))
         assert pages.pinned == pages.faults == 0  # on a CPU the host itself takes the weights from where they are
     assert relative_error(result, expected) < 1e-5
-    breaks = sum(kind.stats.graph_breaks for kind in flux.kinds)
+    breaks = sum(group.stats.graph_breaks for group in flux.groups)
     assert not flux.failures and breaks > 0, "layers run eager between the graphs of a block"
 
 

@@ -85,8 +85,8 @@ def test_traced(name, engine, outcomes):
     if name in HARD:
         assert name != "seedvr2" or "NaMMSRTransformerBlock" in outcome.eager, row  # runs eager, and is named
         return
-    assert outcome.graphs <= outcome.kinds, row
-    assert outcome.graphs_after <= outcome.kinds, row
+    assert outcome.graphs <= outcome.groups, row
+    assert outcome.graphs_after <= outcome.groups, row
     assert outcome.graphs_again == 0 and outcome.breaks == 0 and not outcome.eager, row
 
 
@@ -119,7 +119,7 @@ class TestDynamicSettings:
 
     def test_true_takes_one_graph_for_batch_one_and_one_for_all_others(self, engine):
         outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="true")
-        assert (outcome.kinds, outcome.graphs, outcome.graphs_after, outcome.graphs_again) == (1, 1, 1, 0)
+        assert (outcome.groups, outcome.graphs, outcome.graphs_after, outcome.graphs_again) == (1, 1, 1, 0)
 
     def test_false_takes_one_for_each_shape(self, engine):
         outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="false")

@@ -91,7 +91,7 @@ class BlockCompiler:
             try:
                 result = executor(*args, **kwargs)
             except BaseException:  # what a run compiled that was stopped is not news in the next one
-                watch_of(network).added(settings.kind_key(), stats_for(network, settings))
+                watch_of(network).added(settings.settings_key(), stats_for(network, settings))
                 raise
             code.eager_calls += bool(call.eager)
             if call.ran or code.uncalled:
@@ -101,7 +101,7 @@ class BlockCompiler:
             if not possible:
                 gate.open()
             if monitor.compilations != compilations or is_warming():
-                added = watch_of(network).added(settings.kind_key(), stats_for(network, settings))
+                added = watch_of(network).added(settings.settings_key(), stats_for(network, settings))
                 info = call_info_of(base_model, settings, args, kwargs)
                 report_compilation(network, type(base_model).__name__, info, added, settings.dynamic)
             return result

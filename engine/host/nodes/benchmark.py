@@ -16,9 +16,9 @@ from torch._dynamo.utils import counters
 from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
 from ...benchmark.profile import STEPS as TRACE_STEPS
 from ...benchmark.profile import StepTrace, count, unit_for
-from ...compile.group import CompiledKind
+from ...compile.group import BlockGroup
 from ...notices.recompile_log import warming
-from ...notices.report import kinds_for, stats_for
+from ...notices.report import groups_for, stats_for
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ...warmup.plan import Size
@@ -110,7 +110,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
         late_graphs=late,
         video=frames > 1,
         trace=recorded,
-        notes=_differences(patcher, settings) + notes_about(patcher) + _failures(kinds_for(network, settings)),
+        notes=_differences(patcher, settings) + notes_about(patcher) + _failures(groups_for(network, settings)),
     )
 
 
@@ -186,8 +186,8 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     return notes
 
 
-def _failures(kinds: list[CompiledKind]) -> list[str]:
-    return list(dict.fromkeys(kind.failure.message() for kind in kinds if kind.failure))
+def _failures(groups: list[BlockGroup]) -> list[str]:
+    return list(dict.fromkeys(group.failure.message() for group in groups if group.failure))
 
 
 def _hits() -> int:

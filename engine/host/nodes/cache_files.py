@@ -12,7 +12,7 @@ from ...cache.disk import folder_name
 from ...cache.folders import check_private, make_private
 from ...errors import InvalidSetting, shown
 from ...notices.recompile_log import watch_of
-from ...notices.report import kinds_for
+from ...notices.report import groups_for
 from ...user_input import check_model, check_text
 from ..model.attach import attached_settings, diffusion_model, model_name
 from ..model.user_folder import kit_folder, open_users_cache
@@ -60,11 +60,11 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         logger.info("%s", NOTHING_TO_SAVE)
         return None, NOTHING_TO_SAVE
     network = diffusion_model(patcher)
-    kinds = kinds_for(network, settings)
+    groups = groups_for(network, settings)
     cache = open_users_cache()
     if cache is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
-    if not any(kind.stats.graphs for kind in kinds):
+    if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(
             "model",
             model_name(patcher),
@@ -76,7 +76,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         make_private(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
-    folders = {kind.folder for kind in kinds if kind.stats.graphs}
+    folders = {group.folder for group in groups if group.stats.graphs}
     folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
     count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
     return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"

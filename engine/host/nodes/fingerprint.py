@@ -53,7 +53,7 @@ def may_be_skipped(patcher, settings: CompileSettings) -> bool:
 
 
 def _without(registered: object, key: str) -> object:
-    """`{kind: {key: functions}}` without ours, which are made anew each time the node runs."""
+    """`{group: {key: functions}}` without ours, which are made anew each time the node runs."""
     if not isinstance(registered, dict):
         return registered
     found = {k: {n: v for n, v in by.items() if n != key} if isinstance(by, dict) else by for k, by in registered.items()}

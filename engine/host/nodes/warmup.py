@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from ...compile.binding import modules_at
 from ...compile.registry import code_of
 from ...notices.recompile_log import warming, watch_of
-from ...notices.report import CompileReport, WarmedSize, kinds_for, stats_for
+from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
 from ...warmup.plan import Size
@@ -89,7 +89,7 @@ class _Warmup:
                 progress.begin(label, index, index * in_each)
                 with warming():
                     self._at_size(label, latent, progress.step)
-        self.report.kinds, self.report.parts = kinds_for(self.model, self.settings), self.code.parts
+        self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
         self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]
         return self.report.text()
@@ -114,11 +114,11 @@ class _Warmup:
         known = (
             may_be_skipped(self.patcher, self.settings)
             and self.code.unchanged(self.blocks, self.settings)
-            and self.code.warm.holds(what, kinds_for(self.model, self.settings))
+            and self.code.warm.holds(what, groups_for(self.model, self.settings))
         )
         if not known:
             run()
-            self.code.warm.add(what, kinds_for(self.model, self.settings))
+            self.code.warm.add(what, groups_for(self.model, self.settings))
         added = stats_for(self.model, self.settings) - before
         self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
 

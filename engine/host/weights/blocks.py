@@ -31,21 +31,21 @@ class Order:
     """In which order blocks run, learned as they do: by a list of them at first, which a model need not follow.
 
     Args:
-        last: the group that was put in place last.
+        last: the block that was put in place last.
         ahead: the one that has been fetched for its turn; one at a time, since there are two buffers.
     """
 
-    last: LayerGroup | None = None
-    ahead: LayerGroup | None = None
+    last: BlockWeights | None = None
+    ahead: BlockWeights | None = None
 
-    def turn_of(self, group: LayerGroup) -> None:
+    def turn_of(self, weights: BlockWeights) -> None:
         """It is to be put in place now: what was fetched for another's turn is given up."""
-        if self.ahead is not None and self.ahead is not group:
+        if self.ahead is not None and self.ahead is not weights:
             self.ahead.drop()
         self.ahead = None
-        if self.last is not None and self.last is not group:
-            self.last.following = group
-        self.last = group
+        if self.last is not None and self.last is not weights:
+            self.last.following = weights
+        self.last = weights
 
     def over(self) -> None:
         """The call of the model is."""
@@ -54,8 +54,8 @@ class Order:
         self.last = self.ahead = None
 
 
-class LayerGroup:
-    """The layers of one block, and how their weights get in place.
+class BlockWeights:
+    """The weights of one block, and how they get in place.
 
     Args:
         block: may hold layers of any kind; the host's own are known by `comfy_cast_weights`.
@@ -78,7 +78,7 @@ class LayerGroup:
         placed = {*paged, *(t.module for t in tensors), *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         self._undo: list[tuple[dict, dict]] = []
-        self.following: LayerGroup | None = None
+        self.following: BlockWeights | None = None
         self.order: Order | None = None
 
     @property
@@ -197,10 +197,10 @@ class ModelWeights:
     def __init__(self, token: tuple, blocks: list[nn.Module], base_model, device: torch.device, block_swap: str):
         self.token = token
         dtype = base_model.get_dtype_inference()
-        groups = [LayerGroup(block, device, dtype) for block in blocks]
-        self._settled = [entry for group in groups for entry in group.settled]
-        moving = [group for group in groups if group.moves]
-        foreign = sorted({type(m).__name__ for group in groups for m in group.foreign})
+        found = [BlockWeights(block, device, dtype) for block in blocks]
+        self._settled = [entry for weights in found for entry in weights.settled]
+        moving = [weights for weights in found if weights.moves]
+        foreign = sorted({type(m).__name__ for weights in found for m in weights.foreign})
         self.notes: list[str] = []
         self._order = Order()
         if moving and block_swap == "off":
@@ -208,29 +208,29 @@ class ModelWeights:
                 "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
             )
         if block_swap == "eager linears":
-            groups = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, groups, strict=True)]
+            found = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, found, strict=True)]
             if moving:
                 self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
         elif moving:
             self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
             if paging.comes_apart(device):
-                for group in moving:
-                    group.order = self._order
+                for weights in moving:
+                    weights.order = self._order
                 for here, following in pairwise(moving):
                     here.following = following
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
-        self.groups = {id(b): g for b, g in zip(blocks, groups, strict=True) if getattr(g, "needed", True)}
+        self.of_block = {id(b): g for b, g in zip(blocks, found, strict=True) if getattr(g, "needed", True)}
 
     @property
     def paged(self) -> bool:
         """Whether the host pages some of the weights."""
-        return any(getattr(group, "paged", False) for group in self.groups.values())
+        return any(getattr(weights, "paged", False) for weights in self.of_block.values())
 
     @property
     def may_stay(self) -> bool:
         """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
-        return all(getattr(group, "in_pages", False) for group in self.groups.values())
+        return all(getattr(weights, "in_pages", False) for weights in self.of_block.values())
 
     def leave(self) -> None:
         """Take off the layers what `_settle` has written."""
@@ -241,8 +241,8 @@ class ModelWeights:
     def drop(self) -> None:
         """The call is over: give up what was fetched ahead and not used."""
         self._order.over()
-        for group in self.groups.values():
-            group.drop()
+        for weights in self.of_block.values():
+            weights.drop()
 
 
 _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()

@@ -33,7 +33,7 @@ def ask(engine, net, x):
 
 
 def graphs(engine, net):
-    return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(net).kinds.values())
+    return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
 
 
 def test_nothing_is_made_beside_a_busy_host_until_the_gate_opens(engine, gate):

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 @pytest.fixture
 def behind(engine):
     """behind(net, *args, **settings): a call of the model that waits for nothing; its result, and whether it ran eager."""
-    kinds, compiler = engine("compile.group"), engine("background.thread").compiler
+    groups, compiler = engine("compile.group"), engine("background.thread").compiler
 
     def run(net, *args, waits=False, **chosen):
         settings = engine("settings").CompileSettings(**{"backend": "eager", **chosen})
-        call = kinds.ModelCall(waits=waits)
+        call = groups.ModelCall(waits=waits)
         with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
             return net(*args[:1], **(args[1] if len(args) > 1 else {})), bool(call.eager)
 
@@ -34,7 +34,7 @@ def made(engine):
 
     def wait(net):
         assert engine("background.thread").compiler.wait(120)
-        return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(net).kinds.values())
+        return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
 
     return wait
 
@@ -195,8 +195,8 @@ def test_what_cannot_be_compiled_is_said_and_runs_eager(behind, made, engine, ca
         ):
             assert torch.equal(net(x), Net.forward(net, x))
         made(net)
-    (kind,) = engine("compile.registry").code_of(net).kinds.values()
-    assert kind.failure is not None and "no such kernel" in kind.failure.message()
+    (group,) = engine("compile.registry").code_of(net).groups.values()
+    assert group.failure is not None and "no such kernel" in group.failure.message()
     assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
 
 
@@ -206,8 +206,8 @@ def test_nothing_is_captured_while_there_is_code_that_has_not_been_tried(behind,
     net, x = Net(), torch.randn(2, 4, 8)
 
     def tries(_compiled, _args):
-        (kind,) = engine("compile.registry").code_of(net).kinds.values()
-        locked.append((len(found(kind.code._own.__code__)), backends.gpu_lock.locked()))
+        (group,) = engine("compile.registry").code_of(net).groups.values()
+        locked.append((len(found(group.code._own.__code__)), backends.gpu_lock.locked()))
 
     monkeypatch.setattr(backends, "_try_kernels", tries)
     behind(net, x)
@@ -369,10 +369,10 @@ def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(be
     compiler = engine("background.thread").compiler
 
     @torch._dynamo.disable
-    def asked(kind, stand_in, done):
+    def asked(group, stand_in, done):
         gc.collect()
         given.append(net.seen[0]())
-        return type(compiler).ask(compiler, kind, stand_in, done)
+        return type(compiler).ask(compiler, group, stand_in, done)
 
     compiler.ask = asked
     try:
@@ -381,7 +381,7 @@ def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(be
         del compiler.ask
     assert eager and torch.equal(result, expected)
     assert given == [None], "the tensor has been freed with the call"
-    assert made(net) == 1 and not any(kind.failure for kind in engine("compile.registry").code_of(net).kinds.values())
+    assert made(net) == 1 and not any(group.failure for group in engine("compile.registry").code_of(net).groups.values())
     result, eager = behind(net, x)
     assert not eager and torch.equal(result, expected) and made(net) == 1
 

@@ -38,8 +38,8 @@ class UNet(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("tuned", "hooked", "kinds"), [(False, False, 1), (True, False, 2), (False, True, 1)])
-def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, hooked, kinds):
+@pytest.mark.parametrize(("tuned", "hooked", "groups"), [(False, False, 1), (True, False, 2), (False, True, 1)])
+def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, hooked, groups):
     net, x = UNet().requires_grad_(False), torch.randn(1, 8, 4, 4)
     if hooked:
         net.residual[0].register_forward_hook(lambda *_: None)
@@ -50,8 +50,8 @@ def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, h
     with engine("compile.binding").compiled_blocks(net, settings) as plain:
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
-    assert plain is not hooked and len(code.kinds) == kinds
-    assert dict(code.left_out) == ({"ConvolutionBlock": 3} if kinds == 1 else {})
+    assert plain is not hooked and len(code.groups) == groups
+    assert dict(code.left_out) == ({"ConvolutionBlock": 3} if groups == 1 else {})
 
 
 class ImageTransformer(torch.nn.Module):
@@ -88,7 +88,7 @@ def test_in_a_unet_only_large_transformers_are_compiled(engine):
     with engine("compile.binding").compiled_blocks(net, settings):
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
-    graphs = {kind.class_name: kind.stats.graphs for kind in code.kinds.values() if kind.stats.graphs}
+    graphs = {group.class_name: group.stats.graphs for group in code.groups.values() if group.stats.graphs}
     assert graphs == {"Block": 1} and dict(code.parts) == {"Block": 4} and dict(code.too_small) == {"Block": 2}
     assert dict(code.left_out) == {"ConvolutionBlock": 2}
 
@@ -111,8 +111,8 @@ def test_another_size_compiles_no_other_kinds(engine):
         expected = net(x)
         with engine("compile.binding").compiled_blocks(net, settings):
             assert torch.equal(net(x), expected)
-        kinds = engine("compile.registry").code_of(net).kinds.values()
-        graphs.append([kind.stats.graphs for kind in kinds if kind.stats.graphs])
+        groups = engine("compile.registry").code_of(net).groups.values()
+        graphs.append([group.stats.graphs for group in groups if group.stats.graphs])
     assert graphs == [[1]] * 3
 
 
@@ -134,7 +134,7 @@ def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
     with engine("compile.binding").compiled_blocks(net, settings):
         net(x)
     code = engine("compile.registry").code_of(net)
-    assert len(code.kinds) == 1 and not code.left_out
+    assert len(code.groups) == 1 and not code.left_out
 
 
 def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):
@@ -150,10 +150,10 @@ def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):
     ("elements", "few"), [((100, 100), [False, False]), ((100, 30), [False, True]), ((30, 100), [False, False])]
 )
 def test_what_is_small_is_small_beside_the_largest_so_far(engine, elements, few):
-    block, kinds, another = torch.nn.Linear(1, 1), [object(), object()], object()
-    effort = engine("blocks.convolutions").Effort(Counter(map(id, [*kinds, another])))
+    block, groups, another = torch.nn.Linear(1, 1), [object(), object()], object()
+    effort = engine("blocks.convolutions").Effort(Counter(map(id, [*groups, another])))
     for _ in range(2):  # what is decided stays, also when the call runs again
-        found = [effort.is_too_small(kind, block, (None, torch.zeros(n))) for kind, n in zip(kinds, elements, strict=True)]
+        found = [effort.is_too_small(group, block, (None, torch.zeros(n))) for group, n in zip(groups, elements, strict=True)]
         assert found == few
     assert list(effort.left_out.values()) == ["Linear"] * any(few)
     assert not effort.is_too_small(another, block, ())  # without a tensor there is nothing to judge by

@@ -30,7 +30,7 @@ def watched(engine):
 
 
 def graphs(engine, net):
-    return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(net).kinds.values())
+    return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
 
 
 @pytest.fixture
@@ -226,14 +226,14 @@ def test_freeing_the_model_frees_it_at_once(engine, compiled):
     net = Net()
     with compiled(net):
         net(torch.randn(2, 4, 8))
-    kinds = [weakref.ref(kind) for kind in engine("compile.registry").code_of(net).kinds.values()]
+    groups = [weakref.ref(group) for group in engine("compile.registry").code_of(net).groups.values()]
     weights, model = weakref.ref(net.blocks[0].inner.weight), weakref.ref(net)
     gc.collect()
     gc.disable()
     try:
         del net
         assert model() is None and weights() is None
-        assert all(kind() is None for kind in kinds)
+        assert all(group() is None for group in groups)
     finally:
         gc.enable()
 
@@ -249,7 +249,7 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
     net, before = Net(width=16), left_in_the_module()
     with compiled(net):
         net(torch.randn(2, 4, 16))
-    code = [weakref.ref(kind.code._own.__code__) for kind in engine("compile.registry").code_of(net).kinds.values()]
+    code = [weakref.ref(group.code._own.__code__) for group in engine("compile.registry").code_of(net).groups.values()]
     assert code and left_in_the_module() > before
     del net
     gc.collect()
@@ -278,7 +278,7 @@ def test_every_backend_and_mode_that_a_cpu_can_run(compiled, added, engine, back
     with compiled(net, backend=backend, mode=mode):
         assert relative_error(net(x), expected) < 1e-5
     assert added(net) == 1 and torch_settings() == before
-    assert not any(kind.failure for kind in engine("compile.registry").code_of(net).kinds.values())
+    assert not any(group.failure for group in engine("compile.registry").code_of(net).groups.values())
 
 
 def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):

@@ -50,7 +50,7 @@ def run(engine, backend, monkeypatch):
 
 
 def failures(engine, net):
-    return [kind.failure for kind in engine("compile.registry").code_of(net).kinds.values() if kind.failure]
+    return [group.failure for group in engine("compile.registry").code_of(net).groups.values() if group.failure]
 
 
 def test_a_block_that_does_not_compile_runs_eager_once_and_for_good(engine, run, backend, caplog):
@@ -173,8 +173,8 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
             x = torch.randn(2, tokens, 8)
             expected = net(x)
             assert torch.equal(run(net, x, backend="eager", dynamic="false", cache_limit=3), expected)
-    (kind,) = engine("compile.registry").code_of(net).kinds.values()
-    assert kind.stats.graphs == 3 and kind.limit_reached
+    (group,) = engine("compile.registry").code_of(net).groups.values()
+    assert group.stats.graphs == 3 and group.limit_reached
     (message,) = (r.getMessage() for r in caplog.records if "cache_limit" in r.getMessage())
     assert "Block: 3 compiled variants" in message and "size mismatch at index 1" in message
 
@@ -228,8 +228,8 @@ def test_no_memory_as_compilation_starts_is_no_error_of_pytorchs(engine, run, ba
     torch._dynamo.reset()  # asserts that no compilation is going on
     net, x = Net(), torch.randn(2, 4, 8)
     assert torch.equal(run(net, x, backend="eager"), Net.forward(net, x))
-    kinds = engine("compile.registry").code_of(net).kinds.values()
-    assert sum(kind.stats.graphs for kind in kinds) == 1, "compilations go unseen"
+    groups = engine("compile.registry").code_of(net).groups.values()
+    assert sum(group.stats.graphs for group in groups) == 1, "compilations go unseen"
 
 
 def test_a_failure_that_may_pass_is_no_matter_for_other_settings(engine, run, backend):
@@ -238,7 +238,7 @@ def test_a_failure_that_may_pass_is_no_matter_for_other_settings(engine, run, ba
     expected = Net.forward(net, x)
     assert torch.equal(run(net, x), expected) and failures(engine, net)
     assert torch.equal(run(net, x, backend="eager"), expected)
-    assert len(failures(engine, net)) == 1 and len(engine("compile.registry").code_of(net).kinds) == 2
+    assert len(failures(engine, net)) == 1 and len(engine("compile.registry").code_of(net).groups) == 2
 
 
 def test_watching_ends_after_somebody_has_reset_dynamo(engine):

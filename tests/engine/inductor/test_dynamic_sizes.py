@@ -52,7 +52,7 @@ def test_one_graph_for_all_sizes_and_one_for_a_batch_of_one(engine, block):
         blocks = engine("compile.binding").compiled_blocks(net, settings)
         with engine("compile.events").watching, blocks:
             assert relative_error(net(x), expected) < 1e-6
-        stats = [kind.stats for kind in engine("compile.registry").code_of(net).kinds.values()]
+        stats = [group.stats for group in engine("compile.registry").code_of(net).groups.values()]
         assert sum(s.graph_breaks for s in stats) == 0
         return sum(s.graphs for s in stats)
 
@@ -107,7 +107,7 @@ def test_floats_that_differ_cost_one_graph_more(engine, waits):
         engine("compile.group").submit(call.asks)
         assert engine("background.thread").compiler.wait(60)
         assert relative_error(result, expected) < 1e-6
-        return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(net).kinds.values())
+        return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
 
     graphs = [run(strength) for strength in (1.0, 0.7, 1.3, 0.2, 0.9)]
     assert graphs[-1] == graphs[2] <= 3

@@ -131,19 +131,19 @@ def sample(net, cached=True, batch=2, tokens=6, steps=3, around=nullcontext, **o
 @pytest.fixture
 def behind_the_run(engine):
     """behind_the_run(net, **what) samples without waiting for code, and then waits for it; how many graphs that added."""
-    registry, kinds, before = engine("compile.registry"), engine("compile.group"), [0]
+    registry, groups, before = engine("compile.registry"), engine("compile.group"), [0]
     compiler = engine("background.thread").compiler
     settings = engine("settings").CompileSettings(backend="eager")
 
     def in_background(net, **what):
         expected = sample(net, **what)
         with engine("compile.events").watching:
-            step = lambda: engine("compile.binding").compiled_blocks(net, settings, kinds.ModelCall(waits=False))  # noqa: E731
+            step = lambda: engine("compile.binding").compiled_blocks(net, settings, groups.ModelCall(waits=False))  # noqa: E731
             assert torch.equal(sample(net, around=step, **what), expected)
             assert compiler.wait(120)
-        found = registry.code_of(net).kinds.values()
-        assert not [kind.failure for kind in found if kind.failure] and not any(kind.code.must_run for kind in found)
-        count = sum(kind.stats.graphs for kind in found)
+        found = registry.code_of(net).groups.values()
+        assert not [group.failure for group in found if group.failure] and not any(group.code.must_run for group in found)
+        count = sum(group.stats.graphs for group in found)
         added, before[0] = count - before[0], count
         return added
 
@@ -160,9 +160,11 @@ def run(engine):
         settings = engine("settings").CompileSettings(backend="eager", dynamic=dynamic)
         with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
             assert torch.equal(sample(net, **what), expected)
-        kinds = registry.code_of(net).kinds.values()
-        assert not [kind.failure for kind in kinds if kind.failure] and not any(kind.stats.graph_breaks for kind in kinds)
-        count = sum(kind.stats.graphs for kind in kinds)
+        groups = registry.code_of(net).groups.values()
+        assert not [group.failure for group in groups if group.failure] and not any(
+            group.stats.graph_breaks for group in groups
+        )
+        count = sum(group.stats.graphs for group in groups)
         added, before[0] = count - before[0], count
         return added
 
@@ -186,8 +188,8 @@ def test_the_report_says_what_is_not_compiled(run, engine):
     report = engine("notices.report")
 
     def text():
-        plan, kinds = engine("compile.binding").plan_for(net), report.kinds_for(net, settings)
-        return report.CompileReport("Net", settings, plan, kinds).text()
+        plan, groups = engine("compile.binding").plan_for(net), report.groups_for(net, settings)
+        return report.CompileReport("Net", settings, plan, groups).text()
 
     run(net, cached=False)
     assert "cache" not in text()
@@ -223,7 +225,7 @@ def test_other_sizes_add_what_they_add_for_other_blocks(run):
 
 
 def test_more_blocks_than_variants_stay_compiled(run):
-    """The model has 32 blocks; a kind may have 8 variants or so, and runs eager at new shapes when it has them."""
+    """The model has 32 blocks; a group may have 8 variants or so, and runs eager at new shapes when it has them."""
     net = Net(count=24)
     assert [run(net), run(net, tokens=9), run(net, batch=3, tokens=7)] == [1, 0, 0]
 

@@ -100,7 +100,7 @@ def test_a_unet_gives_the_same(name, engine, reference, both):
     assert 0 < reference.with_silu <= reference.norms
     assert relative_error(result, expected) < 1e-5
     assert not any("layout" in note for note in engine("host.model.attach").notes_about(compiled))
-    guards = [r.guard for kind in code.kinds.values() for r in kind.stats.recompiles]
+    guards = [r.guard for group in code.groups.values() for r in group.stats.recompiles]
     assert not any("stride" in guard for guard in guards), guards
 
 
@@ -117,7 +117,7 @@ def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypat
                 assert relative_error(run(attached(engine, patcher), setup), expected) < 1e-5
                 assert any("transformer_blocks" in name for name in pages.memory) and pages.pinned == 0
     code = engine("compile.registry").code_of(patcher.model.diffusion_model)
-    assert set(code.parts) == {"BasicTransformerBlock"} and {k.class_name for k in code.kinds.values()} == set(code.parts)
+    assert set(code.parts) == {"BasicTransformerBlock"} and {k.class_name for k in code.groups.values()} == set(code.parts)
 
 
 @pytest.mark.pages
@@ -125,7 +125,7 @@ def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypat
 def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatch):
     """Also for blocks that run eager: the host's layers take weights on their way as arrived (comfy/ops.py, `_prefetch`)."""
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
-    group, running, log = engine("host.weights.blocks").LayerGroup, [], []
+    group, running, log = engine("host.weights.blocks").BlockWeights, [], []
     place, release, fetch = group.place, group.release, group.fetch
 
     def placing(self):

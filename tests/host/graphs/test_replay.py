@@ -60,7 +60,7 @@ def test_a_replay_looks_at_no_block(flux, compiled, engine, monkeypatch):
 
     for key in graphs:
         graphs[key] = Replay()
-    monkeypatch.setattr(engine("compile.registry").ModelCode, "kind_of", lambda *given: asked.append(given))
+    monkeypatch.setattr(engine("compile.registry").ModelCode, "group_of", lambda *given: asked.append(given))
     assert not flux.run(compiled).isnan().any()
     assert graphs_of(flux).replays > 0 and not asked
 
@@ -251,7 +251,7 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     compiled = engine("host.model.attach").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
-    assert code.left_out["ResBlock"] and any(kind.stats.graphs for kind in code.kinds.values())
+    assert code.left_out["ResBlock"] and any(group.stats.graphs for group in code.groups.values())
     notes = engine("host.model.attach").notes_about(compiled)
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
 

@@ -41,7 +41,7 @@ def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     assert relative_error(runs.run(compiled), expected) < 1e-5 and runs.eager > 0
     runs.made()
     graphs = runs.graphs
-    assert graphs == len(runs.kinds) > 0 and not runs.failures
+    assert graphs == len(runs.groups) > 0 and not runs.failures
     for _ in range(2):
         assert relative_error(runs.run(compiled), expected) < 1e-5 and runs.eager == 0
     other = tiny.empty_latent(name, 96, 64)
@@ -62,7 +62,7 @@ def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):
         flux.run(compiled)
     finally:
         logging.getLogger().setLevel(logging.WARNING)
-    assert flux.eager == 0 and flux.graphs == len(flux.kinds) > 0
+    assert flux.eager == 0 and flux.graphs == len(flux.groups) > 0
     assert any("--verbose DEBUG" in text for text in flux.engine("host.model.attach").notes_about(compiled))
 
 

@@ -23,8 +23,8 @@ def test_context_windows(tiny, engine):
 def test_areas(tiny, engine):
     runs = Runs(tiny, engine, "sdxl", size=128)
     assert runs.check(conditions.unpatched, positive=conditions.in_an_area(runs)) == 0, "an area is another size"
-    kinds = len([kind for kind in runs.kinds if kind.stats.graphs])
-    assert runs.graphs == kinds > 0, [(kind.class_name, kind.stats.graphs) for kind in runs.kinds]
+    kinds = len([kind for kind in runs.groups if kind.stats.graphs])
+    assert runs.graphs == kinds > 0, [(kind.class_name, kind.stats.graphs) for kind in runs.groups]
 
 
 @pytest.mark.parametrize("name", ["sdxl", "flux"])

@@ -40,7 +40,7 @@ def graphs(engine):
 
     def count(patcher):
         model = engine("host.model.attach").diffusion_model(patcher)
-        return sum(kind.stats.graphs for kind in engine("compile.registry").code_of(model).kinds.values())
+        return sum(group.stats.graphs for group in engine("compile.registry").code_of(model).groups.values())
 
     return count
 
@@ -116,7 +116,7 @@ def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine
     # Two models of one structure share code while both live; the second is to compile in its warmup.
     del first
     gc.collect()
-    engine("compile.registry")._kinds.clear()
+    engine("compile.registry")._groups.clear()
     size, latent = engine("warmup.plan").Size(64, 64), {"samples": empty} if length > 1 else None
     engine("host.nodes.warmup").warm_up(second, *prompts, cfg, [size], latent)
     assert torch.equal(without, sample(second, prompts, empty, cfg, 7, sampler="euler_ancestral"))
@@ -130,14 +130,14 @@ def test_deleting_the_model_frees_it(tiny, attach, engine, conditioning, latent)
     sample(compiled, conditioning, latent, 1.0, seed=1)
     model = weakref.ref(patcher.model)
     network = weakref.ref(patcher.model.diffusion_model)
-    kinds = [weakref.ref(k) for k in engine("compile.registry").code_of(network()).kinds.values()]
+    groups = [weakref.ref(k) for k in engine("compile.registry").code_of(network()).groups.values()]
     comfy.model_management.unload_all_models()
     gc.collect()
     gc.disable()
     try:
         del patcher, compiled
         assert model() is None and network() is None
-        assert all(kind() is None for kind in kinds)
+        assert all(group() is None for group in groups)
     finally:
         gc.enable()
 
@@ -168,7 +168,7 @@ def test_only_blocks_compiles_only_those(flux, attach, engine, conditioning, lat
     compiled = attach(flux, only_blocks="single_blocks.*")
     expected = sample(flux, conditioning, latent, 1.0, seed=1)
     assert torch.equal(sample(compiled, conditioning, latent, 1.0, seed=1), expected)
-    names = {k.class_name for k in engine("compile.registry").code_of(flux.model.diffusion_model).kinds.values()}
+    names = {k.class_name for k in engine("compile.registry").code_of(flux.model.diffusion_model).groups.values()}
     assert names == {"SingleStreamBlock"}
 
 

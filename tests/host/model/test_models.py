@@ -60,8 +60,8 @@ def test_compiled_equals_eager_and_stays_warm(name, engine, tiny, model_files):
     stats = engine("notices.report").stats_for(attachment.diffusion_model(patcher), settings)
     assert stats.graphs > 0 and stats.graph_breaks == 0, report
     assert stats.graphs == graphs, report
-    kinds = engine("notices.report").kinds_for(attachment.diffusion_model(patcher), settings)
-    assert not any(kind.failure for kind in kinds), report
+    groups = engine("notices.report").groups_for(attachment.diffusion_model(patcher), settings)
+    assert not any(group.failure for group in groups), report
 
     result = sample(compiled, conditioning, latent, cfg, seed=1)
     assert relative_error(result, expected) < 1e-4

@@ -72,7 +72,7 @@ def test_two_nodes_side_by_side_keep_their_own(flux, engine, tiny):
             same(flux.run(patcher), expected)
     assert graphs_by_settings(flux, settings(backend="eager", dynamic="false", cache_limit=2)) == 4
     assert graphs_by_settings(flux, settings(backend="eager", dynamic="true")) == 2
-    reached = [kind.settings.dynamic for kind in flux.kinds if kind.limit_reached]
+    reached = [group.settings.dynamic for group in flux.groups if group.limit_reached]
     assert set(reached) == {"false"} and len(reached) == 2
 
 
@@ -83,7 +83,7 @@ def test_the_limit_of_one_architecture_does_not_count_for_another(flux, tiny, en
         for size in (32, 48, 64):
             model.latent = tiny.empty_latent(name, size, size)
             same(model.run(compiled), model.run(model.patcher))
-    assert flux.graphs == 6 and not any(kind.limit_reached for kind in flux.kinds)
+    assert flux.graphs == 6 and not any(group.limit_reached for group in flux.groups)
 
 
 def test_a_clone_with_and_one_without(flux):
@@ -191,8 +191,8 @@ def test_a_split_over_devices_by_the_host(flux, tiny):
     expected, _ = split(flux.patcher)
     result, copy = split(flux.attach(flux.patcher))
     same(result, expected)
-    kinds = flux.engine("compile.registry").code_of(copy.model.diffusion_model).kinds.values()
-    assert sum(kind.stats.graphs for kind in kinds) and not any(kind.failure for kind in kinds)
+    groups = flux.engine("compile.registry").code_of(copy.model.diffusion_model).groups.values()
+    assert sum(group.stats.graphs for group in groups) and not any(group.failure for group in groups)
 
 
 def test_a_compiled_model_inside_hooks(flux, second):

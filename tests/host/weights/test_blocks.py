@@ -19,7 +19,7 @@ def flux(tiny, engine):
 
 
 def breaks(runs):
-    return sum(kind.stats.graph_breaks for kind in runs.kinds)
+    return sum(kind.stats.graph_breaks for kind in runs.groups)
 
 
 def layer_state(model):
@@ -138,7 +138,7 @@ def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, en
             assert relative_error(runs.run(compiled), expected) < 1e-6
         assert pages.faults > len(names) and pages.pinned == 0
         assert same_state(layer_state(runs.patcher.model), before)
-    assert once == runs.graphs == len(runs.kinds) and breaks(runs) == 0 and not runs.failures
+    assert once == runs.graphs == len(runs.groups) and breaks(runs) == 0 and not runs.failures
 
 
 @pytest.mark.pages

@@ -52,5 +52,5 @@ def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monke
         raise
     assert relative_error(runs.run(runs.attach(runs.patcher, fullgraph=True)), expected) < 1e-3
     assert runs.graphs == 2 and not runs.failures
-    assert sum(kind.stats.graph_breaks for kind in runs.kinds) == 0
+    assert sum(group.stats.graph_breaks for group in runs.groups) == 0
     assert comfy.ops.cast_bias_weight is before
