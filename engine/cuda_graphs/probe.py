@@ -26,7 +26,7 @@ SECONDS = 300
 # What the other process takes on the GPU: its context, and some tensors.
 ROOM = 1536 * 2**20
 # Not `-m`: portable Pythons find nothing in the current folder.
-CODE = "import sys; sys.path.insert(0, sys.argv[1]); from engine.capture_probe import main; main()"
+CODE = "import sys; sys.path.insert(0, sys.argv[1]); from engine.cuda_graphs.probe import main; main()"
 
 
 class _Probe:
@@ -72,7 +72,7 @@ def tried() -> bool | None:
         own["TRITON_CACHE_DIR"] = str(Path(folder) / "triton")
         try:
             done = subprocess.run(
-                [sys.executable, "-c", CODE, str(Path(__file__).resolve().parent.parent)],
+                [sys.executable, "-c", CODE, str(Path(__file__).resolve().parents[2])],
                 env={**os.environ, **own},
                 capture_output=True,
                 text=True,

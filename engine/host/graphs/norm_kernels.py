@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 
 import torch
 from torch import nn
@@ -15,10 +14,12 @@ from ...compile.group import Ask, ModelCall
 
 @functools.cache
 def kernels() -> object | None:
+    """`cuda_graphs/group_norm.py`; None without Triton."""
     try:
-        return importlib.import_module("..group_norm_kernels", __package__)
+        from ...cuda_graphs import group_norm
     except ImportError:  # no Triton
         return None
+    return group_norm
 
 
 class _NormKernels:

@@ -61,3 +61,11 @@ def test_not_beside_a_model_that_needs_the_memory(probes, monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may well do it")
 def test_what_cannot_be_done_is_no_error(engine):
     assert engine("cuda_graphs.probe").tried() is False
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it to the end, see test_gpu.py")
+def test_the_process_of_its_own_finds_the_code(engine, caplog):
+    """Without a GPU it gets as far as asking for one."""
+    with caplog.at_level("DEBUG", logger="torch-compile-kit"):
+        assert engine("cuda_graphs.probe").tried() is False
+    assert "in main" in caplog.text and "Import" not in caplog.text and "ModuleNotFound" not in caplog.text

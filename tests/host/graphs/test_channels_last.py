@@ -311,3 +311,8 @@ def test_the_kernels_themselves():
     assert len(norms) == 12 and len(weights) == 4
     assert all(row["norm"] < 5e-4 and row["silu"] < 1e-3 for row in norms), norms  # fp16 has eleven bits
     assert all(row["same"] for row in weights), weights
+
+
+def test_the_kernels_are_found_where_triton_is(engine):
+    pytest.importorskip("triton")
+    assert hasattr(engine("host.graphs.norm_kernels").kernels(), "factors_of")
