@@ -32,16 +32,16 @@ class Runs:
         return sample(patcher, conditioning, self.latent, self.cfg, seed=1, steps=self.steps)
 
     @property
-    def kinds(self):
+    def groups(self):
         return list(self.engine("compile.registry").code_of(self.patcher.model.diffusion_model).groups.values())
 
     @property
     def graphs(self):
-        return sum(kind.stats.graphs for kind in self.groups)
+        return sum(group.stats.graphs for group in self.groups)
 
     @property
     def failures(self):
-        return [kind.failure.message() for kind in self.groups if kind.failure]
+        return [group.failure.message() for group in self.groups if group.failure]
 
     def check(self, patch, again=None, **inputs):
         """Compiled equals eager with the patch, without it, and with it again; the number of graphs that it added.

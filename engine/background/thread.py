@@ -7,21 +7,20 @@ from __future__ import annotations
 
 import collections
 import logging
-import random
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
 from ..failures.describe import never_swallowed
-from ..torch_settings import SharedScope
 from .gate import gate, waiting_at_gate
+from .isolation import isolated
 from .stand_in import StandIn
 
 logger = logging.getLogger("torch-compile-kit")
@@ -75,7 +74,7 @@ class Compiler:
 
     def ask(self, group: Compilable, stand_in: StandIn, done: Callable[[], None]) -> None:
         """Compile for a call, as soon as all that was asked for before is done; returns at once."""
-        cached = 0 if self.makes_room() else _cached(stand_in.device)
+        cached = 0 if self.makes_room() else _unused_bytes(stand_in.device)
         with self._changed:
             self._jobs.append(Job(weakref.ref(group), stand_in, done, cached))
             if self._thread is None:
@@ -124,7 +123,6 @@ class Compiler:
                 self._changed.wait(0.1)
 
     def _run(self) -> None:
-        _ours.add(threading.get_ident())
         interval = sys.getswitchinterval()
         sys.setswitchinterval(min(interval, INTERVAL))
         try:
@@ -137,7 +135,6 @@ class Compiler:
                 self._put_back(job) if again else job.done()
         finally:
             sys.setswitchinterval(interval)
-            _ours.discard(threading.get_ident())
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -168,7 +165,7 @@ class Compiler:
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
-            scopes.enter_context(_apart())
+            scopes.enter_context(isolated())
             scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
             if device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(device)))
@@ -192,82 +189,12 @@ def _has_room(job: Job) -> bool:
     return free + job.cached > 2 * job.stand_in.nbytes + MARGIN
 
 
-def _cached(device: torch.device) -> int:
+def _unused_bytes(device: torch.device) -> int:
     """Not on our thread: what asks PyTorch's allocator waits for it with Python's lock in hand, and comfy-aimdo, which works
     inside the allocator, needs that lock for its log."""
     if device.type != "cuda":
         return 0
     return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-
-
-# The threads that compile.
-_ours: set[int] = set()
-
-
-def _is_ours() -> bool:
-    return threading.get_ident() in _ours
-
-
-def _nothing(*_args: object, **_kwargs: object) -> None: ...
-
-
-def _unknown(*_args: object, **_kwargs: object) -> dict:
-    raise RuntimeError("a thread that compiles asks for no statistics of memory")  # inductor then goes on without
-
-
-def _apart_for_us(found: Callable, ours: Callable) -> Callable:
-    """A function that is another one for our threads."""
-    return lambda *args, **kwargs: (ours if _is_ours() else found)(*args, **kwargs)
-
-
-# PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
-# `preserve_global_state`): seconds later, in which the sampler has drawn its noise. And on machines without a GPU tracing gives
-# the process a device guard that goes with the thread (c10/core/impl/FakeGuardImpl.h): the next to trace crashes. Trying a
-# kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
-# `copy_args_to_cpu_if_needed`): see `_cached`. From 2.13 on `torch.compiler.is_compiling()` is true for the whole process while
-# anything is compiled: ComfyUI then neither looks for interrupts nor offloads with streams (comfy/ops.py, model_management.py).
-_APART = {
-    "python": (random, "setstate", _nothing),
-    "cpu": (torch.random, "set_rng_state", _nothing),
-    "cuda": (torch.cuda, "set_rng_state", _nothing),
-    "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
-    "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
-    "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
-    "compiling": (torch.compiler, "_compile_session_context", nullcontext),
-}
-_fx = torch.fx._symbolic_trace
-
-
-def _is_fx_symbolic_tracing() -> bool:
-    """In place of PyTorch's code for it, with its module's names: that something is traced with FX is a fact of the process up
-    to 2.14, and compiled code of all threads refuses to run meanwhile. It concerns the thread that traces."""
-    return _is_fx_tracing_flag and torch_compile_kit_traces() and not torch.compiler.is_compiling()  # noqa: F821
-
-
-def _switch(owner: object, name: str) -> tuple:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
-
-
-_switches = {key: _switch(*found) for key, (*found, _) in _APART.items() if hasattr(*found)}
-if hasattr(_fx, "_is_fx_tracing_flag"):  # others keep it for each thread
-    _switches["tracing"] = _switch(_fx.is_fx_symbolic_tracing, "__code__")
-    _switches["traces"] = (lambda: None), (lambda found: _name_in_fx(found))
-
-
-def _name_in_fx(found: Callable | None) -> None:
-    if found is None:
-        _fx.__dict__.pop("torch_compile_kit_traces", None)
-    else:
-        _fx.__dict__["torch_compile_kit_traces"] = found
-
-
-_apart_scope = SharedScope(_switches)
-
-
-def _apart() -> AbstractContextManager:
-    """While it lasts, what our thread does to the process stays with it."""
-    values = {key: _apart_for_us(getattr(*found), ours) for key, (*found, ours) in _APART.items() if hasattr(*found)}
-    return _apart_scope.holding(traces=_is_ours, **values, tracing=_is_fx_symbolic_tracing.__code__)
 
 
 compiler = Compiler()

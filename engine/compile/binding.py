@@ -13,13 +13,14 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from ..background.model_call import ModelCall, submit
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from .group import BlockGroup, ModelCall, submit
+from .group import BlockGroup
 from .registry import ModelCode, code_of
 
 
@@ -137,7 +138,7 @@ def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall
     binding = Binding(model, settings, call or ModelCall(), **options)
     with binding.bound():
         yield binding.plain
-    submit(binding.call.asks)
+    submit(binding.call.requests)
 
 
 @dataclass(frozen=True)

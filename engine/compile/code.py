@@ -1,4 +1,4 @@
-"""What PyTorch has compiled for one block group: made for a call, or ahead of it, and what went wrong with it."""
+"""What PyTorch has compiled for one block group: made for a call, or ahead of it."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from torch import nn
 from ..background.stand_in import StandIn
 from ..cache.disk import current
 from ..cache.startup import wait_until_prepared
-from ..errors import BlockCompileError
-from ..failures.describe import Failure, describe_failure, is_graph_break, is_limit_hit, never_swallowed
+from ..failures.describe import is_graph_break, is_limit_hit, never_swallowed
 from ..inductor.run_modes import NotRun, ahead, backend_of
 from ..inductor.run_modes import state as backend_state
 from ..settings import CompileSettings
 from ..torch_settings import compile_scope
 from .call_shapes import Changed
 from .events import monitor, watching
+from .fallback import Fallback
 from .session import DYNAMIC, STATIC, CompileSession
 from .stats import CompileStats
 
 logger = logging.getLogger("torch-compile-kit")
-RETRIES = 3
 # Code objects that nobody calls any more. Not freed where they are given up: that can be in the middle of PyTorch's freeing of
 # the same (a reset), and ends the process.
 _unused: list[types.CodeType] = []
@@ -71,31 +70,15 @@ class BlockCode:
     settings: CompileSettings
     folder: tuple[str, str]
     varying: set[str]
-    stats: CompileStats = field(default_factory=CompileStats)
-    failure: Failure | None = None
-    limit_reached: bool = False
     must_run: bool = False
     compiles: int = 0
     ready: Callable | None = None
-    _retries: int = 0
+    stats: CompileStats = field(default_factory=CompileStats)
     _own: types.FunctionType | None = None
     _compiled: Callable | None = None
 
-    def give_up(self, failure: Failure) -> None:
-        self.failure = failure
-        logger.warning("%s", failure.message())
-
-    def forgive(self) -> None:
-        """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
-        if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
-            self._retries += 1
-            self.failure = None
-
-    def run_failed(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Eager, or with the error where the user wants that."""
-        if self.settings.on_failure == "stop":
-            raise BlockCompileError(self.failure.message())
-        return self.forward(block, *args, **kwargs)
+    def __post_init__(self) -> None:
+        self.fallback = Fallback(self.name, self.forward, self.settings, self.stats)
 
     def call(self, block: nn.Module, args: tuple, kwargs: dict, again: bool = False) -> object:
         """Call compiled code, and note what that compiles.
@@ -131,7 +114,12 @@ class BlockCode:
                 return None
             cache = current()
             if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
-                return self._after_failure(error, block, args, kwargs, beforehand)
+                if not beforehand:
+                    return self.fallback.after(error, block, args, kwargs)
+                failure = self.fallback.of(error)
+                if failure is not None:
+                    self.fallback.give_up(failure)
+                return None
         finally:
             monitor.calls.pop()
             event.close()
@@ -139,27 +127,12 @@ class BlockCode:
                 compile_scope.exit()
             if event.started:
                 self.compiles += 1
-                self.stats += event.stats()
+                self.stats.add(event.stats())
         return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
-
-    def _after_failure(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict, beforehand: bool) -> object:
-        failure = self._note_failure(error)
-        if beforehand:
-            if failure is not None:
-                self.give_up(failure)
-            return None
-        if failure is not None and self.settings.on_failure == "stop":
-            self.failure = failure
-            raise BlockCompileError(failure.message()) from error
-        # An error of the model itself comes again here and is the user's to see, as without us.
-        result = self.forward(block, *args, **kwargs)
-        if failure is not None:
-            self.give_up(failure)
-        return result
 
     def compile_ahead(self, stand_in: StandIn) -> None:
         """On a thread of its own: make the code for such a call, of which nothing runs; `again` as for `call`."""
-        if self.failure is not None or self.must_run:
+        if self.fallback.failure is not None or self.must_run:
             return
         self.stats.seconds += wait_until_prepared()
         with first_call_lock, watching, ahead():
@@ -206,22 +179,6 @@ class BlockCode:
         named = ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
         shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not again}
         return {**shapes, "dynamic_sources": named}
-
-    def _note_failure(self, error: Exception) -> Failure | None:
-        """What to say of an error while compiling; None where only new shapes run eager."""
-        if not is_limit_hit(error):
-            return describe_failure(self.name, error)
-        if not self.limit_reached:
-            self.limit_reached = True
-            changed = self.stats.recompiles[-1].guard.partition(": ")[2] if self.stats.recompiles else "unknown"
-            logger.warning(
-                "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
-                "or dynamic to true.",
-                self.name,
-                self.settings.variant_limit,
-                changed.partition("  #")[0].strip().rstrip("."),
-            )
-        return None
 
 
 def free_unused() -> None:

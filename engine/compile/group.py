@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
+from ..background.model_call import CodeRequest, ModelCall
 from ..background.stand_in import StandIn
 from ..background.thread import compiler
 from ..cache.startup import wait_until_prepared
@@ -22,49 +22,10 @@ from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .code import BlockCode, first_call
 from .events import watching
+from .fallback import PATCH_VARIANTS
 from .stats import CompileStats
 
-# More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
-PATCH_VARIANTS = 4
 NONE: Mapping = MappingProxyType({})
-
-
-class Ask(NamedTuple):
-    """Code that a call would have needed: `maker` makes it, and knows the call as `variant`."""
-
-    maker: Maker
-    variant: object
-    stand_in: StandIn
-
-
-class Maker(Protocol):
-    def make(self, variant: object, stand_in: StandIn) -> None: ...
-
-
-def submit(asks: list[Ask]) -> None:
-    """Have the code made that calls have asked for. Not in the middle of one: the thread would take Python's lock from it."""
-    for ask in asks:
-        ask.maker.make(ask.variant, ask.stand_in)
-    asks.clear()
-
-
-@dataclass
-class ModelCall:
-    """One call of a model, for all its blocks.
-
-    Args:
-        waits: code that is not there is compiled now; else the block runs eager, and a thread compiles.
-        poll: called while something is waited for; may raise to stop (the host's interrupt).
-        ran: blocks have run in it; in a replay of a CUDA graph none do.
-        eager: groups (by `id`) and shapes that run eager in this call: a group does not change over in the middle of it.
-        asks: what is to be made for such calls; see `submit`.
-    """
-
-    waits: bool = True
-    poll: Callable[[], None] = lambda: None
-    ran: bool = False
-    eager: set[tuple] = field(default_factory=set)
-    asks: list[Ask] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -94,7 +55,6 @@ class BlockGroup:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     fills_cache: bool = False
-    _patch_variants: Counter[tuple] = field(default_factory=Counter)
     _seen: set[tuple] = field(default_factory=set)
     _asked: Counter[tuple] = field(default_factory=Counter)
     _waiting: set[tuple] = field(default_factory=set)
@@ -112,11 +72,11 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
-        return self.code.failure
+        return self.code.fallback.failure
 
     @property
     def limit_reached(self) -> bool:
-        return self.code.limit_reached
+        return self.code.fallback.limit_reached
 
     @property
     def is_being_compiled(self) -> bool:
@@ -138,7 +98,7 @@ class BlockGroup:
         options, patches = self.filter_options(given)
         group = self._for_patches(patches) if patches else self
         if self.failure is not None or group.failure is not None:
-            return (group if self.failure is None else self).code.run_failed(block, args, kwargs)
+            return (group if self.failure is None else self).code.fallback.run(block, args, kwargs)
         if at is None:
             kwargs = {**kwargs, "transformer_options": options}
         else:
@@ -150,7 +110,7 @@ class BlockGroup:
             if options is not given:
                 OptionsFilter.write_back(given, options)
             if patches and call.waits and group.code.compiles != compiles:
-                group._count_variant((shapes_of(args, kwargs), patch_objects(given)))
+                group.code.fallback.count_variant((shapes_of(args, kwargs), patch_objects(given)))
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
@@ -160,26 +120,14 @@ class BlockGroup:
             self.patched[patches] = group
         return self.patched[patches]
 
-    def _count_variant(self, variant: tuple) -> None:
-        """Give up on a patch that makes the same blocks compile again and again for the same shapes."""
-        self._patch_variants[variant] += 1
-        if self._patch_variants[variant] > PATCH_VARIANTS:
-            self._too_many_variants()
-
-    def _too_many_variants(self) -> None:
-        if self.failure is None:
-            guard = self.stats.recompiles[-1].guard if self.stats.recompiles else "unknown"
-            cure = "Other blocks and runs without this patch stay compiled."
-            self.code.give_up(Failure(self.code.name, f"compiled {PATCH_VARIANTS + 1} times for the same shapes.", cure, guard))
-
     def forgive(self) -> None:
         """A new run begins: what may have passed is tried again."""
         for group in (self, *self.patched.values()):
-            group.code.forgive()
+            group.code.fallback.forgive()
 
     def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping = NONE) -> object:
         if self.failure is not None:
-            return self.code.run_failed(block, args, kwargs)
+            return self.code.fallback.run(block, args, kwargs)
         for tensor in args:
             if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
                 return self._run_contiguous(block, call, args, kwargs, given)
@@ -216,7 +164,7 @@ class BlockGroup:
             call.eager.add((id(self), variant))
             capturing = args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
             if variant not in self._waiting and not capturing:
-                call.asks.append(Ask(self, variant, StandIn(block, args, kwargs)))
+                call.requests.append(CodeRequest(self, variant, StandIn(block, args, kwargs)))
         return result
 
     def make(self, variant: tuple, stand_in: StandIn) -> None:
@@ -226,7 +174,7 @@ class BlockGroup:
         self._asked[variant] += 1
         if self._asked[variant] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
             if self.patches:
-                self._too_many_variants()
+                self.code.fallback.too_many_variants()
             self.code.must_run = True
             return
         self._waiting.add(variant)

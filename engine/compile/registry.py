@@ -125,7 +125,7 @@ class ModelCode:
             group = BlockGroup(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
             _groups[key] = group
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
-                group.code.failure = Failure(
+                group.code.fallback.failure = Failure(
                     group.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
         group.meet(block)

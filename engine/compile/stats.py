@@ -38,18 +38,20 @@ class CompileStats:
             self.graphs, self.graph_breaks, self.seconds, list(self.recompiles), dict(self.breaks), self.from_disk
         )
 
-    def __add__(self, other: CompileStats) -> CompileStats:
-        merged = dict(self.breaks)
+    def add(self, other: CompileStats) -> None:
+        """Count what has been compiled since."""
+        self.graphs += other.graphs
+        self.graph_breaks += other.graph_breaks
+        self.seconds += other.seconds
+        self.recompiles += other.recompiles
+        self.from_disk += other.from_disk
         for reason, count in other.breaks.items():
-            merged[reason] = merged.get(reason, 0) + count
-        return CompileStats(
-            self.graphs + other.graphs,
-            self.graph_breaks + other.graph_breaks,
-            self.seconds + other.seconds,
-            self.recompiles + other.recompiles,
-            merged,
-            self.from_disk + other.from_disk,
-        )
+            self.breaks[reason] = self.breaks.get(reason, 0) + count
+
+    def __add__(self, other: CompileStats) -> CompileStats:
+        total = self.copy()
+        total.add(other)
+        return total
 
     def __sub__(self, earlier: CompileStats) -> CompileStats:
         return CompileStats(

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..background.model_call import CodeRequest
 from ..compile.binding import is_ours
-from ..compile.group import Ask
 from ..failures.describe import never_swallowed
 from ..inductor.run_modes import gpu_lock
 from ..per_model import PerModel
@@ -59,7 +59,7 @@ class Captured:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that graphs on `device` are captured on, one for all, as their shared memory asks for.
+    """The stream that graphs on `device` are captured on, one for all, as their shared memory requests for.
 
     PyTorch's own default (`torch.cuda.graph`) belongs to whichever device came first: on others it records nothing.
     """
@@ -79,7 +79,7 @@ class ModelGraphs:
         failures: why a call cannot be captured.
         device: where the model computes.
         code: see `call`.
-        asks: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
+        requests: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
         plain_calls: since then.
         obstacle: what about the layers forbids replays now, or None.
         state: where the weights were, and what the layers ran, when the graphs were captured.
@@ -97,7 +97,7 @@ class ModelGraphs:
     device: torch.device | None = None
     obstacle: str | None = None
     code: Hashable = None
-    asks: list[Ask] = field(default_factory=list)
+    requests: list[CodeRequest] = field(default_factory=list)
     plain_calls: int = 0
     captures: int = 0
     replays: int = 0

@@ -7,9 +7,9 @@ import functools
 import torch
 from torch import nn
 
+from ...background.model_call import CodeRequest, ModelCall
 from ...background.stand_in import StandIn
 from ...background.thread import compiler
-from ...compile.group import Ask, ModelCall
 
 
 @functools.cache
@@ -31,7 +31,7 @@ class _NormKernels:
 
     def ask(self, call: ModelCall, device: torch.device) -> None:
         if not self._asked and kernels() is not None and not torch.cuda.is_current_stream_capturing():
-            call.asks.append(Ask(self, None, StandIn(nn.Module(), (torch.empty(0, device=device),), {})))
+            call.requests.append(CodeRequest(self, None, StandIn(nn.Module(), (torch.empty(0, device=device),), {})))
 
     def make(self, _variant: object, stand_in: StandIn) -> None:
         self._asked = True

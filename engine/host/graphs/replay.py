@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ...background.gate import gate
+from ...background.model_call import ModelCall, submit
 from ...blocks.channels_last import run_channels_last
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
-from ...compile.group import ModelCall, submit
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, functions_of, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
@@ -116,13 +116,13 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
 def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
     """Compiling begins when calls are replayed: launching kernel by kernel beside it would take several times as long."""
-    graphs.asks += call.asks
-    graphs.plain_calls = graphs.plain_calls + 1 if call.asks else 0
-    call.asks.clear()
+    graphs.requests += call.requests
+    graphs.plain_calls = graphs.plain_calls + 1 if call.requests else 0
+    call.requests.clear()
     if key in graphs.graphs:
         gate.open()
-    if graphs.asks and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
-        submit(graphs.asks)
+    if graphs.requests and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
+        submit(graphs.requests)
 
 
 def _run_bound(

@@ -11,11 +11,11 @@ import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...background.gate import gate
+from ...background.model_call import ModelCall, submit
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import Binding, plan_for
 from ...compile.events import monitor, watching
-from ...compile.group import ModelCall, submit
 from ...compile.registry import code_of, uncalled_in_words
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
@@ -97,7 +97,7 @@ class BlockCompiler:
             if call.ran or code.uncalled:
                 code.settled = not call.eager and not code.is_being_compiled
             if graphs or not possible:
-                submit(call.asks)  # else the next call asks again, and is captured
+                submit(call.requests)  # else the next call requests again, and is captured
             if not possible:
                 gate.open()
             if monitor.compilations != compilations or is_warming():

@@ -26,7 +26,7 @@ def gate(engine, monkeypatch):
 
 def ask(engine, net, x):
     settings = engine("settings").CompileSettings(backend="eager")
-    call = engine("compile.group").ModelCall(waits=False)
+    call = engine("background.model_call").ModelCall(waits=False)
     with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
         net(x)
     return call

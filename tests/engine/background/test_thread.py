@@ -16,11 +16,11 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 @pytest.fixture
 def behind(engine):
     """behind(net, *args, **settings): a call of the model that waits for nothing; its result, and whether it ran eager."""
-    groups, compiler = engine("compile.group"), engine("background.thread").compiler
+    calls, compiler = engine("background.model_call"), engine("background.thread").compiler
 
     def run(net, *args, waits=False, **chosen):
         settings = engine("settings").CompileSettings(**{"backend": "eager", **chosen})
-        call = groups.ModelCall(waits=waits)
+        call = calls.ModelCall(waits=waits)
         with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
             return net(*args[:1], **(args[1] if len(args) > 1 else {})), bool(call.eager)
 
@@ -142,7 +142,7 @@ def test_random_states_and_settings_are_left_alone(behind, made, engine):
     object.__setattr__(settings, "backend", "waits_for_the_test")
     with (
         engine("compile.events").watching,
-        engine("compile.binding").compiled_blocks(net, settings, engine("compile.group").ModelCall(False)),
+        engine("compile.binding").compiled_blocks(net, settings, engine("background.model_call").ModelCall(False)),
     ):
         net(x)
     assert entered.wait(60)
@@ -191,7 +191,7 @@ def test_what_cannot_be_compiled_is_said_and_runs_eager(behind, made, engine, ca
     for _ in range(2):
         with (
             engine("compile.events").watching,
-            engine("compile.binding").compiled_blocks(net, settings, engine("compile.group").ModelCall(False)),
+            engine("compile.binding").compiled_blocks(net, settings, engine("background.model_call").ModelCall(False)),
         ):
             assert torch.equal(net(x), Net.forward(net, x))
         made(net)
@@ -328,7 +328,7 @@ def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, eng
     others = torch.compile(lambda x: x * 2 + 1, backend="eager")
     others(torch.ones(3))
     net, x = Net(), torch.randn(2, 4, 8)
-    call = engine("compile.group").ModelCall
+    call = engine("background.model_call").ModelCall
     with engine("compile.events").watching:
         with engine("compile.binding").compiled_blocks(net, settings, call(False)):
             expected = net(x)

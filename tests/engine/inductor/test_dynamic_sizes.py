@@ -101,10 +101,10 @@ def test_floats_that_differ_cost_one_graph_more(engine, waits):
     def run(strength):
         x = torch.randn(2, 6, 8)
         expected = net(x, strength=strength)
-        call = engine("compile.group").ModelCall(waits=waits)
+        call = engine("background.model_call").ModelCall(waits=waits)
         with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
             result = net(x, strength=strength)
-        engine("compile.group").submit(call.asks)
+        engine("background.model_call").submit(call.requests)
         assert engine("background.thread").compiler.wait(60)
         assert relative_error(result, expected) < 1e-6
         return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())

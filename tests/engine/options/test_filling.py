@@ -131,14 +131,14 @@ def sample(net, cached=True, batch=2, tokens=6, steps=3, around=nullcontext, **o
 @pytest.fixture
 def behind_the_run(engine):
     """behind_the_run(net, **what) samples without waiting for code, and then waits for it; how many graphs that added."""
-    registry, groups, before = engine("compile.registry"), engine("compile.group"), [0]
+    registry, calls, before = engine("compile.registry"), engine("background.model_call"), [0]
     compiler = engine("background.thread").compiler
     settings = engine("settings").CompileSettings(backend="eager")
 
     def in_background(net, **what):
         expected = sample(net, **what)
         with engine("compile.events").watching:
-            step = lambda: engine("compile.binding").compiled_blocks(net, settings, groups.ModelCall(waits=False))  # noqa: E731
+            step = lambda: engine("compile.binding").compiled_blocks(net, settings, calls.ModelCall(waits=False))  # noqa: E731
             assert torch.equal(sample(net, around=step, **what), expected)
             assert compiler.wait(120)
         found = registry.code_of(net).groups.values()

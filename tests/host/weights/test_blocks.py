@@ -117,7 +117,7 @@ def compiled_blocks(runs, compiled):
     """The blocks of which the compiled patcher puts the weights in place."""
     settings = runs.engine("host.model.attach").attached_settings(compiled)
     binding = runs.engine("compile.binding").Binding(
-        runs.patcher.model.diffusion_model, settings, runs.engine("compile.group").ModelCall()
+        runs.patcher.model.diffusion_model, settings, runs.engine("background.model_call").ModelCall()
     )
     return binding._free
 
