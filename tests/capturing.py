@@ -31,5 +31,5 @@ def capture_again(engine, monkeypatch):
 
     monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_capture", capture)
     # On a CPU the wrapper leaves graphs alone; here everything but the capture is as on a GPU.
-    monkeypatch.setattr(engine("host.model.attach"), "no_graphs", lambda device: None)
+    monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda device: None)
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)

@@ -87,7 +87,7 @@ def run_setup(engine, setup, backend: str = "eager", **settings) -> Outcome:
 
 def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     began = time.process_time()
-    attachment, report = engine("host.model.attach"), engine("notices.report")
+    report = engine("notices.report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, "compile": "at once", **settings})
     model = setup.build()
     network = model.diffusion_model
@@ -95,7 +95,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome = Outcome(setup.name, len(plan.blocks), share=round(plan.covered_share, 3), whole_model=plan.whole_model)
     for block in plan.blocks:
         outcome.classes[block.class_name] = outcome.classes.get(block.class_name, 0) + 1
-    compiler = attachment.BlockCompiler(chosen)
+    compiler = engine("host.model.wrapper").BlockCompiler(chosen)
 
     def graphs() -> int:
         return report.stats_for(network, chosen).graphs

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import types
-import weakref
 from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -20,18 +18,15 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..background.model_call import CodeRequest
-from ..compile.binding import is_ours
 from ..failures.describe import never_swallowed
 from ..inductor.run_modes import gpu_lock
 from ..per_model import PerModel
 from .launches import as_numbers
+from .model_state import ModelState
 
 logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
-# The host makes tensors up to 16 KiB anew for each run, and those of layers that it does not page.
-SMALL = 2**20
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 
 
 @dataclass
@@ -59,7 +54,7 @@ class Captured:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that graphs on `device` are captured on, one for all, as their shared memory requests for.
+    """The stream that graphs on `device` are captured on, one for all, as their shared memory asks for.
 
     PyTorch's own default (`torch.cuda.graph`) belongs to whichever device came first: on others it records nothing.
     """
@@ -77,25 +72,16 @@ class ModelGraphs:
     Args:
         seen: calls that have run plainly once, and so have compiled what they need.
         failures: why a call cannot be captured.
-        device: where the model computes.
+        model: what the graphs know of it.
         code: see `call`.
         requests: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
         plain_calls: since then.
-        obstacle: what about the layers forbids replays now, or None.
-        state: where the weights were, and what the layers ran, when the graphs were captured.
-        functions: what the layers run in this sampling run.
-        homes: small tensors of our own that stand in for those that the host makes anew for each run.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
     seen: set[Hashable] = field(default_factory=set)
     failures: dict[Hashable, str] = field(default_factory=dict)
-    state: list | None = None
-    functions: list | None = None
-    homes: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
-    checked: bool = False
-    device: torch.device | None = None
-    obstacle: str | None = None
+    model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
     requests: list[CodeRequest] = field(default_factory=list)
     plain_calls: int = 0
@@ -108,64 +94,21 @@ class ModelGraphs:
         self.graphs.clear()
         self.seen.clear()
         self.failures.clear()
-        self.homes.clear()
-        self.state = None
+        self.model.forget()
         self._pool = None
 
     def new_run(self) -> None:
         """A sampling run begins: weights may have moved since the last."""
-        self.checked = False
-        self.obstacle = None
+        self.model.new_run()
 
     def check_model(self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None) -> None:
-        """Once a sampling run: graphs hold the addresses of the weights, and what replaced forwards and hooks did.
+        """Once a sampling run, see `ModelState.look_at`: graphs of a model that has changed are dropped."""
+        self.model.look_at(model, device, places, self._changed)
 
-        Args:
-            device: where the model computes.
-            places: where the host keeps the weights of a layer that come and go, None for other layers. The host that pages
-                weights makes all small ones anew for each run; these are copied to where the graphs know them.
-        """
-        if self.checked:
-            return
-        self.checked, self.device = True, device
-        state: list[object] = [device]
-        functions: list[object] = []
-        homes: dict[tuple[str, str], torch.Tensor] = {}
-        for path, module in model.named_modules():
-            place = places(module) if places is not None else None
-            for table in (module._parameters, module._buffers):
-                for name, tensor in table.items():
-                    if tensor is None or place is not None:
-                        continue
-                    if tensor.device.type != device.type:
-                        self.obstacle = self.obstacle or "a layer's weights are elsewhere"
-                    if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
-                        tensor = homes[path, name] = self._settled(table, name, tensor, self.homes.get((path, name)))
-                    state += _addresses(tensor)
-            state += [_weakly(module), place]
-            functions += [type(module), type(module).forward, *functions_of(module)]
-            state += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
-            if module._forward_hooks or module._forward_pre_hooks:
-                self.obstacle = "a layer has a forward hook"
-        self.functions = functions
-        state += functions
-        if self.state != state:
-            if self.graphs:
-                logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")
-            self.drop()
-            self.state, self.homes = state, homes
-
-    @staticmethod
-    def _settled(table: dict, name: str, tensor: torch.Tensor, home: torch.Tensor | None) -> torch.Tensor:
-        """A tensor of our own with the same values, put in the other's place; the other may be what the host restores."""
-        same = home is not None and _kind(home) == _kind(tensor)
-        with torch.inference_mode(tensor.is_inference()):  # compiled code tells the two kinds of tensors apart
-            if not same:
-                home = tensor.detach().clone()
-            elif home.data_ptr() != tensor.data_ptr():
-                home.copy_(tensor)
-            table[name] = nn.Parameter(home, requires_grad=False) if isinstance(tensor, nn.Parameter) else home
-        return home
+    def _changed(self) -> None:
+        if self.graphs:
+            logger.info("the model's weights or layers have changed: CUDA graphs are captured anew")
+        self.drop()
 
     def call(
         self,
@@ -189,7 +132,7 @@ class ModelGraphs:
         self._renew(code())
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.device != self.device for t in tensors):  # a number on the CPU becomes a constant of the graph
+        if any(t.device != self.model.device for t in tensors):  # a number on the CPU becomes a constant of the graph
             self.failures["device"] = "an input is on another device"
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
@@ -225,7 +168,7 @@ class ModelGraphs:
         args, kwargs = pytree.tree_unflatten(own, spec)
         while len(self.graphs) >= MAX_GRAPHS:
             self.graphs.pop(next(iter(self.graphs)))
-        device = self.device
+        device = self.model.device
         stream = capture_stream(device)
         try:
             with torch.cuda.device(device):
@@ -259,39 +202,6 @@ class ModelGraphs:
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
         self.graphs[key] = Captured(device, graph, static, output)
         return self.graphs[key]
-
-
-def functions_of(module: nn.Module) -> list[tuple]:
-    """What somebody else has put over the methods of this one module: (name, what tells it from others)."""
-    return [
-        (name, _weakly(getattr(value, "__func__", value)), _weakly(getattr(value, "__self__", None)))
-        for name, value in module.__dict__.items()
-        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not _is_own(module, name, value)
-    ]
-
-
-def _is_own(module: nn.Module, name: str, value: Callable) -> bool:
-    """The host leaves the class's own forward there when it takes an object patch back."""
-    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
-
-
-def _weakly(value: object) -> tuple:
-    """Equal for the same object only, also when another one has its address later, and does not keep it alive."""
-    try:
-        return id(value), weakref.ref(value)
-    except TypeError:  # built in
-        return id(value), value
-
-
-def _kind(tensor: torch.Tensor) -> tuple:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
-
-
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    """Where its data are; quantised tensors are made of several."""
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor.data_ptr()]
-    return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]
 
 
 # The graphs that belong to a model.

@@ -18,48 +18,22 @@ from ...blocks.channels_last import run_channels_last
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.registry import code_of
-from ...cuda_graphs.capture import ModelGraphs, functions_of, graphs_of
+from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
-from ...cuda_graphs.probe import probe
+from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError
 from ...failures.describe import never_swallowed
 from ...options.filter import BOOKKEEPING, keys_read
 from ...per_model import PerModel
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
+from .policy import note
 
 logger = logging.getLogger("torch-compile-kit")
 # Calls, one after the other, that could not be captured: weights come and go.
 PLAIN_CALLS = 3
-# Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
-CAPTURES_ASYNC = {"2.11"}
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
-
-
-def no_graphs(device: torch.device) -> str | None:
-    """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
-    if device.type != "cuda":
-        return ""
-    if torch.version.hip:
-        return "CUDA graphs are off: they have not been measured on AMD's devices."
-    allocator = torch.cuda.get_allocator_backend()
-    if allocator == "cudaMallocAsync":
-        version = ".".join(torch.__version__.split(".")[:2])
-        works = version in CAPTURES_ASYNC or probe.works(device)
-        if works:
-            return None
-        if works is None:
-            return (
-                f"CUDA graphs begin when they have been tried, behind the scenes, with cudaMallocAsync and PyTorch {version}."
-            )
-        return (
-            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they do not work with PyTorch {version}. "
-            "Start ComfyUI with --disable-cuda-malloc to have them."
-        )
-    if allocator != "native":
-        return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
-    return None
 
 
 @contextmanager
@@ -79,7 +53,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         return
     graphs, pages = graphs_of(network), pages_of(network)
     graphs.check_model(network, device, address_of if pages else None)
-    read_of(network).look(network, graphs.functions)
+    read_of(network).look(network, graphs.model.functions)
     forward = network.forward
     keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else functools.partial(nullcontext, True)
 
@@ -222,7 +196,7 @@ def new_run(network: nn.Module, *_: object) -> None:
     graphs = graphs_of(network)
     graphs.new_run()
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
-        graphs.obstacle = "another node changes weights on their way to a layer"
+        graphs.model.obstacle = "another node changes weights on their way to a layer"
     pages_of(network).new_run(network)
     crowding_of(network).absences = 0
 
@@ -245,7 +219,7 @@ def _obstacle(network: nn.Module, options: dict) -> str | None:
     read = read_of(network).keys & {"sigmas", "sample_sigmas", "uuids"}
     if read:
         return f"the model reads {', '.join(sorted(read))}"
-    return graphs_of(network).obstacle
+    return graphs_of(network).model.obstacle
 
 
 def kept_options(network: nn.Module, options: dict) -> dict:
@@ -267,10 +241,3 @@ class Read:
         """Again when one has been replaced; not while our own are in the blocks."""
         if functions != self.functions:
             self.functions, self.keys = functions, keys_read(network)
-
-
-def note(notes: list[str], text: str) -> None:
-    """Say it once, in the log and in the report."""
-    if text not in notes:
-        notes.append(text)
-        logger.info("%s", text)

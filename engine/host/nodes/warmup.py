@@ -19,8 +19,8 @@ from ..model.attach import (
     diffusion_model,
     model_name,
     notes_about,
-    raise_if_interrupted,
 )
+from ..model.wrapper import raise_if_interrupted
 from .fingerprint import fingerprint, may_be_skipped
 from .progress import WarmupProgress
 from .sampling import (

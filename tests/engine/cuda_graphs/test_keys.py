@@ -132,7 +132,8 @@ def devices(engine, monkeypatch):
 def test_each_device_captures_on_a_stream_of_its_own(engine, devices):
     for index in (0, 1):
         there = torch.device("cuda", index)
-        graphs = engine("cuda_graphs.capture").ModelGraphs(device=there)
+        graphs = engine("cuda_graphs.capture").ModelGraphs()
+        graphs.model.device = there
         x = torch.ones(2)
         captured = graphs._capture("key", lambda x: x + 1, [x], _spec((x,)), [x], {})
         assert captured.replay([x]).tolist() == [2, 2]

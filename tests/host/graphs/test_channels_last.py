@@ -54,7 +54,7 @@ def reference(engine, monkeypatch):
     graphing, graphs = engine("host.graphs.replay"), engine("cuda_graphs.capture")
     monkeypatch.setattr(graphing, "kernels", lambda: reference)
     monkeypatch.setattr(engine("blocks.channels_last"), "DTYPES", {torch.float32})
-    monkeypatch.setattr(engine("host.model.attach"), "no_graphs", lambda _device: None)
+    monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: None)
     monkeypatch.setattr(graphs.ModelGraphs, "_capture", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return reference

@@ -216,34 +216,34 @@ class TestWhatGraphsKnow:
     def test_a_hook(self, checked):
         graphs, layer, check = checked
         layer[0].register_forward_hook(lambda *_: None)
-        assert not check() and "hook" in graphs.obstacle
+        assert not check() and "hook" in graphs.model.obstacle
 
     def test_weights_that_are_not_where_the_model_computes(self, checked):
         graphs, _, check = checked
         check(device="cuda")
-        assert "elsewhere" in graphs.obstacle
+        assert "elsewhere" in graphs.model.obstacle
 
 
 def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
-    no_graphs = engine("host.graphs.replay").no_graphs
+    no_graphs = engine("host.graphs.policy").no_graphs
     assert no_graphs(torch.device("cpu")) == ""
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    monkeypatch.setattr(engine("host.graphs.replay"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
+    monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
     assert no_graphs(torch.device("cuda")) is None
-    monkeypatch.setattr(engine("host.graphs.replay"), "CAPTURES_ASYNC", set())
+    monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", set())
     for known, words in ((None, "behind the scenes"), (False, "--disable-cuda-malloc")):
-        monkeypatch.setattr(engine("host.graphs.replay").probe, "works", lambda _device, known=known: known)
+        monkeypatch.setattr(engine("host.graphs.policy").probe, "works", lambda _device, known=known: known)
         assert words in no_graphs(torch.device("cuda"))
-    monkeypatch.setattr(engine("host.graphs.replay").probe, "works", lambda _device: True)
+    monkeypatch.setattr(engine("host.graphs.policy").probe, "works", lambda _device: True)
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert "another node" in no_graphs(torch.device("cuda"))
 
 
 def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, monkeypatch):
-    monkeypatch.setattr(engine("host.model.attach"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
+    monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
     settings = engine("settings").CompileSettings(backend="eager", compile="at once")

@@ -149,7 +149,7 @@ def test_equal_options_are_replayed_and_others_are_not(flux, counts):
 
 def test_an_input_that_is_elsewhere_is_no_constant_of_a_graph(engine):
     graphs = engine("cuda_graphs.capture").ModelGraphs()
-    graphs.device = torch.device("cuda", 0)
+    graphs.model.device = torch.device("cuda", 0)
     for _ in range(3):
         assert graphs.call("key", lambda x: x + 1, (torch.ones(()),), {}, {}).item() == 2
     assert not graphs.seen and "another device" in " ".join(graphs.failures.values())

@@ -25,8 +25,8 @@ def test_weights_that_come_through_shared_buffers(name, engine, monkeypatch):
     network, buffers = model.diffusion_model, Buffers(2**26)
     plan = engine("compile.binding").plan_for(network)
     inside = {layer for block in engine("compile.binding").modules_at(network, plan) for layer in block.modules()}
-    attachment = engine("host.model.attach")
-    compiler = attachment.BlockCompiler(engine("settings").CompileSettings(backend="eager", compile="at once"))
+    wrapper = engine("host.model.wrapper")
+    compiler = wrapper.BlockCompiler(engine("settings").CompileSettings(backend="eager", compile="at once"))
     first = {"size": 0, "batch": setup.max_batch or 2}
 
     def run(*compiler):

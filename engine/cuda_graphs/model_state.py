@@ -1,0 +1,128 @@
+"""What a CUDA graph knows of a model beside its inputs: where the weights are, and what its layers run."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..compile.binding import is_ours
+
+# The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
+SMALL = 2**20
+_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+
+
+@dataclass
+class ModelState:
+    """As it was when the graphs were captured.
+
+    Args:
+        device: where the model computes.
+        obstacle: what about the layers forbids replays in this sampling run, or None.
+        functions: what the layers run in this sampling run.
+    """
+
+    device: torch.device | None = None
+    obstacle: str | None = None
+    functions: list | None = None
+    _checked: bool = False
+    _known: list | None = None
+    _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
+
+    def new_run(self) -> None:
+        """A sampling run begins: weights may have moved since the last."""
+        self._checked = False
+        self.obstacle = None
+
+    def forget(self) -> None:
+        """There are no graphs."""
+        self._known = None
+        self._copies.clear()
+
+    def look_at(
+        self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
+    ) -> None:
+        """Once a sampling run; `forget` is called where it is not as it was.
+
+        Args:
+            device: where the model computes.
+            places: where the host keeps the weights of a layer that come and go, None for other layers. The host that pages
+                weights makes all small ones anew for each run; these are copied to where the graphs know them.
+        """
+        if self._checked:
+            return
+        self._checked, self.device = True, device
+        addresses: list[object] = [device]
+        functions: list[object] = []
+        copies: dict[tuple[str, str], torch.Tensor] = {}
+        for path, module in model.named_modules():
+            place = places(module) if places is not None else None
+            for table in (module._parameters, module._buffers):
+                for name, tensor in table.items():
+                    if tensor is None or place is not None:
+                        continue
+                    if tensor.device.type != device.type:
+                        self.obstacle = self.obstacle or "a layer's weights are elsewhere"
+                    if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
+                        tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
+                    addresses += _addresses(tensor)
+            addresses += [_weakly(module), place]
+            functions += [type(module), type(module).forward, *functions_of(module)]
+            addresses += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
+            if module._forward_hooks or module._forward_pre_hooks:
+                self.obstacle = "a layer has a forward hook"
+        self.functions = functions
+        now = addresses + functions
+        if self._known != now:
+            forget()
+            self._known, self._copies = now, copies
+
+
+def functions_of(module: nn.Module) -> list[tuple]:
+    """What somebody else has put over the methods of this one module: (name, what tells it from others)."""
+    return [
+        (name, _weakly(getattr(value, "__func__", value)), _weakly(getattr(value, "__self__", None)))
+        for name, value in module.__dict__.items()
+        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not is_class_forward(module, name, value)
+    ]
+
+
+def is_class_forward(module: nn.Module, name: str, value: Callable) -> bool:
+    """The host leaves the class's own forward there when it takes an object patch back."""
+    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
+
+
+def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
+    """A copy of ours with the same values, put in the tensor's place; that one may be what the host restores."""
+    with torch.inference_mode(tensor.is_inference()):  # compiled code tells inference tensors from others
+        if copy is None or _layout(copy) != _layout(tensor):
+            copy = tensor.detach().clone()
+        elif copy.data_ptr() != tensor.data_ptr():
+            copy.copy_(tensor)
+        table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
+    return copy
+
+
+def _weakly(value: object) -> tuple:
+    """Equal for the same object only, also when another one has its address later, and does not keep it alive."""
+    try:
+        return id(value), weakref.ref(value)
+    except TypeError:  # built in
+        return id(value), value
+
+
+def _layout(tensor: torch.Tensor) -> tuple:
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
+
+
+def _addresses(tensor: torch.Tensor) -> list[int]:
+    """Where its data are; quantised tensors are made of several."""
+    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr()]
+    return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]

@@ -1,0 +1,148 @@
+"""Whether the calls of a model are replayed from CUDA graphs: where that is possible, and where it pays.
+
+It pays where the GPU waits for the CPU in eager steps: measured, not by the model's name.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...blocks.structure import structure_of
+from ...cache.disk import current, folder_name
+from ...compile.registry import code_of
+from ...cuda_graphs.capture import graphs_of
+from ...cuda_graphs.probe import probe
+from ...per_model import PerModel
+from ...settings import CompileSettings
+
+MEMORY = "graphs"
+# Of the time that launching a call takes, what the GPU goes on working behind it where it is the GPU that limits.
+SHARE = 0.3
+# Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
+CAPTURES_ASYNC = {"2.11"}
+logger = logging.getLogger("torch-compile-kit")
+
+
+class Way(enum.Enum):
+    """How one call of a model runs."""
+
+    MEASURED = enum.auto()  # eager, to see whether graphs pay
+    REPLAYED = enum.auto()  # from a CUDA graph, or to become one
+    COMPILED = enum.auto()  # block by block, though graphs would be possible
+    WITHOUT_GRAPHS = enum.auto()  # block by block: there can be none
+
+
+def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.device, waits: bool, notes: list[str]) -> Way:
+    """Decided for each call: what is known of the model grows meanwhile.
+
+    Args:
+        waits: code that is not there is compiled in this call.
+        notes: gets the reason when the user has asked for graphs and there can be none.
+    """
+    obstacle = no_graphs(device) if settings.may_have_graphs else ""
+    if obstacle is not None:
+        if obstacle and settings.wants_graphs:
+            note(notes, obstacle)
+        return Way.WITHOUT_GRAPHS
+    pays = settings.wants_graphs or recall(network)
+    if pays is None:
+        return Way.MEASURED
+    # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
+    if pays or not (waits or code_of(network).settled):
+        return Way.REPLAYED
+    if graphs_of(network).graphs:
+        graphs_of(network).drop()
+    return Way.COMPILED
+
+
+def no_graphs(device: torch.device) -> str | None:
+    """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
+    if device.type != "cuda":
+        return ""
+    if torch.version.hip:
+        return "CUDA graphs are off: they have not been measured on AMD's devices."
+    allocator = torch.cuda.get_allocator_backend()
+    if allocator == "cudaMallocAsync":
+        version = ".".join(torch.__version__.split(".")[:2])
+        works = version in CAPTURES_ASYNC or probe.works(device)
+        if works:
+            return None
+        if works is None:
+            return (
+                f"CUDA graphs begin when they have been tried, behind the scenes, with cudaMallocAsync and PyTorch {version}."
+            )
+        return (
+            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they do not work with PyTorch {version}. "
+            "Start ComfyUI with --disable-cuda-malloc to have them."
+        )
+    if allocator != "native":
+        return f"CUDA graphs are off: another node has given PyTorch an allocator ({allocator})."
+    return None
+
+
+@dataclass
+class Payoff:
+    """What is known of a model.
+
+    Args:
+        calls: eager calls so far; the first also loads weights.
+        pays: None until it has been measured.
+    """
+
+    calls: int = 0
+    pays: bool | None = None
+
+
+payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
+
+
+def recall(network: nn.Module) -> bool | None:
+    """Whether graphs pay for it; None if nobody has measured it, in this process or before a restart."""
+    found, cache = payoff_of(network), current()
+    if found.pays is None and found.calls == 0 and cache is not None:
+        known = cache.recall(_folder(network), MEMORY)
+        found.pays = {"pay": True, "do not pay": False}.get(known)
+    return found.pays
+
+
+def measure(network: nn.Module, call: Callable[[], object]) -> object:
+    """Make an eager call, and see from the second on whether the GPU is still busy when all of it has been launched."""
+    found = payoff_of(network)
+    found.calls += 1
+    if found.calls == 1:
+        return call()
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    result = call()
+    launched = time.perf_counter()
+    torch.cuda.synchronize()
+    behind = (time.perf_counter() - launched) / (launched - began)
+    found.pays = behind < SHARE
+    logger.info(
+        "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
+        type(network).__name__,
+        "pay" if found.pays else "would not pay",
+        100 * behind,
+    )
+    cache = current()
+    if cache is not None:
+        cache.remember(_folder(network), type(network).__name__, MEMORY, "pay" if found.pays else "do not pay")
+    return result
+
+
+def _folder(network: nn.Module) -> str:
+    return folder_name(type(network).__name__, structure_of(network))
+
+
+def note(notes: list[str], text: str) -> None:
+    """Say it once, in the log and in the report."""
+    if text not in notes:
+        notes.append(text)
+        logger.info("%s", text)
