@@ -12,6 +12,8 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
+from .forwards import given_forward
+
 Code = types.CodeType | type
 T = TypeVar("T")
 
@@ -35,7 +37,7 @@ class BlockState(Generic[T]):
             self._alive.append(weakref.ref(module, self._freed.append))
             if module is block:
                 continue
-            code = own_forward(module)
+            code = _given_code(module)
             if code is not None:
                 self.forwards += ((path, code),)
             if _is_hooked(module):
@@ -63,25 +65,24 @@ def _look_at(block: nn.Module) -> tuple[list[int], list[tuple]]:
         if entries["_modules"]:
             waiting.extend(entries["_modules"].values())
         if "forward" in entries or entries["_forward_hooks"] or entries["_forward_pre_hooks"]:
-            code, hooked = own_forward(module), _is_hooked(module)
+            code, hooked = _given_code(module), _is_hooked(module)
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
     return ids, special
 
 
-def own_forward(module: nn.Module) -> Code | None:
+def _given_code(module: nn.Module) -> Code | None:
     """The code of a `forward` that somebody has given this one module, or the class of that callable; else None.
 
-    The host leaves the class's own forward in the module's dict when it takes another one back (weight_adapter/bypass.py);
-    that changes nothing except for guards, so it is removed.
+    The class's own in the module's dict changes nothing except for guards, so it is removed.
     """
-    found = module.__dict__.get("forward")
-    if found is None:
+    if "forward" not in module.__dict__:
         return None
-    function = getattr(found, "__func__", found)
-    if function is type(module).forward and getattr(found, "__self__", None) is module:
+    found = given_forward(module)
+    if found is None:
         del module.__dict__["forward"]
         return None
+    function = getattr(found, "__func__", found)
     return function.__code__ if isinstance(function, types.FunctionType) else type(found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -18,6 +17,7 @@ from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
+from ..blocks.forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .group import BlockGroup
@@ -89,12 +89,11 @@ class Binding:
         runs = self._runs(code)
         if code.twins is None:
             code.twins = find_twins(self._model)
-        bound: list[tuple[nn.Module, Callable | None]] = []
         try:
-            for block, run in runs.items():
-                bound.append((block, block.__dict__.get("forward")))
-                block.__dict__["forward"] = functools.partial(_run_block, run, block)
-            with one_class(code.twins):
+            with (
+                exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}),
+                one_class(code.twins),
+            ):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all
@@ -102,11 +101,6 @@ class Binding:
         finally:
             if self._weights is not None:
                 self._weights.drop()
-            for block, found in reversed(bound):
-                if found is None:
-                    block.__dict__.pop("forward", None)
-                else:
-                    block.__dict__["forward"] = found
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Some of a UNet's run eager, or are compiled in parts; their weights are put in place all the
@@ -195,14 +189,8 @@ def _free_parts(block: nn.Module) -> list[nn.Module]:
 
 
 def _is_free(block: nn.Module) -> bool:
-    """Whether the block runs its class's forward, and nobody has put another one in its place.
-
-    The host leaves `forward` in `__dict__` after it takes an object patch back; that one is the block's own.
-    """
-    found = block.__dict__.get("forward")
-    if found is None:
-        return True
-    return isinstance(found, types.MethodType) and found.__func__ is type(block).forward and found.__self__ is block
+    """Whether the block runs its class's forward, and nobody has put another one in its place."""
+    return given_forward(block) is None
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:

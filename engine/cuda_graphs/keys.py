@@ -14,6 +14,7 @@ from collections.abc import Hashable, Iterator
 import torch
 
 from ..closures import contents_of
+from ..identity import Same
 
 # Immutable, and `repr` says all of it (also the sign of a zero, which `==` does not see).
 _PLAIN = {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
@@ -71,16 +72,3 @@ def _held_by(function: types.FunctionType) -> Iterator[object]:
         yield function.__dict__.get("__wrapped__")
         return
     yield from (function.__defaults__, function.__kwdefaults__, vars(function), *contents_of(function))
-
-
-class Same:
-    """Equal for one and the same object, which stays alive with it: the address of another may be the same later."""
-
-    def __init__(self, value: object):
-        self._value = value
-
-    def __hash__(self) -> int:
-        return id(self._value)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other._value is self._value

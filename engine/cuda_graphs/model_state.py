@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ..blocks.forwards import is_of_class
 from ..compile.binding import is_ours
+from ..identity import Same
 
 # The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
 SMALL = 2**20
@@ -72,7 +73,7 @@ class ModelState:
                     if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
                     addresses += _addresses(tensor)
-            addresses += [_weakly(module), place]
+            addresses += [Same(module), place]
             functions += [type(module), type(module).forward, *functions_of(module)]
             addresses += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
             if module._forward_hooks or module._forward_pre_hooks:
@@ -84,18 +85,13 @@ class ModelState:
             self._known, self._copies = now, copies
 
 
-def functions_of(module: nn.Module) -> list[tuple]:
-    """What somebody else has put over the methods of this one module: (name, what tells it from others)."""
+def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
+    """What somebody else has put over the methods of this one module: (name, function, whose method it is)."""
     return [
-        (name, _weakly(getattr(value, "__func__", value)), _weakly(getattr(value, "__self__", None)))
+        (name, Same(getattr(value, "__func__", value)), Same(getattr(value, "__self__", None)))
         for name, value in module.__dict__.items()
-        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not is_class_forward(module, name, value)
+        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not is_of_class(module, name, value)
     ]
-
-
-def is_class_forward(module: nn.Module, name: str, value: Callable) -> bool:
-    """The host leaves the class's own forward there when it takes an object patch back."""
-    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
 
 
 def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
@@ -107,14 +103,6 @@ def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor |
             copy.copy_(tensor)
         table[name] = nn.Parameter(copy, requires_grad=False) if isinstance(tensor, nn.Parameter) else copy
     return copy
-
-
-def _weakly(value: object) -> tuple:
-    """Equal for the same object only, also when another one has its address later, and does not keep it alive."""
-    try:
-        return id(value), weakref.ref(value)
-    except TypeError:  # built in
-        return id(value), value
 
 
 def _layout(tensor: torch.Tensor) -> tuple:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import enum
 import functools
 import types
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Protocol
 
 import torch
+
+from ..identity import Same
 
 
 class Compiled(Protocol):
@@ -23,28 +24,6 @@ class Compiled(Protocol):
 
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
-
-
-class Same:
-    """Equal to another for the same object, while that lives; keeps it not alive."""
-
-    __slots__ = ("_hash", "_reference")
-
-    def __init__(self, value: object):
-        self._hash = id(value)
-        try:
-            self._reference = weakref.ref(value)
-        except TypeError:
-            self._reference = None
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Same) or self._reference is None or other._reference is None:
-            return False
-        value = self._reference()
-        return value is not None and value is other._reference()
 
 
 def describe(value: object, special: Callable[[object], object | None] = lambda _: None) -> Hashable:

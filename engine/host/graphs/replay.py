@@ -15,6 +15,7 @@ from torch import nn
 from ...background.gate import gate
 from ...background.model_call import ModelCall, submit
 from ...blocks.channels_last import run_channels_last
+from ...blocks.forwards import exchanged
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.registry import code_of
@@ -81,11 +82,8 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         _submit_behind_replays(graphs, binding.call, key)
         return result
 
-    network.__dict__["forward"] = run
-    try:
+    with exchanged({network: run}):
         yield
-    finally:
-        network.__dict__.pop("forward", None)
 
 
 def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:

@@ -5,8 +5,12 @@ As musubi-tuner and sd-scripts do it for block swap: the Linear layers break the
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import torch
 from torch import nn
+
+from ...blocks.forwards import exchanged
 
 
 class EagerLayers:
@@ -18,20 +22,13 @@ class EagerLayers:
 
     def __init__(self, layers: list[nn.Module]):
         self._eager = [(layer, torch._dynamo.disable(layer.forward)) for layer in layers]
-        self._found: list[tuple[nn.Module, object]] = []
+        self._scopes = ExitStack()
 
     def place(self) -> None:
-        self._found = [(layer, layer.__dict__.get("forward")) for layer, _ in self._eager]
-        for layer, forward in self._eager:
-            layer.__dict__["forward"] = forward
+        self._scopes.enter_context(exchanged(dict(self._eager)))
 
     def release(self) -> None:
-        for layer, found in self._found:
-            if found is None:
-                layer.__dict__.pop("forward", None)
-            else:
-                layer.__dict__["forward"] = found
-        self._found = []
+        self._scopes.close()
 
     def drop(self) -> None:
         """Nothing is fetched ahead."""

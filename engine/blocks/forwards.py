@@ -1,0 +1,38 @@
+"""The `forward` that a single module has in its `__dict__`, over that of its class."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from torch import nn
+
+
+def is_of_class(module: nn.Module, name: str, value: object) -> bool:
+    """Whether a method in the module's `__dict__` is what the class has under that name anyway.
+
+    The host leaves it there when it takes another one back (weight_adapter/bypass.py, object patches).
+    """
+    return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
+
+
+def given_forward(module: nn.Module) -> object | None:
+    """The one that somebody has given this module, if it is another than its class's."""
+    found = module.__dict__.get("forward")
+    return None if found is None or is_of_class(module, "forward", found) else found
+
+
+@contextmanager
+def exchanged(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+    """While it lasts, these modules have these forwards; all is put back at the end, also after an error."""
+    before = {module: module.__dict__.get("forward") for module in forwards}
+    try:
+        for module, forward in forwards.items():
+            module.__dict__["forward"] = forward
+        yield
+    finally:
+        for module, forward in before.items():
+            if forward is None:
+                module.__dict__.pop("forward", None)
+            else:
+                module.__dict__["forward"] = forward
