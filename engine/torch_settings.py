@@ -35,7 +35,7 @@ class SharedScope:
         self._users: dict[int, int] = {}
 
     @contextmanager
-    def holding(self, **values: object) -> Iterator[None]:
+    def applied(self, **values: object) -> Iterator[None]:
         """Set `values` until the block ends."""
         self.enter(**values)
         try:

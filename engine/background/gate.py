@@ -99,7 +99,7 @@ def waiting_at_gate(first: str | None) -> Iterator[None]:
             if first is not None:
                 importlib.import_module(first)
             found = {name: read() for name, (read, _write) in _methods.items()}
-            scopes.enter_context(_scope.holding(**{name: _asking(method) for name, method in found.items() if method}))
+            scopes.enter_context(_scope.applied(**{name: _asking(method) for name, method in found.items() if method}))
             yield
     finally:
         sys.meta_path.remove(_Imports)

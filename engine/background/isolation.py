@@ -86,7 +86,7 @@ def isolated() -> Iterator[None]:
     }
     _isolated.add(threading.get_ident())
     try:
-        with _scope.holding(traces=_is_isolated, **replaced, tracing=_is_fx_symbolic_tracing.__code__):
+        with _scope.applied(traces=_is_isolated, **replaced, tracing=_is_fx_symbolic_tracing.__code__):
             yield
     finally:
         _isolated.discard(threading.get_ident())

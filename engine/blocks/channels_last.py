@@ -131,7 +131,7 @@ def paused() -> Iterator[None]:
         mode.__enter__()
 
 
-def turned(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
+def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
     """The arguments with images channels_last: they come in either layout, and each would be a graph of its own.
 
     Returns:
@@ -142,7 +142,7 @@ def turned(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]
     return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
-def turned_result(result: object) -> object:
+def result_channels_last(result: object) -> object:
     """A block's result as the next layers want it: one copy here saves that of each that reads it."""
     return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
 

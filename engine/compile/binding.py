@@ -160,11 +160,11 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
         if not channels_last.is_active():
             return run.group(block, run.call, args, kwargs)
         with channels_last.paused():
-            args, copies = channels_last.turned(args)
+            args, copies = channels_last.to_channels_last(args)
             result = run.group(block, run.call, args, kwargs)
             for image, copy in copies:
                 image.copy_(copy)
-            return channels_last.turned_result(result)
+            return channels_last.result_channels_last(result)
 
 
 def is_ours(forward: object) -> bool:

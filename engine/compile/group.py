@@ -198,7 +198,7 @@ class BlockGroup:
         """See `BlockCode.variants`."""
         return self.code.variants()
 
-    def meet(self, block: nn.Module) -> None:
+    def record_varying_ints(self, block: nn.Module) -> None:
         """Note a block of this group: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
         if self.numbers is None:

@@ -128,7 +128,7 @@ class ModelCode:
                 group.code.fallback.failure = Failure(
                     group.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
-        group.meet(block)
+        group.record_varying_ints(block)
         self._groups[key] = group
         return group
 

@@ -93,10 +93,10 @@ class CompileSession:
             self.on_first()
         self._stop_tuning()
         with ExitStack() as scopes:  # all of them or, after an error, none
-            scopes.enter_context(compile_scope.holding(**COMPILE_SWITCHES, **self.switches()))
-            scopes.enter_context(attention_scope.holding(attention_order=ATTENTION_ORDER))
-            scopes.enter_context(tracing_scope.holding(**TRACING))
-            scopes.enter_context(kernel_scope.holding(compile=waiting_compile()))
+            scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
+            scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
+            scopes.enter_context(tracing_scope.applied(**TRACING))
+            scopes.enter_context(kernel_scope.applied(compile=waiting_compile()))
             self._scopes = scopes.pop_all()
         self._began = time.perf_counter()
 

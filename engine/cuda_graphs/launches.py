@@ -31,7 +31,7 @@ def as_numbers() -> AbstractContextManager:
             args = tuple(map(_address, args))
         return found(self, *args, **kwargs)
 
-    return _scope.holding(run=run)
+    return _scope.applied(run=run)
 
 
 def launch(kernel: Callable, grid: tuple[int, ...], *args: object, **options: object) -> None:

@@ -158,7 +158,7 @@ def without_hosts_compiler() -> AbstractContextManager:
     """While it lasts, ComfyUI's own compiler starts for no model call; nothing on a host that has none."""
     if not hasattr(comfy.cli_args.args, "disable_comfy_compiler"):
         return nullcontext()
-    return _compiler_scope.holding(off=True)
+    return _compiler_scope.applied(off=True)
 
 
 def without_prefetch(network: torch.nn.Module) -> AbstractContextManager:

@@ -44,7 +44,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
         if any(rewritten):
             graph.graph.lint()
             graph.recompile()
-    with in_one_pass(), nullcontext() if table is None else _table_scope.holding(table=_named(table)):
+    with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=_named(table)):
         return compile_fx.compile_fx(graph, example_inputs, config_patches=options)
 
 

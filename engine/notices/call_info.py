@@ -13,7 +13,7 @@ class CallInfo:
         width, height: pixels; 0 where the model has none.
         length: frames.
         batch: images or videos.
-        together: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
+        prompts_per_call: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
         tokens: length of the prompt.
         controlnet: a ControlNet gave the model something to add.
         inputs: what else the conditioning gave it, with the shapes without the batch.
@@ -25,7 +25,7 @@ class CallInfo:
     height: int = 0
     length: int = 1
     batch: int = 1
-    together: int = 1
+    prompts_per_call: int = 1
     tokens: int = 0
     controlnet: bool = False
     inputs: tuple[tuple[str, tuple], ...] = ()

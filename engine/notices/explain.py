@@ -66,12 +66,12 @@ def _batch(before: CallInfo, now: CallInfo, dynamic: str) -> Found | None:
 
 
 def _together(before: CallInfo, now: CallInfo, _dynamic: str) -> Found | None:
-    if before.together == now.together:
+    if before.prompts_per_call == now.prompts_per_call:
         return None
-    if now.together > before.together:
-        what = f"{now.together} prompts ran in one batch, not {before.together} (cfg above 1 adds the negative)"
+    if now.prompts_per_call > before.prompts_per_call:
+        what = f"{now.prompts_per_call} prompts ran in one batch, not {before.prompts_per_call} (cfg above 1 adds the negative)"
     else:
-        what = f"{now.together} of {before.together} prompts ran in a batch (cfg is 1, or memory is short)"
+        what = f"{now.prompts_per_call} of {before.prompts_per_call} prompts ran in a batch (cfg is 1, or memory is short)"
     return what, "Give the warmup the sampler's cfg and prompts", ""
 
 

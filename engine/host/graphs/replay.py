@@ -154,7 +154,7 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
 
 def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
     """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
-    if not turns_convolutions(network):
+    if not runs_channels_last(network):
         return forward(*args, **kwargs)
     options = {"transformer_options": kwargs["transformer_options"]}  # which the model may write to
     once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
@@ -166,18 +166,18 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
             raise
         result = forward(*args, **kwargs)  # an error of the model itself comes again here
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        cannot_turn(network).append(reason)
+        no_channels_last(network).append(reason)
         note(notes, f"Convolutions keep ComfyUI's layout: {reason}")
         return result
 
 
-def turns_convolutions(network: nn.Module) -> bool:
+def runs_channels_last(network: nn.Module) -> bool:
     """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with it."""
-    return kernels() is not None and not cannot_turn(network)
+    return kernels() is not None and not no_channels_last(network)
 
 
 # Why a model cannot run channels_last.
-cannot_turn: PerModel[list[str]] = PerModel(lambda _network: [])
+no_channels_last: PerModel[list[str]] = PerModel(lambda _network: [])
 pages_of = PerModel(AllPages)
 crowding_of = PerModel(lambda _network: Crowding())
 read_of = PerModel(lambda _network: Read())

@@ -17,7 +17,7 @@ from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
 from ...settings import CompileSettings
 from ..adapter import makes_room
-from ..graphs.replay import forget_graphs, graphs_summary, new_run, turns_convolutions
+from ..graphs.replay import forget_graphs, graphs_summary, new_run, runs_channels_last
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
@@ -97,7 +97,7 @@ def notes_about(patcher) -> list[str]:
     notes += graphs_summary(network)
     code = code_of(network)
     if code.left_out:
-        turned = graphs_of(network).captures and turns_convolutions(network)
+        turned = graphs_of(network).captures and runs_channels_last(network)
         notes.append(
             f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time"
             f"{'; in CUDA graphs they run channels_last' if turned else ''}."

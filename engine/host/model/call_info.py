@@ -25,7 +25,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
     ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
-    together = max(1, len(options.get("cond_or_uncond", ())))
+    prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
     context = args[3] if len(args) > 3 else None
     inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
@@ -34,8 +34,8 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         width=shape[-1] * ratio if len(shape) >= 4 else 0,
         height=shape[-2] * ratio if len(shape) >= 4 else 0,
         length=(shape[2] - 1) * frames + 1 if len(shape) == 5 else 1,
-        batch=shape[0] // together,
-        together=together,
+        batch=shape[0] // prompts_per_call,
+        prompts_per_call=prompts_per_call,
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
         controlnet=len(args) > 4 and args[4] is not None,
         inputs=tuple(sorted((name, found) for name, found in shapes.items() if found)),

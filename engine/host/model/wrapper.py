@@ -66,7 +66,7 @@ class BlockCompiler:
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
         with watching, without_hosts_compiler(), ExitStack() as scopes:
             if switches:
-                scopes.enter_context(sampling_scope.holding(**switches))
+                scopes.enter_context(sampling_scope.applied(**switches))
             yield
 
     @contextmanager

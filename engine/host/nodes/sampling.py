@@ -178,7 +178,7 @@ def sample_once(
     cfg: float,
     latent: dict,
     on_step: Callable[[], None],
-    apart: bool = False,
+    each_prompt_alone: bool = False,
     steps: int = STEPS,
 ) -> Calls:
     """Sample `steps` steps for each range of the schedule, and leave the random state as found.
@@ -187,7 +187,7 @@ def sample_once(
         conditioning: positive and negative.
         latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
         on_step: called after each step; may raise to stop.
-        apart: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
+        each_prompt_alone: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
 
     Returns:
         What the model was called with.
@@ -195,7 +195,7 @@ def sample_once(
     calls = Calls()
     patcher = patcher.clone()
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls)
-    if apart:
+    if each_prompt_alone:
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _one_by_one)
     compilations = monitor.compilations
 

@@ -105,7 +105,7 @@ class _Warmup:
             self.steps = STEPS if calls.late else 1
         # With shared code one size stands for all.
         if calls.joined and (self.settings.dynamic == "false" or (latent["samples"].shape[0] == 1) not in self.apart):
-            sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step, apart=True, steps=self.steps)
+            sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step, each_prompt_alone=True, steps=self.steps)
 
     def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
         """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""

@@ -66,7 +66,7 @@ class _Streams:
         theirs = comfy.model_management.get_offload_stream
         self._taken.stream = stream
         try:
-            with self._scope.holding(stream=lambda device: getattr(self._taken, "stream", None) or theirs(device)):
+            with self._scope.applied(stream=lambda device: getattr(self._taken, "stream", None) or theirs(device)):
                 yield
         finally:
             self._taken.stream = None

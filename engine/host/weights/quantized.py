@@ -43,5 +43,5 @@ def traceable_casts(network) -> AbstractContextManager:
         _quantized[network] = bool(_QUANTIZED) and any(isinstance(p, _QUANTIZED) for p in network.parameters())
     # Another pack's replacement of the function stays in charge.
     if _quantized[network] and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
-        return _scope.holding(cast=cast_bias_weight)
+        return _scope.applied(cast=cast_bias_weight)
     return nullcontext()

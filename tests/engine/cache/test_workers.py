@@ -33,7 +33,7 @@ def test_a_kernel_that_must_be_compiled_waits_and_one_from_disk_does_not(engine,
     workers = engine("cache.workers")
     monkeypatch.setattr(workers, "start_workers", lambda: calls.append("begin"))
     before = cls.__dict__["triton"]
-    with workers.kernel_scope.holding(compile=workers.waiting_compile()):
+    with workers.kernel_scope.applied(compile=workers.waiting_compile()):
         cls().triton("first", "source", "cuda")
         monkeypatch.setattr(async_compile.CompiledTritonKernels, "get", staticmethod(lambda _source: object()))
         cls().triton("second", "source", "cuda")
@@ -48,7 +48,7 @@ def test_workers_that_do_not_start_stop_nothing(engine, compiler, monkeypatch):
     monkeypatch.setattr(cls, "wait_pool_ready", classmethod(lambda *_: 1 / 0))
     workers = engine("cache.workers")
     monkeypatch.setattr(workers, "start_workers", lambda: calls.append("begin"))
-    with workers.kernel_scope.holding(compile=workers.waiting_compile()):
+    with workers.kernel_scope.applied(compile=workers.waiting_compile()):
         cls().triton("only", "source", "cuda")
     assert calls == ["begin", "start", "only"]
 

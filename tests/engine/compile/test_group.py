@@ -175,7 +175,7 @@ def test_settings_are_as_found_after_runs_and_errors(compiled, watched):
 def test_switches_hold_while_sampling_and_end_with_it(engine):
     scopes = engine("torch_settings")
     before = torch_settings()
-    with pytest.raises(KeyError), scopes.sampling_scope.holding(**scopes.sampling_switches(True, True)):
+    with pytest.raises(KeyError), scopes.sampling_scope.applied(**scopes.sampling_switches(True, True)):
         assert torch.backends.cuda.matmul.allow_tf32 and torch.backends.cudnn.benchmark
         raise KeyError
     assert torch_settings() == before
@@ -187,14 +187,14 @@ def test_overlapping_threads_restore_once_all_have_left(engine):
     entered, leave = threading.Event(), threading.Event()
 
     def other():
-        with scopes.sampling_scope.holding(cudnn_benchmark=True):
+        with scopes.sampling_scope.applied(cudnn_benchmark=True):
             entered.set()
             leave.wait(10)
 
     thread = threading.Thread(target=other)
     thread.start()
     entered.wait(10)
-    with scopes.sampling_scope.holding(cudnn_benchmark=True):
+    with scopes.sampling_scope.applied(cudnn_benchmark=True):
         pass
     assert torch.backends.cudnn.benchmark is True
     leave.set()

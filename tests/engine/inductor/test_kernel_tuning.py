@@ -19,7 +19,7 @@ def test_what_the_caller_leaves_open_is_less(engine, benchmarker):
     cls, asked = benchmarker
     tuning = engine("inductor.kernel_tuning")
     before = cls.__dict__["benchmark_gpu"]
-    with tuning.tuning_scope.holding(benchmark=tuning.brief_benchmark()):
+    with tuning.tuning_scope.applied(benchmark=tuning.brief_benchmark()):
         cls().benchmark_gpu(nothing, rep=40)
         cls().benchmark_gpu(nothing, benchmark_iters=7)
     cls().benchmark_gpu(nothing, rep=40)

@@ -237,7 +237,7 @@ def test_what_a_failed_call_has_taken_is_there_for_the_next(engine, reference, m
         network, notes, forward, x, control={"output": [hint]}, transformer_options=options
     )
     assert torch.equal(result, network(x + hint)) and options == {"calls": 2}
-    assert len(notes) == 1 and "IndexError" in notes[0] and not graphing.turns_convolutions(network)
+    assert len(notes) == 1 and "IndexError" in notes[0] and not graphing.runs_channels_last(network)
 
 
 def test_it_ends_with_an_error(engine, reference):
