@@ -1,0 +1,44 @@
+"""What a real server hands to a page in another language."""
+
+import urllib.request
+
+import pytest
+
+from devtools import locales, prompts
+
+pytestmark = pytest.mark.server
+
+
+def test_the_page_gets_our_texts_in_each_language(server):
+    given = server.get("/i18n")
+    for language in ("en", *locales.LANGUAGES):
+        files = locales.read(language)
+        assert {name: given[language]["nodeDefs"][name] for name in files["nodeDefs.json"]} == files["nodeDefs.json"]
+        assert given[language]["nodeCategories"]["torch compile"] == files["main.json"]["nodeCategories"]["torch compile"]
+
+
+def test_japanese_is_japanese(server):
+    node = server.get("/i18n")["ja"]["nodeDefs"][prompts.WARMUP_NODE]
+    assert node["display_name"] == "Torch Compile ウォームアップ"
+    assert node["inputs"]["length"] == {"name": "長さ", "tooltip": "動画のフレーム数。画像の場合は 1。"}
+
+
+def test_english_is_what_the_server_says_of_the_nodes(server):
+    """The texts that the page falls back to, from the running server instead of the schemas."""
+    info, english = server.get("/object_info"), server.get("/i18n")["en"]["nodeDefs"]
+    for node, texts in locales.read("en")["nodeDefs.json"].items():
+        assert (info[node]["display_name"], info[node]["description"]) == (texts["display_name"], texts["description"])
+        told = {name: options["tooltip"] for name, _, options in prompts.inputs_in_order(info[node])}
+        assert told == {name: given["tooltip"] for name, given in english[node]["inputs"].items()}
+        assert info[node]["output_name"] == [given["name"] for given in english[node]["outputs"].values()]
+
+
+@pytest.mark.parametrize("language", ["ja", "zh"])
+def test_help_pages_are_where_the_page_looks_for_them(server, language):
+    """`/extensions/PACK/docs/NODE/LOCALE.md`, before `/extensions/PACK/docs/NODE.md`."""
+    for node in locales.read("en")["nodeDefs.json"]:
+        pack = server.get(f"/object_info/{node}")[node]["python_module"].removeprefix("custom_nodes.")
+        with urllib.request.urlopen(f"{server.url}/extensions/{pack}/docs/{node}/{language}.md", timeout=30) as answer:
+            assert "text/html" not in (answer.headers["Content-Type"] or "")  # the page takes HTML for "there is none"
+            text = answer.read().decode("utf-8")
+        assert text == (locales.ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8")
