@@ -52,7 +52,7 @@ class TorchCompileModel(io.ComfyNode):
                     default=0,
                     min=0,
                     max=choices.MAX_CACHE_LIMIT,
-                    tooltip="How many compiled variants one kind of block may have before new sizes run uncompiled. "
+                    tooltip="How many compiled variants one group of equal blocks may have before new sizes run uncompiled. "
                     f"0 is automatic ({choices.AUTOMATIC_CACHE_LIMIT}).",
                 ),
                 io.Combo.Input(
