@@ -88,14 +88,14 @@ def outcomes() -> list[dict]:
 
 
 def keeps_promise(outcome: dict) -> bool:
-    """One graph a kind at the first shape, one more for all others, none again, no breaks, nothing eager."""
-    first, after, kinds = outcome["graphs"], outcome["graphs_after"], outcome["kinds"]
+    """One graph a block group at the first shape, one more for all others, none again, no breaks, nothing eager."""
+    first, after, groups = outcome["graphs"], outcome["graphs_after"], outcome["groups"]
     whole = not outcome["breaks"] and not outcome["eager"] and not outcome["graphs_again"]
-    return whole and 0 < first <= kinds and after <= kinds
+    return whole and 0 < first <= groups and after <= groups
 
 
 def compatibility_table() -> str:
-    head = ["set-up", "blocks", "share of weights", "block kinds", "graphs", "more for other shapes", "largest difference"]
+    head = ["set-up", "blocks", "share of weights", "block groups", "graphs", "more for other shapes", "largest difference"]
     head.append("ComfyUI, PyTorch")
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for o in outcomes():
@@ -105,7 +105,7 @@ def compatibility_table() -> str:
         note += f"; compiled inside them: {_counted(o['parts'])}" if o.get("parts") else ""
         note += f"; not called: {', '.join(o['idle'])}" if o["idle"] else ""
         note += f"; {o['breaks']} graph breaks" if o["breaks"] else ""
-        counts = f"{o['kinds']} | {o['graphs']} | {o['graphs_after']} | {o['error']:.0e} | {o['host']}, {o['torch']}"
+        counts = f"{o['groups']} | {o['graphs']} | {o['graphs_after']} | {o['error']:.0e} | {o['host']}, {o['torch']}"
         lines.append(f"| {o['name']} | {classes}{note} | {o['share']:.0%} | {counts} |")
     return "\n".join(lines)
 
@@ -140,8 +140,8 @@ COMPATIBILITY = """# Compatibility
 
 {count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
 backend, fp32, `dynamic` = auto) and compared with eager by `tests/host/test_sweep.py`. Other shapes: two more sizes, another
-prompt length, batches of 1 and 3. The promise is one graph a kind at the first shape, one more for all others, none when all of
-them come again, and no breaks. {kept} keep it; the others are
+prompt length, batches of 1 and 3. The promise is one graph a group at the first shape, one more for all others, none when all
+of them come again, and no breaks. {kept} keep it; the others are
 
 {exceptions}
 

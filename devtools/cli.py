@@ -37,7 +37,7 @@ def add_choices(parser, comfyui, python, torch):
 
 
 def add_part(group, part, text):
-    group.add_argument(f"--{part}", dest="part", action="store_const", const=part, default="whole", help=text)
+    group.add_argument(f"--{part}", dest="part", action="store_const", const=part, help=text)
 
 
 def parse(argv):
@@ -54,10 +54,15 @@ def parse(argv):
 
     command("setup", help="only set up")
     command("demo", help="the shipped workflow without and with our nodes, on tiny models")
-    test = command("test", help="all tests; further arguments go to pytest", add_help=False)
+    test = command("test", help="the tests; further arguments go to pytest", add_help=False)
     table = command("matrix", help="all tests, and how they ended as a line of the compatibility table")
-    for chosen in (test.add_mutually_exclusive_group(), table.add_mutually_exclusive_group()):
+    for command_, part in ((test, "first"), (table, "whole")):
+        command_.set_defaults(part=part)
+        chosen = command_.add_mutually_exclusive_group()
         add_part(chosen, "core", "the core of the suite, as for other versions of ComfyUI")
+        if command_ is test:
+            add_part(chosen, "rest", "other hosts, and the same code at more places: what CI runs beside")
+            add_part(chosen, "quick", "what takes three minutes")
         add_part(chosen, "newest", f"what newer versions can break, on ComfyUI {hosts.NEWEST[0]} and PyTorch {venvs.NEWEST}")
     serve = command("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
     serve.add_argument("--port", type=int, default=8188)
@@ -87,6 +92,8 @@ def main(argv):
         return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
     # Above tests/ pytest would import our __init__.py once more, as a package of tests.
     pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
+    if options.part == "first" and rest:  # what is named runs
+        options.part = "whole"
     part = suite.arguments(options.part, hosts.version_in(host))
     if options.command == "test":
         return run([*pytest, *(rest or in_parallel()), *part], environment)

@@ -1,8 +1,10 @@
-"""Parts of the suite, by file: its core, for every ComfyUI, and what a newer ComfyUI or PyTorch can break."""
+"""Parts of the suite: its core, for every ComfyUI, what a newer ComfyUI or PyTorch can break, and what is quick."""
 
 from .commands import ROOT
 
 CORE = ["host/model/test_integrity", "host/weights/test_lora", "host/weights/test_blocks"]
+# At most three minutes on two cores.
+QUICK = ["tests/engine", "tests/project", "tests/host/test_adapter.py", "tests/host/model/test_models.py"]
 # Minutes of compiling that say little about a host.
 LONG = "with_and_without_warmup and not flux"
 # These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
@@ -38,9 +40,13 @@ def newest():
 
 
 def arguments(part, version):
-    """What pytest gets for a part ("whole", "core" or "newest") on that ComfyUI."""
+    """What pytest gets for a part ("whole", "first", "rest", "quick", "core" or "newest") on that ComfyUI."""
     if part == "whole":
         return []
+    if part in ("first", "rest"):
+        return ["-m", "rest" if part == "rest" else "not rest"]
+    if part == "quick":
+        return ["-m", "not rest", *QUICK]
     if part == "newest":
         return [f"tests/{name}.py" for name in newest()]
     without_pages = ["-m", "not pages"] if version in WITHOUT_PAGES else []

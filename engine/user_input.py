@@ -3,8 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from .errors import InvalidSetting
+
+
+def refusal(check: Callable[[], object]) -> bool | str:
+    """What a node's `validate_inputs` returns: True, or why what is given cannot work.
+
+    Args:
+        check: raises InvalidSetting for that reason.
+    """
+    try:
+        check()
+    except InvalidSetting as error:
+        return str(error)
+    return True
 
 
 def check_whole(name: str, value: object, lowest: int, highest: int) -> None:

@@ -2,7 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.nodes.cache_files import save_cache
+from ..engine.host.nodes.cache_files import plain_name, save_cache
+from ..engine.user_input import refusal
 
 
 class SaveCache(io.ComfyNode):
@@ -30,6 +31,10 @@ class SaveCache(io.ComfyNode):
                 io.String.Output(display_name="path", tooltip="Where the file is: copy it to the same folder elsewhere."),
             ],
         )
+
+    @classmethod
+    def validate_inputs(cls, filename) -> bool | str:
+        return filename is None or refusal(lambda: plain_name(filename))  # None: linked, not known yet
 
     @classmethod
     def execute(cls, model, filename) -> io.NodeOutput:

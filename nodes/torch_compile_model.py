@@ -5,7 +5,7 @@ from comfy_api.latest import io
 from ..engine import settings as choices
 from ..engine.host.model.attach import attach
 from ..engine.settings import CompileSettings
-from ..engine.user_input import check_model
+from ..engine.user_input import check_model, refusal
 
 
 class TorchCompileModel(io.ComfyNode):
@@ -52,7 +52,7 @@ class TorchCompileModel(io.ComfyNode):
                     default=0,
                     min=0,
                     max=choices.MAX_CACHE_LIMIT,
-                    tooltip="How many compiled variants one kind of block may have before new sizes run uncompiled. "
+                    tooltip="How many compiled variants one group of equal blocks may have before new sizes run uncompiled. "
                     f"0 is automatic ({choices.AUTOMATIC_CACHE_LIMIT}).",
                 ),
                 io.Combo.Input(
@@ -107,6 +107,12 @@ class TorchCompileModel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
         )
+
+    @classmethod
+    def validate_inputs(cls, backend, mode) -> bool | str:
+        if backend is None or mode is None:  # linked: not known yet
+            return True
+        return refusal(lambda: CompileSettings(backend=backend, mode=mode).check_backend())
 
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:

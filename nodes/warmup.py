@@ -3,6 +3,7 @@
 from comfy_api.latest import io
 
 from ..engine.host.nodes.warmup import warm_up
+from ..engine.user_input import refusal
 from ..engine.warmup.plan import Size, parse_extra_sizes
 from .inputs import latent_input, size_inputs
 
@@ -38,6 +39,10 @@ class Warmup(io.ComfyNode):
                 io.String.Output(display_name="report", tooltip="Blocks, graphs, seconds per size and what stayed eager."),
             ],
         )
+
+    @classmethod
+    def validate_inputs(cls, extra_sizes) -> bool | str:
+        return extra_sizes is None or refusal(lambda: parse_extra_sizes(extra_sizes))  # None: what is linked is not known yet
 
     @classmethod
     def execute(

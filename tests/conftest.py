@@ -23,6 +23,8 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve
 # Tiny tensors are slower on two threads than on one, and progress bars fill the log.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
+# In each new cache folder PyTorch else tries the CPU's vector units with three C++ programs: 10 s of a core.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 # One cache for the session: no test profits from an earlier session, and each graph is built only once.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(BASE / "inductor")
 
@@ -51,8 +53,22 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
 
 
+# Files are handed to the processes one by one: those that take minutes first, lest one process is left with them.
+LONG = [
+    "test_older_hosts",
+    "test_cache_files",
+    "test_sweep",
+    "test_faults",
+    "test_warmup",
+    "test_warm",
+    "test_lora",
+    "test_integrity",
+]
+
+
 def pytest_collection_modifyitems(config, items):
     """Without a CUDA device its tests do not count, not even as skipped; `pytest -m gpu` runs them where there is one."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
     if inprocess.has_gpu():
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]

@@ -11,6 +11,7 @@ from devtools import hosts, suite
 
 
 @pytest.mark.host
+@pytest.mark.rest
 @pytest.mark.parametrize("version", [v for v in hosts.HOSTS if v != hosts.COMFYUI_VERSION])
 def test_core_of_the_suite(version):
     folder = hosts.host_folder(version, sys.executable)

@@ -52,7 +52,7 @@ def archive(path, **files):
 )
 def test_host_and_pytorch_are_chosen_before_or_behind_the_command(line):
     options, rest = cli.parse(line.split())
-    assert (options.torch, options.comfyui, options.part) == ("2.15", "X", "whole")
+    assert (options.torch, options.comfyui, options.part) == ("2.15", "X", "first")
     assert rest == ["-k", "warmup", "--co"]
 
 
@@ -192,6 +192,8 @@ def test_an_interpreter_of_the_user_and_a_pytorch_exclude_each_other(dev):
 
 def test_the_parts_of_the_suite_are_files_that_exist():
     assert suite.arguments("whole", "0.33.0") == []
+    assert suite.arguments("first", "0.33.0") == ["-m", "not rest"] and suite.arguments("rest", "0.33.0") == ["-m", "rest"]
+    assert all((commands.ROOT / name).exists() for name in suite.QUICK)
     for name in [*suite.CORE, *suite.NOT_NEWEST]:
         assert (commands.ROOT / "tests" / f"{name}.py").is_file(), f"devtools/suite.py names tests/{name}.py, which is gone"
     newest = suite.arguments("newest", "0.33.0")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from devtools import prompts
-from devtools.server import error_of, outputs_of
+from devtools.server import PromptRejectedError, error_of, outputs_of
 
 pytestmark = pytest.mark.server
 SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
@@ -115,8 +115,10 @@ def test_a_name_with_a_folder_or_of_a_device_is_refused(server, shipped, saved, 
     prompt = prompts.only_warmup(shipped)
     warmup = prompts.find(prompt, prompts.WARMUP_NODE)
     prompt["save"] = {"class_type": SAVE, "inputs": {"model": [warmup, 0], "filename": filename}}
-    error = error_of(server.queue(prompt))
-    assert error["node_id"] == "save" and "filename" in error["exception_message"]
+    with pytest.raises(PromptRejectedError) as refused:
+        server.queue(prompt)
+    (error,) = refused.value.node_errors["save"]["errors"]
+    assert error["extra_info"]["input_name"] == "filename" and f"filename = {filename!r}: " in error["details"]
 
 
 @pytest.mark.parametrize("backend", [None, "none", "eager"])

@@ -168,6 +168,23 @@ def test_extra_sizes_line_that_is_no_size_is_named(server, shipped, line):
     assert "extra_sizes" in message and line in message
 
 
+@pytest.mark.parametrize(
+    ("node", "inputs", "said"),
+    [
+        (prompts.WARMUP_NODE, {"extra_sizes": "64x64\n1024 by 1024"}, "line 2 is no size; write 1024x768"),
+        (prompts.MODEL_NODE, {"backend": "eager", "mode": "max-autotune"}, "set mode to default or backend to inductor"),
+        (prompts.MODEL_NODE, {"backend": "fast"}, "choose one of inductor"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_loads(server, shipped, node, inputs, said):
+    prompt = prompts.change(shipped, node, **inputs)
+    with pytest.raises(PromptRejectedError) as refused:
+        server.queue(prompt)
+    errors = refused.value.node_errors[prompts.find(prompt, node)]["errors"]
+    assert {error["extra_info"]["input_name"] for error in errors} >= set(inputs)
+    assert all(said in error["details"] for error in errors)
+
+
 def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
     prompt = prompts.change(shipped, prompts.MODEL_NODE, only_blocks="triple_blocks.*")
     message = failure(server, prompt, prompts.MODEL_NODE)

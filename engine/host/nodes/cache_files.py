@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from dataclasses import replace
 from pathlib import Path
 
 from ...blocks.structure import structure_of
@@ -32,6 +33,23 @@ def cache_files() -> list[str]:
     return [file.name for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
 
 
+def plain_name(filename: str) -> str:
+    """The name without its suffix.
+
+    Raises:
+        InvalidSetting: it is none for a file in the user's folder.
+    """
+    check_text("filename", filename)
+    name = filename.strip().removesuffix(SUFFIX)
+    if not _PLAIN_NAME.fullmatch(name):
+        raise InvalidSetting(
+            "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
+        )
+    if is_device(name):
+        raise InvalidSetting("filename", filename, "this is the name of a device on Windows; use another.")
+    return name
+
+
 def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """Write what has been compiled for a model into one file in the user's folder.
 
@@ -47,14 +65,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         CacheFileError: the file cannot be written.
     """
     check_model(patcher)
-    check_text("filename", filename)
-    name = filename.strip().removesuffix(SUFFIX)
-    if not _PLAIN_NAME.fullmatch(name):
-        raise InvalidSetting(
-            "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
-        )
-    if is_device(name):
-        raise InvalidSetting("filename", filename, "this is the name of a device on Windows; use another.")
+    name = plain_name(filename)
     settings = attached_settings(patcher)
     if settings is None or settings.backend != "inductor":
         logger.info("%s", NOTHING_TO_SAVE)
@@ -70,7 +81,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    sizes = [f"{asked.size()} batch {asked.batch}" for asked in watch_of(network).known]
+    sizes = [f"{replace(info, batch=1).size()} batch {info.batch}" for info in watch_of(network).known]
     path = kit_folder() / (name + SUFFIX)
     try:
         make_private(kit_folder())
