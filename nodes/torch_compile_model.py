@@ -16,8 +16,9 @@ class TorchCompileModel(io.ComfyNode):
             display_name="Torch Compile Model",
             category="torch compile",
             description="Makes every sampling step faster: compiles the repeated blocks of the diffusion model with "
-            "torch.compile. The first step compiles; put Torch Compile Warmup behind this node to do that beforehand.",
-            search_aliases=["torch.compile", "compile model", "speed", "faster", "inductor", "optimize"],
+            "torch.compile, in the background while images go on. To have it done beforehand, put Torch Compile Warmup behind "
+            "this node.",
+            search_aliases=["torch.compile", "compile model", "speed", "faster", "acceleration", "inductor", "optimize"],
             inputs=[
                 io.Model.Input("model", tooltip="The diffusion model to compile. LoRA nodes may come before or after."),
                 io.Combo.Input(
