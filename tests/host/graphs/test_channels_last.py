@@ -157,7 +157,7 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 
 def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
     """SD 1.5's transformers take images where they are compiled whole: none is turned on its way to one, but the first."""
-    turned, given = engine("blocks.channels_last").turned, []
+    turned, given = engine("blocks.channels_last").to_channels_last, []
     monkeypatch.setattr(engine("compile.binding"), "parts_of", lambda _block: [])
 
     def watched(args):
@@ -165,7 +165,7 @@ def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatc
         given.append(len(found[1]))
         return found
 
-    monkeypatch.setattr(engine("blocks.channels_last"), "turned", watched)
+    monkeypatch.setattr(engine("blocks.channels_last"), "to_channels_last", watched)
     both(zoo.SETUPS["sd15"])
     assert len(given) > 8 and sum(given) <= 2, given
 
@@ -273,7 +273,7 @@ def test_arguments_by_name(engine, reference):
 
 def test_a_block_that_works_in_place_does_so_on_the_callers_image(engine, reference):
     x = torch.randn(1, 8, 4, 4)
-    (turned, number), copies = engine("blocks.channels_last").turned((x, 3))
+    (turned, number), copies = engine("blocks.channels_last").to_channels_last((x, 3))
     turned.zero_()
     for image, copy in copies:
         image.copy_(copy)
