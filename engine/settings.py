@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, fields
 
 import torch
@@ -72,9 +73,6 @@ class CompileSettings:
             check_switch(name, getattr(self, name))
         check_text("only_blocks", self.only_blocks)
         check_whole("cache_limit", self.cache_limit, 0, MAX_CACHE_LIMIT)
-        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
-        key = tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
-        object.__setattr__(self, "_settings_key", key)
         if len(self.only_blocks) > MAX_ONLY_BLOCKS:
             raise InvalidSetting(
                 "only_blocks",
@@ -126,6 +124,11 @@ class CompileSettings:
     def settings_key(self) -> tuple:
         """The part of the settings that compiled code depends on; equal keys share it."""
         return self._settings_key
+
+    @functools.cached_property
+    def _settings_key(self) -> tuple:
+        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
+        return tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
 
     def check_backend(self) -> None:
         """Raise InvalidSetting when this machine lacks what the chosen backend or attention kernel needs."""

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
@@ -28,7 +29,7 @@ class SharedScope:
         of_thread: each thread has its own values.
     """
 
-    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[object], None]]], of_thread: bool = False):
+    def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[Any], None]]], of_thread: bool = False):
         self._switches = switches
         self._of_thread = of_thread
         self._saved: dict[int, dict[str, object]] = {}
@@ -136,8 +137,9 @@ def _forget_folder() -> None:
     """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it keeps (codecache.py)."""
     codecache = sys.modules.get("torch._inductor.codecache")
     path = getattr(getattr(codecache, "CacheBase", None), "get_local_cache_path", None)
-    if hasattr(path, "cache_clear"):
-        path.cache_clear()
+    clear = getattr(path, "cache_clear", None)
+    if clear is not None:
+        clear()
 
 
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
@@ -147,18 +149,17 @@ folder_scope = SharedScope(
 
 _matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))
 _cudnn = _attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))
-sampling_scope = SharedScope(
-    {
-        "matmul_tf32": _matmul.get("allow_tf32"),
-        "cudnn_tf32": _cudnn.get("allow_tf32"),
-        "cudnn_benchmark": _cudnn.get("benchmark"),
-    }
-)
+_sampling = {
+    "matmul_tf32": _matmul.get("allow_tf32"),
+    "cudnn_tf32": _cudnn.get("allow_tf32"),
+    "cudnn_benchmark": _cudnn.get("benchmark"),
+}
+sampling_scope = SharedScope({name: switch for name, switch in _sampling.items() if switch is not None})
 
 
 def sampling_switches(allow_tf32: bool, cudnn_benchmark: bool) -> dict[str, bool]:
     """The switches to hold while a model samples; only what the user turned on, the rest stays as found."""
-    switches = {}
+    switches: dict[str, bool] = {}
     if allow_tf32:
         switches |= {"matmul_tf32": True, "cudnn_tf32": True}
     if cudnn_benchmark:

@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 
@@ -32,7 +33,7 @@ def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
 
 
 # Function -> what isolated threads run in its place.
-_REPLACED = {
+_REPLACED: dict[str, tuple[Any, str, Callable]] = {
     # PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
     # `preserve_global_state`): seconds later, in which the sampler has drawn its noise.
     "python": (random, "setstate", _nothing),
@@ -55,7 +56,8 @@ _fx = torch.fx._symbolic_trace
 def _is_fx_symbolic_tracing() -> bool:
     """In place of PyTorch's code for it, with its module's names: that something is traced with FX is a fact of the process up
     to 2.14, and compiled code of all threads refuses to run meanwhile. It concerns the thread that traces."""
-    return _is_fx_tracing_flag and torch_compile_kit_traces() and not torch.compiler.is_compiling()  # noqa: F821
+    traced = _is_fx_tracing_flag and torch_compile_kit_traces()  # type: ignore[name-defined]  # noqa: F821
+    return traced and not torch.compiler.is_compiling()
 
 
 def _switch(owner: object, name: str) -> tuple:

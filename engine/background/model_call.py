@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .stand_in import StandIn
 
 
 class Maker(Protocol):
-    def make(self, variant: object, stand_in: StandIn) -> None: ...
+    def make(self, variant: Any, stand_in: StandIn) -> None: ...
 
 
 class CodeRequest(NamedTuple):

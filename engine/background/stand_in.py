@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import types
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +129,7 @@ class StandIn:
     def _without_variables(self, function: types.FunctionType) -> _Function:
         if id(function) not in self._functions:  # functions may close over each other
             found = self._functions[id(function)] = _Function(_copied_function(function), {})
-            filled = {i: cell.cell_contents for i, cell in enumerate(function.__closure__) if is_filled(cell)}
+            filled = {i: cell.cell_contents for i, cell in enumerate(function.__closure__ or ()) if is_filled(cell)}
             found.variables.update(pytree.tree_map(self._form, filled))
         return self._functions[id(function)]
 
@@ -136,13 +137,14 @@ class StandIn:
         if id(mark) not in self._made_functions:
             made = self._made_functions[id(mark)] = _copied_function(mark.function)
             for i, value in pytree.tree_map(self._tensor, mark.variables).items():
-                made.__closure__[i].cell_contents = value
+                (made.__closure__ or ())[i].cell_contents = value
         return self._made_functions[id(mark)]
 
     def _without_data(self, module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
         if id(module) in known:
             return known[id(module)]
-        other = known[id(module)] = type(module).__new__(type(module))
+        cls: Any = type(module)
+        other = known[id(module)] = cls.__new__(cls)
         entries = dict(module.__dict__)
         for table in ("_parameters", "_buffers"):
             entries[table] = {name: self._form(tensor) for name, tensor in entries[table].items()}
@@ -182,7 +184,7 @@ def _is_made_in_a_call(function: types.FunctionType) -> bool:
 
 def _copied_function(function: types.FunctionType) -> types.FunctionType:
     """With the same code, by which guards know it, and none of its variables set."""
-    cells = tuple(types.CellType() for _ in function.__closure__)
+    cells = tuple(types.CellType() for _ in function.__closure__ or ())
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, cells)
     copy.__kwdefaults__, copy.__qualname__ = function.__kwdefaults__, function.__qualname__
     copy.__dict__.update(function.__dict__)

@@ -5,6 +5,8 @@ ComfyUI brings PIL but no plotting library. Shapes are drawn at twice the size a
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
@@ -34,7 +36,8 @@ class Canvas:
     def line(self, points: list[tuple[float, float]], color: str, width: float = 2, dash: float = 0) -> None:
         """A polyline; with `dash`, one straight line of dashes of that length."""
         if dash:
-            points, pieces = self._dashes(*points, dash), True
+            start, end = points
+            points, pieces = self._dashes(start, end, dash), True
         else:
             pieces = False
         scaled = [(x * _SCALE, y * _SCALE) for x, y in points]
@@ -46,7 +49,7 @@ class Canvas:
         length = max(abs(end[0] - start[0]), abs(end[1] - start[1]))
         count = max(1, int(length / dash / 2)) * 2 - 1
         return [
-            tuple(a + (b - a) * index / count for a, b in zip(start, end, strict=True))
+            (start[0] + (end[0] - start[0]) * index / count, start[1] + (end[1] - start[1]) * index / count)
             for piece in range(0, count, 2)
             for index in (piece, piece + 1)
         ]
@@ -67,7 +70,7 @@ class Canvas:
         Returns:
             Its left, top, right and bottom.
         """
-        stroke = {"stroke_width": max(1, size * _SCALE // 40), "stroke_fill": color} if bold else {}
+        stroke: dict[str, Any] = {"stroke_width": max(1, size * _SCALE // 40), "stroke_fill": color} if bold else {}
         text, size = self._fitted(text, size, room, stroke)
         box = self._box(x, y, text, size, anchor, stroke)
         self._draw.text((x * _SCALE, y * _SCALE), text, color, _font(size), anchor, **stroke)
@@ -92,7 +95,8 @@ class Canvas:
     def _box(self, x: float, y: float, text: str, size: int, anchor: str, stroke: dict) -> tuple[float, float, float, float]:
         width = stroke.get("stroke_width", 0)
         box = self._draw.textbbox((x * _SCALE, y * _SCALE), text, _font(size), anchor, stroke_width=width)
-        return tuple(v / _SCALE for v in box)
+        left, top, right, bottom = (v / _SCALE for v in box)
+        return left, top, right, bottom
 
     def image(self) -> Image.Image:
         return self._image.resize((self.width, self.height), Image.Resampling.LANCZOS)
@@ -102,10 +106,10 @@ class Canvas:
         return torch.from_numpy(np.asarray(self.image(), dtype=np.float32) / 255)[None]
 
 
-_fonts: dict[int, ImageFont.FreeTypeFont] = {}
+_fonts: dict[int, ImageFont.FreeTypeFont | ImageFont.ImageFont] = {}
 
 
-def _font(size: int) -> ImageFont.FreeTypeFont:
+def _font(size: int) -> ImageFont.FreeTypeFont | ImageFont.ImageFont:
     """PIL's own font, the same on every machine; it knows plain letters only."""
     if size not in _fonts:
         _fonts[size] = ImageFont.load_default(size * _SCALE)

@@ -116,6 +116,7 @@ def _totals(canvas: Canvas, result: BenchmarkResult) -> None:
 
 
 def _legend(canvas: Canvas, result: BenchmarkResult) -> None:
+    end: float
     _, top, end, _ = LINES
     for name, color in (("compiled", _compiled_color(result)), ("eager", EAGER)):
         start, *_ = canvas.text(end, top - 14, name, 22, INK, "rs")

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn import functional
@@ -49,7 +50,7 @@ class ChannelsLast(TorchFunctionMode):
         if self._waiting is not None:
             if func is functional.silu and args and args[0] is self._waiting.out() and not _is_in_place(args, kwargs):
                 return self._silu(self._waiting)
-            self._write()
+            self._write(self._waiting)
         own = _OWN.get(func)
         return func(*args, **kwargs) if own is None else own(self, func, *args, **kwargs)
 
@@ -58,9 +59,9 @@ class ChannelsLast(TorchFunctionMode):
         self._kernels.apply_factors(norm.x, norm.factors, result, True)
         return result
 
-    def _write(self) -> None:
+    def _write(self, norm: _Waiting) -> None:
         """The norm's result is needed, unless nobody has it any more."""
-        norm, self._waiting = self._waiting, None
+        self._waiting = None
         out = norm.out()
         if out is not None:
             self._kernels.apply_factors(norm.x, norm.factors, out, False)
@@ -72,7 +73,7 @@ class ChannelsLast(TorchFunctionMode):
     def __exit__(self, error_type, *error):
         try:
             if self._waiting is not None and error_type is None:
-                self._write()
+                self._write(self._waiting)
         finally:
             self._waiting = None
             _active.modes.pop()
@@ -100,7 +101,7 @@ class ChannelsLast(TorchFunctionMode):
         return func(x, *args, **kwargs)
 
 
-_OWN = {
+_OWN: dict[Callable, Callable] = {
     torch.conv2d: ChannelsLast._conv2d,
     functional.group_norm: ChannelsLast._group_norm,
     torch.Tensor.contiguous: ChannelsLast._contiguous,
@@ -142,7 +143,7 @@ def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch
     return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
-def result_channels_last(result: object) -> object:
+def result_channels_last(result: Any) -> object:
     """A block's result as the next layers want it: one copy here saves that of each that reads it."""
     return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
 

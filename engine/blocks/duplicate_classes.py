@@ -40,7 +40,7 @@ def one_class(twins: list[tuple[nn.Module, type]]) -> Iterator[None]:
 
 
 def _identity(cls: type) -> Hashable:
-    members = []
+    members: list[tuple] = []
     for name, member in sorted(vars(cls).items()):
         if isinstance(member, types.FunctionType):
             cells = tuple(id(cell.cell_contents) for cell in member.__closure__ or () if cell.cell_contents is not cls)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
 
-def is_of_class(module: nn.Module, name: str, value: object) -> bool:
+def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
     """Whether a method in the module's `__dict__` is what the class has under that name anyway.
 
     The host leaves it there when it takes another one back (weight_adapter/bypass.py, object patches).

@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 from ..errors import TorchCompileKitError
 from .disk import ABOUT, DiskCache
@@ -264,7 +264,7 @@ def _unpack(archive: zipfile.ZipFile, name: str, file: Path) -> str:
         return _copy(source, target)
 
 
-def _copy(source: BinaryIO, target: BinaryIO) -> str:
+def _copy(source: IO[bytes], target: IO[bytes]) -> str:
     digest = hashlib.sha256()
     while chunk := source.read(_CHUNK):
         digest.update(chunk)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from ..torch_settings import SharedScope, late_method
 
@@ -64,12 +65,12 @@ def waiting_compile() -> Callable | None:
                 return found(self, kernel_name, source_code, *args, **kwargs)
         return found(self, kernel_name, source_code, *args, **kwargs)
 
-    triton._waits = True
+    triton.__dict__["_waits"] = True
     return triton
 
 
 @contextmanager
-def _no_processes(compiler: object) -> Iterator[None]:
+def _no_processes(compiler: Any) -> Iterator[None]:
     """PyTorch starts the workers before it looks whether it has the kernel; to it, here are none."""
     compiler.use_process_pool = lambda: False
     try:
@@ -78,7 +79,7 @@ def _no_processes(compiler: object) -> Iterator[None]:
         del compiler.use_process_pool
 
 
-def _wait(compiler: type) -> None:
+def _wait(compiler: Any) -> None:
     began = time.perf_counter()
     try:
         start_workers()

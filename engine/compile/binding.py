@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -35,9 +35,14 @@ class BlockWeights(Protocol):
 class ModelWeights(Protocol):
     """Those of a model's blocks, by `id` of the block; blocks whose weights are in place have none."""
 
-    of_block: dict[int, BlockWeights]
-    may_stay: bool
-    paged: bool
+    @property
+    def of_block(self) -> Mapping[int, BlockWeights]: ...
+
+    @property
+    def may_stay(self) -> bool: ...
+
+    @property
+    def paged(self) -> bool: ...
 
     def drop(self) -> None: ...
 

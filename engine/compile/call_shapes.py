@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch.utils import _pytree as pytree
+
+T = TypeVar("T")
 
 
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -60,7 +64,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((reach,), (1,))
 
 
-def copied_containers(value: object) -> object:
+def copied_containers(value: T) -> T:
     """The same tensors in new lists and dicts: the host takes a ControlNet's out of their lists while a model runs."""
     return pytree.tree_map(lambda leaf: leaf, value)
 

@@ -74,7 +74,7 @@ class BlockCode:
     compiles: int = 0
     ready: Callable | None = None
     stats: CompileStats = field(default_factory=CompileStats)
-    _own: types.FunctionType | None = None
+    _own: Callable | None = None
     _compiled: Callable | None = None
 
     def __post_init__(self) -> None:

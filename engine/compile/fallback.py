@@ -53,7 +53,7 @@ class Fallback:
 
     def run(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Eager, or with the error where the user wants that."""
-        if self.settings.on_failure == "stop":
+        if self.failure is not None and self.settings.on_failure == "stop":
             raise BlockCompileError(self.failure.message())
         return self.forward(block, *args, **kwargs)
 

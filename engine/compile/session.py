@@ -8,7 +8,7 @@ from contextlib import ExitStack
 
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from ..cache.disk import current
+from ..cache.disk import DiskCache, current
 from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..inductor.kernel_tuning import brief_benchmark, tuning_scope
@@ -73,7 +73,7 @@ class CompileSession:
         self.on_first = on_first
         self.switches = switches
         self.folder = folder
-        self._cache = None
+        self._cache: DiskCache | None = None
         self._scopes = ExitStack()
         self._tunes = False
         self._began = 0.0

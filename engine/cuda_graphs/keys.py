@@ -10,6 +10,7 @@ import functools
 import types
 import uuid
 from collections.abc import Hashable, Iterator
+from typing import Any
 
 import torch
 
@@ -42,7 +43,7 @@ def value_key(value: object, inputs: bool = False) -> Hashable:
     return _key(value, inputs, ())
 
 
-def _key(value: object, inputs: bool, above: tuple[int, ...]) -> Hashable:
+def _key(value: Any, inputs: bool, above: tuple[int, ...]) -> Hashable:
     cls = type(value)
     if cls in _PLAIN:
         return cls, repr(value)

@@ -7,8 +7,8 @@ comes as a number is not asked about.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from ..torch_settings import SharedScope, late_method
 _read, _write = late_method("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", "run")
 _scope = SharedScope({"run": (_read, _write)})
 # How kernels of our own were launched before, by all that Triton compiles them for.
-_launched: dict[tuple, object] = {}
+_launched: dict[tuple, Any] = {}
 
 
 def as_numbers() -> AbstractContextManager:
@@ -34,7 +34,7 @@ def as_numbers() -> AbstractContextManager:
     return _scope.applied(run=run)
 
 
-def launch(kernel: Callable, grid: tuple[int, ...], *args: object, **options: object) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: object) -> None:
     """`kernel[grid](*args, **options)`, also while a graph is captured, if it was launched like that before."""
     key = (kernel, tuple(options.items()), *map(_form, args))
     if key in _launched and args[0].is_cuda and torch.cuda.is_current_stream_capturing():

@@ -94,7 +94,7 @@ def _gpu() -> str:
 
 
 def _version(text: str) -> tuple[int, int]:
-    major, minor = re.match(r"(\d+)\.(\d+)", text).groups()
+    major, minor = re.findall(r"^(\d+)\.(\d+)", text)[0]
     return int(major), int(minor)
 
 

@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import comfy.cli_args
 import torch
@@ -94,8 +95,9 @@ def look() -> Host:
 
 def _page_calls() -> PageCalls | None:
     ops, prefetch = _module("comfy.ops"), _module("comfy.model_prefetch")
-    cast, resolve = (getattr(ops, name, None) for name in ("cast_modules_with_vbar", "resolve_cast_module_with_vbar"))
-    clean_up = getattr(prefetch, "cleanup_prefetched_modules", None)
+    cast: Any = getattr(ops, "cast_modules_with_vbar", None)
+    resolve: Any = getattr(ops, "resolve_cast_module_with_vbar", None)
+    clean_up: Any = getattr(prefetch, "cleanup_prefetched_modules", None)
     if takes(clean_up, "module", "comfy_modules"):  # from 0.33.1 on; the first is the block whose page range is pinned
         clean_up = functools.partial(clean_up, None)
     elif not takes(clean_up, "comfy_modules"):

@@ -11,6 +11,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -57,7 +58,7 @@ def override_with(priority: list[SDPBackend], widths: frozenset[int] | None = No
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
         return out if skip_output_reshape else out.transpose(1, 2).reshape(out.shape[0], -1, heads * out.shape[-1])
 
-    override.reads_no_options = True  # for options/filter.py
+    override.__dict__["reads_no_options"] = True  # for options/filter.py
     override.__name__ = f"attention_{priority[0].name.removesuffix('_ATTENTION').lower()}"
     return override
 
@@ -140,7 +141,7 @@ class AttentionSurvey:
     ):
         if func.__name__ == HOST_FUNCTION and not kwargs.get("enable_gqa", False):
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
-            call = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
+            call: Any = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
             if self.wanted != "auto" and call not in self.calls:
                 self._try(tensors, kwargs.get("scale"))
             self.calls[call] += 1
@@ -181,7 +182,7 @@ class AttentionSurvey:
             name: sum(count * seconds for count, seconds in zip(chosen.values(), each, strict=True))
             for name, each in measured.items()
         }
-        fastest = min(totals, key=totals.get)
+        fastest = min(totals, key=totals.__getitem__)
         if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
             return "host"
         if fastest != "cudnn" or _widths(self.calls) <= _READY_WIDTHS:
@@ -218,7 +219,7 @@ def _measure(kernel: str, call: _Call) -> float:
     """Seconds of one call, infinite where the kernel cannot run it; raises _NotMeasured."""
     *layouts, scale = call
     try:
-        with torch.cuda.device(layouts[0].device), sdpa_kernel([KERNELS[kernel]]):
+        with torch.cuda.device(call[0].device), sdpa_kernel([KERNELS[kernel]]):
             q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
             attend()

@@ -9,6 +9,7 @@ which size is the larger, no more.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 
@@ -49,7 +50,7 @@ def evenly_spaced(start: float, end: float, steps: int, *, dtype=None, device=No
     return torch.where(at < steps // 2, start + at * step, end - (steps - 1 - at) * step).to(dtype)
 
 
-_TRACED_AS = {id(range): steps_of, id(sorted): sorted_by_comparing, id(torch.linspace): evenly_spaced}
+_TRACED_AS: dict[int, Callable] = {id(range): steps_of, id(sorted): sorted_by_comparing, id(torch.linspace): evenly_spaced}
 
 
 def _traceable_call(translator: InstructionTranslatorBase, fn: VariableTracker, args: list, kwargs: dict) -> None:
@@ -61,7 +62,7 @@ def _traceable_call(translator: InstructionTranslatorBase, fn: VariableTracker, 
     _call_function(translator, fn, args, kwargs)
 
 
-def _accepts(function: object, args: list, kwargs: dict) -> bool:
+def _accepts(function: Callable, args: list, kwargs: dict) -> bool:
     """Whether the call has no option that `function` lacks; the length of `range(length)` is a constant in any case."""
     try:
         inspect.signature(function).bind(*args, **kwargs)

@@ -30,5 +30,5 @@ def brief_benchmark() -> Callable | None:
     def benchmark_gpu(self, kernel: Callable, **kwargs: object) -> object:
         return found(self, kernel, **{**BRIEF, **kwargs})
 
-    benchmark_gpu._is_brief = True
+    benchmark_gpu.__dict__["_is_brief"] = True
     return benchmark_gpu

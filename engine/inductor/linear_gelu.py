@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 from torch.nn import functional
@@ -43,7 +45,7 @@ def _linear_before(node: fx.Node) -> fx.Node | None:
     linear = node.args[0]
     if linear.target is not functional.linear or linear.kwargs or len(linear.args) != 3 or set(linear.users) != {node}:
         return None
-    tensors = [part.meta.get("example_value") if isinstance(part, fx.Node) else None for part in linear.args]
+    tensors: list[Any] = [part.meta.get("example_value") if isinstance(part, fx.Node) else None for part in linear.args]
     if not all(isinstance(t, torch.Tensor) for t in tensors) or tensors[0].dim() < 2:
         return None
     x, weight, bias = tensors

@@ -101,9 +101,9 @@ def rotate_before_joining(graph: fx.Graph) -> bool:
         if one is None or node.kwargs or len(node.args) < 2:
             continue
         *joined, freqs = node.args
-        parts = [_parts_along_tokens(tensor, freqs, node) for tensor in joined]
+        parts = [found for tensor in joined if (found := _parts_along_tokens(tensor, freqs, node)) is not None]
         results = {0: node} if node.target is one else {user.args[1]: user for user in node.users if _is_item(user)}
-        if not all(parts) or (node.target is both and len(results) < len(node.users)):
+        if len(parts) < len(joined) or (node.target is both and len(results) < len(node.users)):
             continue
         if any(_may_write(between) for tensor in joined for between in _between(tensor, node)):
             continue  # the graph is as the model is written: what was joined may have changed since

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch._dynamo import convert_frame
@@ -73,7 +74,7 @@ def backend_of(name: str) -> Callable:
         name: a registered backend; `inductor` is ours, see `inductor/backend.py`.
     """
 
-    def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: object) -> Callable:
+    def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: Any) -> Callable:
         make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
         compiled = make(graph, example_inputs, **options)
         if state.ahead and not state.locked:

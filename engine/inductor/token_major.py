@@ -57,7 +57,7 @@ def _is_view_of_tokens(node: object) -> bool:
     )
 
 
-def _operators() -> tuple[object, object]:
+def _operators() -> tuple[object, ...]:
     """The host's rotary embeddings of one tensor and of two."""
     return tuple(getattr(torch.ops.comfy_kitchen, name, None) for name in ("apply_rope1", "apply_rope"))
 
@@ -76,23 +76,23 @@ def _rotation(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return None
 
 
-def _sources(node: fx.Node) -> list[fx.Node] | None:
-    """What `node` is made of, if it is made token by token and head by head."""
+def _sources(node: fx.Node) -> list[fx.Node]:
+    """What `node` is made of, if it is made token by token and head by head; else nothing."""
     rotation = _rotation(node)
     if rotation is not None:
-        return [rotation[0]] if _of_all_heads(*rotation) else None
+        return [rotation[0]] if _of_all_heads(*rotation) else []
     if node.op == "call_method" and node.target == "to":
         plain = "memory_format" not in node.kwargs and _value(node.args[0]) is not None
-        return [node.args[0]] if plain else None
+        return [node.args[0]] if plain else []
     if node.op != "call_function":
-        return None
+        return []
     if node.target in _NORMS:
         shape = node.args[1] if len(node.args) > 1 else None
-        return [node.args[0]] if isinstance(shape, (list, tuple)) and len(shape) == 1 else None
+        return [node.args[0]] if isinstance(shape, (list, tuple)) and len(shape) == 1 else []
     if node.target is torch.cat and node.args:
         dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-        return list(node.args[0]) if dim == 2 and isinstance(node.args[0], (list, tuple)) else None
-    return None
+        return list(node.args[0]) if dim == 2 and isinstance(node.args[0], (list, tuple)) else []
+    return []
 
 
 def _of_all_heads(tensor: fx.Node, rotations: fx.Node) -> bool:
@@ -134,7 +134,7 @@ def _turned(graph: fx.Graph, node: fx.Node) -> fx.Node:
             return graph.call_function(torch.cat, (turned, 1))
         if node.op == "call_method":
             source = _sources(node)[0]
-            turned[0].meta["example_value"] = _value(source).transpose(1, 2)
+            turned[0].meta["example_value"] = source.meta["example_value"].transpose(1, 2)
         return graph.create_node(node.op, node.target, (turned[0], *node.args[1:]), dict(node.kwargs))
 
 

@@ -227,7 +227,7 @@ def _name_of(patch: object) -> str:
 
 def patch_objects(options: Mapping) -> tuple[int, ...]:
     """Tells one set of patch objects from another, for all blocks alike."""
-    found = []
+    found: list[int] = []
     for value in (options.get("patches") or {}).values():
         found += map(id, _listed(value))
     for entries in (options.get("patches_replace") or {}).values():

@@ -9,6 +9,7 @@ other gives `Lost`. What comes out of the patches in the dict may be called with
 from __future__ import annotations
 
 import types
+from collections.abc import Iterable
 
 from torch import nn
 
@@ -37,7 +38,7 @@ class Flow:
         if not isinstance(forward, types.FunctionType):
             return
         arguments = arguments_of(forward.__code__)
-        holding = {*BY_NAME}.intersection(arguments) or {rest_of(forward.__code__)[1]}
+        holding: Iterable[str | None] = {*BY_NAME}.intersection(arguments) or {rest_of(forward.__code__)[1]}
         try:
             self.enter(forward, {arguments[0]: [block]} if arguments else {}, holding)
         except Lost:
@@ -45,7 +46,7 @@ class Flow:
         except Exception as error:  # objects of others may raise anything when they are looked at; then they may read anything
             raise Lost(f"{type(error).__name__}: {error}") from error
 
-    def enter(self, function: types.FunctionType, given: dict[str, list], holding: set[str | None]) -> bool:
+    def enter(self, function: types.FunctionType, given: dict[str, list], holding: Iterable[str | None]) -> bool:
         """Look at a function; whether it gives the dict back.
 
         Args:
@@ -62,13 +63,14 @@ class Flow:
             raise Lost(f"{function.__qualname__} looks at variables by name")
         key = (code, held, frozenset((name, tuple(map(id, objects))) for name, objects in given.items()))
         if key in self._returns:
-            if self._returns[key] is None:
+            known = self._returns[key]
+            if known is None:
                 raise Lost(f"{function.__qualname__} calls itself")
-            return self._returns[key]
+            return known
         self._returns[key] = None
         self.codes.add(code)
         try:
-            self._returns[key] = Uses(self, function, given, held).look()
+            found = self._returns[key] = Uses(self, function, given, held).look()
         except (NoSource, Unknown) as error:
             raise Lost(f"{function.__qualname__}: {error}") from None
-        return self._returns[key]
+        return found

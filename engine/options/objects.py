@@ -8,6 +8,7 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -113,12 +114,12 @@ class Objects:
             found = self._of_lookup(node, function.value)
             return found + [o for default in node.args[1:] for o in self.of(default)]
         if self.is_builtin(function, super) and not node.args:
-            owners = self._given.get(next(iter(_parameters(self._function.__code__)), None), [])
+            owners = self._given.get(next(iter(_parameters(self._function.__code__)), ""), [])
             return [super(self.named("__class__"), owner) for owner in owners]
         if self.is_builtin(function, *_PASSING_ON):
             return [o for argument in node.args for o in self.of(argument)]
-        if self.is_builtin(function, getattr) and len(node.args) > 1 and text_of(node.args[1]) is not None:
-            found = [o for owner in self.of(node.args[0]) for o in _attribute(owner, text_of(node.args[1]))]
+        if self.is_builtin(function, getattr) and len(node.args) > 1 and (name := text_of(node.args[1])) is not None:
+            found = [o for owner in self.of(node.args[0]) for o in _attribute(owner, name)]
             return found + [o for default in node.args[2:] for o in self.of(default)]
         found = self.of(function)
         if found and all(_is_executor(target) for target in found):
@@ -127,7 +128,7 @@ class Objects:
             raise Unknown(ast.unparse(node)[:60])
         return []
 
-    def is_builtin(self, node: ast.expr, *values: object) -> bool:
+    def is_builtin(self, node: ast.expr, *values: Any) -> bool:
         """Whether it is a name that stands for one of these built-in objects."""
         if not isinstance(node, ast.Name) or not any(node.id == value.__name__ for value in values):
             return False
@@ -233,7 +234,8 @@ def arguments_of(code: types.CodeType) -> list[str]:
 def rest_of(code: types.CodeType) -> tuple[str | None, str | None]:
     """The names of its `*args` and its `**kwargs`."""
     names = iter(code.co_varnames[code.co_argcount + code.co_kwonlyargcount :])
-    return tuple(next(names) if code.co_flags & flag else None for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+    args, kwargs = (next(names) if code.co_flags & flag else None for flag in (inspect.CO_VARARGS, inspect.CO_VARKEYWORDS))
+    return args, kwargs
 
 
 def _parameters(code: types.CodeType) -> list[str]:

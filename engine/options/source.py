@@ -104,18 +104,21 @@ def _words(code: types.CodeType) -> set[str]:
 
 def _note(branch: ast.If) -> None:
     test = branch.test
-    equals = isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq)
-    if equals and isinstance(test.left, ast.Name) and isinstance(test.comparators[0], ast.Constant):
-        for node in _unchanged(branch.body, test.left.id):
-            if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == test.left.id:
-                node.slice = test.comparators[0]
-    is_class_test = isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance"
-    if is_class_test and len(test.args) == 2 and isinstance(test.args[0], ast.Name):
-        name, classes = test.args[0].id, test.args[1]
-        for statements, note in ((branch.body, "only"), (branch.orelse, "never")):
-            for node in _unchanged(statements, name):
-                if isinstance(node, ast.Name) and node.id == name:
-                    setattr(node, note, [*getattr(node, note, ()), classes])
+    if isinstance(test, ast.Compare) and len(test.ops) == 1 and isinstance(test.ops[0], ast.Eq):
+        variable, text = test.left, test.comparators[0]
+        if isinstance(variable, ast.Name) and isinstance(text, ast.Constant):
+            for node in _unchanged(branch.body, variable.id):
+                if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Name) and node.slice.id == variable.id:
+                    node.slice = text
+    elif (
+        isinstance(test, ast.Call) and isinstance(test.func, ast.Name) and test.func.id == "isinstance" and len(test.args) == 2
+    ):
+        variable, classes = test.args
+        if isinstance(variable, ast.Name):
+            for statements, note in ((branch.body, "only"), (branch.orelse, "never")):
+                for node in _unchanged(statements, variable.id):
+                    if isinstance(node, ast.Name) and node.id == variable.id:
+                        setattr(node, note, [*getattr(node, note, ()), classes])
 
 
 def _unchanged(statements: list[ast.stmt], name: str) -> list[ast.AST]:
@@ -152,9 +155,11 @@ def filtered_copy(node: ast.AST) -> tuple[ast.expr, ast.expr] | None:
     if not isinstance(node, ast.DictComp) or len(node.generators) != 1 or len(node.generators[0].ifs) != 1:
         return None
     loop, chosen = node.generators[0], node.generators[0].ifs[0]
-    whole = isinstance(loop.iter, ast.Call) and isinstance(loop.iter.func, ast.Attribute) and loop.iter.func.attr == "items"
-    one_of = isinstance(chosen, ast.Compare) and len(chosen.ops) == 1 and isinstance(chosen.ops[0], ast.In)
+    if not isinstance(loop.iter, ast.Call) or not isinstance(loop.iter.func, ast.Attribute) or loop.iter.func.attr != "items":
+        return None
+    if not isinstance(chosen, ast.Compare) or len(chosen.ops) != 1 or not isinstance(chosen.ops[0], ast.In):
+        return None
     pair = ast.unparse(ast.Tuple([node.key, node.value]))
-    if not whole or not one_of or ast.unparse(loop.target) != pair or ast.unparse(chosen.left) != ast.unparse(node.key):
+    if ast.unparse(loop.target) != pair or ast.unparse(chosen.left) != ast.unparse(node.key):
         return None
     return loop.iter.func.value, chosen.comparators[0]

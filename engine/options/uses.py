@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import ast
 import types
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -37,7 +38,7 @@ class Callees(Protocol):
 
     names: set[str]
 
-    def enter(self, function: types.FunctionType, given: dict[str, list], holding: set[str | None]) -> bool: ...
+    def enter(self, function: types.FunctionType, given: dict[str, list], holding: Iterable[str | None]) -> bool: ...
 
 
 class Uses:
@@ -124,9 +125,10 @@ class Uses:
             names = self._objects.values[names.id][0]
         if options is None or not self._holds(options) or not isinstance(names, ast.Tuple | ast.List | ast.Set):
             return None
-        kept = {text_of(name) for name in names.elts}
-        self._flow.names.update(filter(None, kept))
-        return None if None in kept else kept
+        texts = [text_of(name) for name in names.elts]
+        self._flow.names.update(filter(None, texts))
+        kept = {text for text in texts if text is not None}
+        return None if None in texts else kept
 
     def _result_holds(self, call: ast.Call) -> bool:
         method = call.func
@@ -215,10 +217,10 @@ class Uses:
             if isinstance(target, _NOT_CALLED):
                 continue
             if isinstance(function, ast.FunctionDef | ast.Lambda):  # inside this one: its variables are ours
-                given = function.args
-                by_place = [argument.arg for argument in (*given.posonlyargs, *given.args)]
-                by_name = [*by_place, *(argument.arg for argument in given.kwonlyargs)]
-                rest = given.vararg and given.vararg.arg, given.kwarg and given.kwarg.arg
+                inner = function.args
+                by_place = [argument.arg for argument in (*inner.posonlyargs, *inner.args)]
+                by_name = [*by_place, *(argument.arg for argument in inner.kwonlyargs)]
+                rest = inner.vararg.arg if inner.vararg else None, inner.kwarg.arg if inner.kwarg else None
                 self._holding |= self._bind(call, by_place, by_name, rest, 0)[0]
             elif isinstance(function, types.FunctionType):
                 groups.setdefault((function, bound), (known, []))[1].append(owner)
@@ -271,8 +273,8 @@ class Uses:
                 continue
         return holding, given
 
-    def _from_options(self, node: ast.expr) -> bool | None:
-        """Of a lookup in the dict: whether what it finds are patches. None for a lookup in something else."""
+    def _from_options(self, node: Any) -> bool | None:
+        """Of a lookup in the dict, as `d[k]` or `d.get(k)`: whether what it finds are patches. None for another lookup."""
         if isinstance(node, ast.Subscript):
             container, key = node.value, node.slice
         else:

@@ -85,4 +85,5 @@ class WarmRecord:
 
 def _variants(groups: Iterable[Compiled]) -> frozenset[Same] | None:
     found = [group.variants() for group in groups]
-    return None if None in found else frozenset(Same(code) for codes in found for code in codes)
+    known = [codes for codes in found if codes is not None]
+    return frozenset(Same(code) for codes in known for code in codes) if len(known) == len(found) else None

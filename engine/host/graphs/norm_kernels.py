@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,7 @@ from ...background.thread import compiler
 
 
 @functools.cache
-def kernels() -> object | None:
+def kernels() -> Any:
     """`cuda_graphs/group_norm.py`; None without Triton."""
     try:
         from ...cuda_graphs import group_norm

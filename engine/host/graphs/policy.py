@@ -108,7 +108,7 @@ def recall(network: nn.Module) -> bool | None:
     found, cache = payoff_of(network), current()
     if found.pays is None and found.calls == 0 and cache is not None:
         known = cache.recall(_folder(network), MEMORY)
-        found.pays = {"pay": True, "do not pay": False}.get(known)
+        found.pays = {"pay": True, "do not pay": False}.get(known) if known is not None else None
     return found.pays
 
 

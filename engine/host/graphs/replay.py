@@ -56,7 +56,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     graphs.check_model(network, device, address_of if pages else None)
     read_of(network).look(network, graphs.model.functions)
     forward = network.forward
-    keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else functools.partial(nullcontext, True)
+    keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else lambda: nullcontext(True)
 
     def run(*args, transformer_options=None, **kwargs):
         options = transformer_options or {}
@@ -235,7 +235,7 @@ class Read:
     functions: list | None = None
     keys: frozenset[str] = BOOKKEEPING
 
-    def look(self, network: nn.Module, functions: list) -> None:
+    def look(self, network: nn.Module, functions: list | None) -> None:
         """Again when one has been replaced; not while our own are in the blocks."""
         if functions != self.functions:
             self.functions, self.keys = functions, keys_read(network)

@@ -91,7 +91,8 @@ def notes_about(patcher) -> list[str]:
     """What the report says beside the counts: weights, attention, CUDA graphs."""
     network = diffusion_model(patcher)
     notes = list(weights.notes_on(patcher.model))
-    chosen = chosen_kernel(network, attached_settings(patcher).attention)
+    settings = attached_settings(patcher)
+    chosen = chosen_kernel(network, settings.attention) if settings is not None else None
     if chosen is not None:
         notes.append(f"Attention: {in_words(chosen)}.")
     notes += graphs_summary(network)

@@ -53,4 +53,4 @@ def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
     blocks = modules_at(network, plan_for(network).select(settings.patterns))
     states = [state for block in blocks if (state := code_of(network).state_of(block)) is not None]
     codes = {code for state in states for _, code in state.forwards}
-    return tuple(sorted({getattr(c, "co_qualname", None) or getattr(c, "co_name", None) or c.__qualname__ for c in codes}))
+    return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))

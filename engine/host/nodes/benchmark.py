@@ -6,6 +6,7 @@ import platform
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import comfy.samplers
 import comfy.utils
@@ -123,7 +124,7 @@ class _Session:
         progress: counts every step of the benchmark.
     """
 
-    def __init__(self, patcher, inputs: tuple, progress: comfy.utils.ProgressBar):
+    def __init__(self, patcher, inputs: tuple[tuple[list, list], float, dict], progress: comfy.utils.ProgressBar):
         self.patcher = patcher
         self.inputs = inputs
         self._patchers = {"eager": eager_clone(patcher), "compiled": patcher}
@@ -174,7 +175,7 @@ def _traced(session: _Session, label: str) -> Trace:
             session.run(side, TRACE_STEPS, recording.step)
         counts.append(count(path, device))
         files.append(path.relative_to(output).as_posix())
-    return Trace(unit_for(device), *counts, tuple(files))
+    return Trace(unit_for(device), counts[0], counts[1], (files[0], files[1]))
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
@@ -203,7 +204,7 @@ def _synchronize(device: torch.device) -> None:
 
 def _device_name(device: torch.device) -> str:
     """For example `NVIDIA H200, PyTorch 2.11.0+cu130`."""
-    backend = getattr(torch, device.type, None)
+    backend: Any = getattr(torch, device.type, None)
     name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else ""
     if device.type == "cpu":
         name = f"CPU ({platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)})"

@@ -129,4 +129,4 @@ def state_of(filename: str) -> str:
 def pack_version() -> str:
     """As in pyproject.toml."""
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
-    return re.search(r'^version = "(.+)"', text, re.MULTILINE)[1]
+    return re.findall(r'^version = "(.+)"', text, re.MULTILINE)[0]

@@ -26,7 +26,8 @@ class WarmupProgress:
         self._sizes, self._node_id = sizes, node_id
         self._bar = comfy.utils.ProgressBar(steps)
         self._began = time.perf_counter()
-        self._size, self._compiling = "", None
+        self._size = ""
+        self._compiling: str | None = None
         self._graphs = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="torch-compile-kit-progress", daemon=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 
 from ...compile.binding import modules_at
 from ...compile.registry import code_of
@@ -80,7 +80,7 @@ class _Warmup:
         self.apart: set[bool] = set()
         self.steps = STEPS
 
-    def run(self, latents: Sequence[tuple[str, dict]], node_id: str | None) -> str:
+    def run(self, latents: _Latents, node_id: str | None) -> str:
         in_each = STEPS * ranges_of(self.conditioning)
         total = len(latents) * in_each
         with WarmupProgress(len(latents), total, node_id) as progress:
@@ -123,7 +123,7 @@ class _Warmup:
         self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
 
 
-class _Latents(Sequence):
+class _Latents:
     """The latents to sample, with their names: each is made when it is its turn, since many large ones are beyond memory.
 
     Raises:
@@ -138,7 +138,8 @@ class _Latents(Sequence):
     def __len__(self) -> int:
         return len(self._sizes)
 
-    def __getitem__(self, index: int) -> tuple[str, dict]:
+    def __iter__(self) -> Iterator[tuple[str, dict]]:
         mask = self._latent.get("noise_mask") if self._latent else None
-        label, prepared = labelled_latent(self._patcher, self._sizes[index], self._latent if index == 0 else None)
-        return label, {**prepared, "noise_mask": mask}
+        for index, size in enumerate(self._sizes):
+            label, prepared = labelled_latent(self._patcher, size, self._latent if index == 0 else None)
+            yield label, {**prepared, "noise_mask": mask}

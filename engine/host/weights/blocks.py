@@ -195,7 +195,7 @@ class ModelWeights:
     """
 
     def __init__(self, token: tuple, blocks: list[nn.Module], base_model, device: torch.device, block_swap: str):
-        self.token = token
+        self.token: tuple | None = token
         dtype = base_model.get_dtype_inference()
         found = [BlockWeights(block, device, dtype) for block in blocks]
         self._settled = [entry for weights in found for entry in weights.settled]
@@ -203,12 +203,13 @@ class ModelWeights:
         foreign = sorted({type(m).__name__ for weights in found for m in weights.foreign})
         self.notes: list[str] = []
         self._order = Order()
+        used: list[BlockWeights | EagerLayers] = [*found]
         if moving and block_swap == "off":
             raise InvalidSetting(
                 "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
             )
         if block_swap == "eager linears":
-            found = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, found, strict=True)]
+            used = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, found, strict=True)]
             if moving:
                 self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
         elif moving:
@@ -220,7 +221,7 @@ class ModelWeights:
                     here.following = following
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
-        self.of_block = {id(b): g for b, g in zip(blocks, found, strict=True) if getattr(g, "needed", True)}
+        self.of_block = {id(b): g for b, g in zip(blocks, used, strict=True) if getattr(g, "needed", True)}
 
     @property
     def paged(self) -> bool:

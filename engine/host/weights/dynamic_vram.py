@@ -197,7 +197,9 @@ class AllPages:
 
     def clean_up(self) -> None:
         """After a call that has failed halfway: the host leaves a layer that it was fetching as it is, pin and all."""
-        host().pages.clean_up(self._layers)
+        calls = host().pages
+        if calls is not None:
+            calls.clean_up(self._layers)
 
 
 def _is_resident(layer: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -64,7 +65,7 @@ def _keep_clone_even(_patcher, clone) -> None:
 
 def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **kwargs) -> list:
     """The host's list (comfy/model_patcher.py, `_load_list`) in our order."""
-    patcher = reference()
+    patcher: Any = reference()  # alive: this is called as its method
     arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
     items = type(patcher)._load_list(patcher, *args, **arguments)
     base_model = patcher.model
@@ -131,10 +132,10 @@ class _RankedSize(int):
 
     rank: tuple
 
-    def __lt__(self, other: object) -> bool:
+    def __lt__(self, other: Any) -> bool:
         return self.rank < other.rank
 
-    def __gt__(self, other: object) -> bool:
+    def __gt__(self, other: Any) -> bool:
         return self.rank > other.rank
 
     def __eq__(self, other: object) -> bool:
