@@ -20,7 +20,7 @@ from ..options.filling import changes_an_object
 from ..options.filter import OptionsFilter, patch_objects
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
-from .code import BlockCode, first_call
+from .compiled_code import BlockCode, first_call
 from .events import watching
 from .fallback import PATCH_VARIANTS
 from .stats import CompileStats

@@ -19,7 +19,7 @@ from ..options.filter import OptionsFilter
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from ..warmup.record import WarmRecord
-from .code import free_unused
+from .compiled_code import free_unused
 from .group import BlockGroup
 
 logger = logging.getLogger("torch-compile-kit")

@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ..closures import contents_of
-from .flow import Flow
+from .call_flow import Flow
 from .patches import OVERRIDE, keys_of_patch
-from .uses import Lost
+from .uses_of_options import Lost
 
 logger = logging.getLogger("torch-compile-kit")
 # Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
@@ -45,7 +45,7 @@ def keys_read(block: nn.Module) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` names and so may depend on.
 
     Looks through the methods of its class and of the classes below it, the functions they name, and all that they hand the
-    options to (`options/flow.py`): if that cannot be told, anything may be read. A position key named next to
+    options to (`options/call_flow.py`): if that cannot be told, anything may be read. A position key named next to
     `patches_replace` or `attn1_patch` is a patch lookup and does not count.
     """
     for module in block.modules():

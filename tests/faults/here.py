@@ -250,7 +250,7 @@ def cancelled_compiling(case):
 
 
 def cancelled_behind_another(case):
-    lock, held, go_on = case.engine("compile.code").first_call_lock, threading.Event(), threading.Event()
+    lock, held, go_on = case.engine("compile.compiled_code").first_call_lock, threading.Event(), threading.Event()
 
     def compiling():
         with lock:

@@ -80,7 +80,7 @@ def test_a_room_is_small_and_says_what_lives_there():
 @pytest.mark.parametrize(
     ("file", "line", "found"),
     [
-        ("engine/cache/disk.py", "from ..compile.code import BlockCode", upward),
+        ("engine/cache/disk.py", "from ..compile.compiled_code import BlockCode", upward),
         ("engine/cache/folders.py", "from ..options.filter import OptionsFilter", upward),
         ("engine/errors.py", "if TYPE_CHECKING:\n    from .settings import CompileSettings", circles),
     ],

@@ -254,7 +254,7 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
     del net
     gc.collect()
     # Not where it is given up: in a reset of PyTorch's, which frees the same, that ended the process.
-    assert len(engine("compile.code")._unused) >= len(code) and left_in_the_module() > before
+    assert len(engine("compile.compiled_code")._unused) >= len(code) and left_in_the_module() > before
     engine("compile.registry").code_of(Net()).new_run()
     gc.collect()
     assert left_in_the_module() == before

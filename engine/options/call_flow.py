@@ -13,10 +13,10 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from .objects import Unknown, arguments_of, rest_of
+from .named_objects import Unknown, arguments_of, rest_of
 from .patches import FRAMES
 from .source import NoSource
-from .uses import BY_NAME, Lost, Uses
+from .uses_of_options import BY_NAME, Lost, Uses
 
 
 class Flow:

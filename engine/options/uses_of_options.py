@@ -1,4 +1,4 @@
-"""How one function uses the dict of options that it is given; see `options/flow.py`.
+"""How one function uses the dict of options that it is given; see `options/call_flow.py`.
 
 Names count for the whole function, whatever the order of its statements.
 """
@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from .objects import Objects, Unknown, arguments_of, callee, elements, rest_of
+from .named_objects import Objects, Unknown, arguments_of, callee, elements, rest_of
 from .patches import OVERRIDE
 from .source import assignments, filtered_copy, names_in, source_of, text_of
 
