@@ -94,18 +94,18 @@ class BlockCode:
         else:
             compiled = self._compiled
         changed = Changed(() if beforehand else (args, kwargs))
-        event = CompileSession(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
+        session = CompileSession(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
             compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
-        monitor.calls.append(event)
+        monitor.calls.append(session)
         try:
             return compiled(block, *args, **kwargs)
         except NotRun:
             return None
         except Exception as error:
-            if not is_limit_hit(error) and (not event.started or never_swallowed(error)):
+            if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
             if not changed.put_back():
                 raise
@@ -122,12 +122,12 @@ class BlockCode:
                 return None
         finally:
             monitor.calls.pop()
-            event.close()
+            session.close()
             if limited:
                 compile_scope.exit()
-            if event.started:
+            if session.started:
                 self.compiles += 1
-                self.stats.add(event.stats())
+                self.stats.add(session.stats())
         return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
 
     def compile_ahead(self, stand_in: StandIn) -> None:

@@ -38,11 +38,11 @@ class BlockGroup:
         class_name: for reports.
         forward: the class's own forward function.
         settings: decides backend, options, shapes and limits.
-        filter_options: see `block_options`.
+        filter_options: see `options/filter.py`.
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
-        fills_cache: calls have run eager since they were given a function that changes an object, see `closures`.
+        fills_cache: calls have run eager since they were given a function that changes an object, see `options/filling.py`.
     """
 
     class_name: str

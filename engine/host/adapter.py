@@ -164,7 +164,7 @@ def without_hosts_compiler() -> AbstractContextManager:
 
 
 def without_prefetch(network: torch.nn.Module) -> AbstractContextManager:
-    """While it lasts, the host fetches no block of `network` ahead (comfy/model_prefetch.py): our groups do, and what both
+    """While it lasts, the host fetches no block of `network` ahead (comfy/model_prefetch.py): our weights do, and what both
     fetch is copied twice. The host sets the option anew in each call (comfy/model_base.py, `_apply_model`)."""
 
     def switch_off(_network: torch.nn.Module, _args: tuple, kwargs: dict) -> None:

@@ -76,7 +76,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         call = functools.partial(_fetching, pages, forward) if pages else forward
         call = functools.partial(_run_bound, binding, network, notes, fast, call)
         if pages:
-            options["prefetch_dynamic_vbars"] = False  # our groups fetch, see adapter.without_prefetch
+            options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
         result = graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, generation)
         _submit_behind_replays(graphs, binding.call, key)

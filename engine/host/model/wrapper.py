@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 
 import comfy.model_management
 import torch
@@ -64,23 +64,18 @@ class BlockCompiler:
     def _settings_of_a_call(self) -> Iterator[None]:
         """What holds for PyTorch and the host while the model runs, also eager."""
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
-        with watching, without_hosts_compiler(), ExitStack() as scopes:
-            if switches:
-                scopes.enter_context(sampling_scope.applied(**switches))
+        with watching, without_hosts_compiler(), sampling_scope.applied(**switches) if switches else nullcontext():
             yield
 
     @contextmanager
     def _bound(self, way: Way, network: nn.Module, binding: Binding, device: torch.device) -> Iterator[None]:
         """While it lasts, the model runs that way."""
         if way is Way.REPLAYED:
-            runs: AbstractContextManager = graphed(network, binding, device, self.notes)
-        else:
-            runs = binding.bound()
-        with ExitStack() as scopes:
-            if way is not Way.REPLAYED and binding.paged:
-                scopes.enter_context(without_prefetch(network))
-            with runs:
+            with graphed(network, binding, device, self.notes):
                 yield
+            return
+        with without_prefetch(network) if binding.paged else nullcontext(), binding.bound():
+            yield
 
     @contextmanager
     def _told(self, base_model, args: tuple, kwargs: dict) -> Iterator[None]:

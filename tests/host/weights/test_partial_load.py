@@ -1,5 +1,5 @@
 """Buffers of streamed weights: in which order streams, buffers and sources are given up. Copies themselves need a GPU
-(test_gpu_streaming.py); here PyTorch's streams and events are replaced by ones that only note what they are asked for."""
+(test_gpu.py); here PyTorch's streams and events are replaced by ones that only note what they are asked for."""
 
 import contextlib
 import gc
