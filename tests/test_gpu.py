@@ -104,7 +104,8 @@ print("lives")
         assert graphs.captures == 1 and graphs.replays >= 6, notes
 
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
-        graphs = engine("cuda_graphs.capture").ModelGraphs(device=torch.device("cuda", 0))
+        graphs = engine("cuda_graphs.capture").ModelGraphs()
+        graphs.model.device = torch.device("cuda", 0)
         x = torch.ones(4, device="cuda:0")
         for step in range(4):
             result = graphs.call("key", lambda x, factor: x * factor, (x, torch.tensor(float(step))), {}, {})

@@ -31,12 +31,16 @@ class Gate:
     """Open while nothing else needs Python.
 
     `is_busy` is the host's: whether it executes a prompt; without a server it never does.
+
+    Args:
+        waited: seconds so far.
     """
 
     def __init__(self) -> None:
         self.is_busy: Callable[[], bool] = lambda: False
         self._open = threading.Event()
         self._goes_on_until = 0.0
+        self.waited = 0.0
 
     def open(self) -> None:
         """From now on nobody needs Python much."""
@@ -49,11 +53,12 @@ class Gate:
         """On the thread that compiles: until the gate is open or the host idle."""
         if self._open.is_set() or not self.is_busy() or time.monotonic() < self._goes_on_until:
             return
-        end = time.monotonic() + PATIENCE
+        began = time.monotonic()
         while self.is_busy() and not self._open.wait(0.02):
-            if time.monotonic() > end:
+            if time.monotonic() > began + PATIENCE:
                 self._goes_on_until = time.monotonic() + PATIENCE
-                return
+                break
+        self.waited += time.monotonic() - began
 
 
 gate = Gate()

@@ -32,6 +32,7 @@ def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
     return lambda *args, **kwargs: (ours if _is_isolated() else found)(*args, **kwargs)
 
 
+_fx = torch.fx._symbolic_trace
 # Function -> what isolated threads run in its place.
 _REPLACED: dict[str, tuple[Any, str, Callable]] = {
     # PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
@@ -49,8 +50,10 @@ _REPLACED: dict[str, tuple[Any, str, Callable]] = {
     # From 2.13 on `torch.compiler.is_compiling()` is true for all threads while one compiles: ComfyUI then neither looks for
     # interrupts nor offloads with streams (comfy/ops.py, comfy/model_management.py).
     "compiling": (torch.compiler, "_compile_session_context", nullcontext),
+    # What is traced with FX gets each call of a module in the process, and refuses those it does not know
+    # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.
+    "modules": (_fx._Patcher, "patch_method", _nothing),
 }
-_fx = torch.fx._symbolic_trace
 
 
 def _is_fx_symbolic_tracing() -> bool:

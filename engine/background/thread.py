@@ -162,6 +162,7 @@ class Compiler:
         if not self.makes_room() and not _has_room(job):
             return not last
         device = job.stand_in.device
+        began, waited = time.monotonic(), gate.waited
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
@@ -178,6 +179,8 @@ class Compiler:
                 if isinstance(error, AssertionError) and "state changed while dynamo tracing" in str(error):
                     return not last  # the sampler's thread has switched something (TF32) meanwhile
                 raise
+        seconds = time.monotonic() - began, gate.waited - waited
+        logger.debug("compiled in the background in %.1f s, %.1f s of them waiting for the host", *seconds)
         return False
 
 

@@ -307,24 +307,31 @@ def test_a_block_that_works_in_place_on_halves_of_its_precision(behind, made):
         assert made(net) == 1
 
 
-def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, engine):
-    """PyTorch refuses to run compiled code while the process traces with FX, whichever thread does (up to 2.13)."""
+@pytest.mark.parametrize("how", ["make_fx", "symbolic_trace"])
+def test_other_threads_go_on_while_ours_is_traced(behind, made, engine, how):
+    """PyTorch refuses to run compiled code while the process traces with FX, whichever thread does (up to 2.13), and sends each
+    module's call of the process to its tracer, which knows none of other threads' modules ("module is not installed as a
+    submodule"); inductor traces so for each kernel (torch/_inductor/loop_body.py)."""
     tracing, go_on = threading.Event(), threading.Event()
+    untouched = torch.nn.Module.__call__, torch.nn.Module.__getattr__
 
     def backend(graph, inputs):
         from torch.fx.experimental.proxy_tensor import make_fx
 
-        def traced(*args):
+        def stand(x):
             tracing.set()
             assert go_on.wait(60)
-            return graph(*args)
+            return x
 
-        make_fx(traced)(*inputs)
+        if how == "make_fx":
+            make_fx(lambda *args: graph(*map(stand, args)))(*inputs)
+        else:
+            torch.fx.symbolic_trace(stand)
         return graph
 
-    torch._dynamo.register_backend(backend, name="traces_slowly")
+    torch._dynamo.register_backend(backend, name=f"slow_{how}")
     settings = engine("settings").CompileSettings(backend="eager")
-    object.__setattr__(settings, "backend", "traces_slowly")
+    object.__setattr__(settings, "backend", f"slow_{how}")
     others = torch.compile(lambda x: x * 2 + 1, backend="eager")
     others(torch.ones(3))
     net, x = Net(), torch.randn(2, 4, 8)
@@ -334,6 +341,7 @@ def test_other_threads_compiled_code_runs_while_ours_is_traced(behind, made, eng
             expected = net(x)
         assert tracing.wait(60)
         try:
+            assert (torch.nn.Module.__call__, torch.nn.Module.__getattr__) == untouched
             assert torch.equal(others(torch.ones(3)), torch.full((3,), 3.0))
             with engine("compile.binding").compiled_blocks(net, settings, call(False)):
                 assert torch.equal(net(x), expected)
