@@ -2,9 +2,11 @@
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 
+const MODEL = "TorchCompileKitModel";
 const WIDGET = "torch_compile_kit_report";
 // Node id: what stands there before the first run.
 const PLACEHOLDERS = {
+  TorchCompileKitModel: "How it goes appears here when the model runs.",
   TorchCompileKitWarmup: "The report appears here after the warmup.",
   TorchCompileKitBenchmark: "The figures appear here after the benchmark.",
   TorchCompileKitSaveCache: "Where the file is appears here.",
@@ -12,6 +14,8 @@ const PLACEHOLDERS = {
 };
 
 const TALLEST = 400; // pixels of text; more is scrolled
+const LEAST = { TorchCompileKitModel: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
+const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
@@ -21,7 +25,7 @@ function reportWidget(node) {
   text.textContent = PLACEHOLDERS[node.comfyClass];
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
-    getMinHeight: () => node.torchCompileKitTextHeight ?? (node.comfyClass.endsWith("Cache") ? 60 : 110),
+    getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? 110,
     getValue: () => text.textContent,
     setValue: (value) => { text.textContent = value; },
   });
@@ -45,7 +49,7 @@ function show(node, text) {
 const running = new Set();
 
 function begin(node) {
-  if (!(node?.comfyClass in PLACEHOLDERS)) return;
+  if (!(node?.comfyClass in PLACEHOLDERS) || node.comfyClass === MODEL) return;
   running.add(node);
   show(node, "Running.");
 }
@@ -55,14 +59,40 @@ function stop(text) {
   running.clear();
 }
 
+// A node by the id that the server has for it: "3", or "7:3" inside subgraph 7.
+function nodeOf(id) {
+  let graph = app.rootGraph ?? app.graph;
+  let node;
+  for (const part of String(id).split(":")) {
+    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
+    graph = node?.subgraph;
+  }
+  return node;
+}
+
+// What is made for the model of a Torch Compile Model node, and how fast its steps are.
+function tell(id, { state, text }) {
+  const node = nodeOf(id);
+  if (node?.comfyClass !== MODEL) return;
+  show(node, text);
+  reportWidget(node).element.style.color = COLORS[state] ?? "";
+}
+
 app.registerExtension({
   name: "torch-compile-kit.node-report",
 
   setup() {
+    api.addEventListener("torch-compile-kit.status", ({ detail }) => tell(detail.node, detail));
     api.addEventListener("executing", ({ detail }) => begin(detail && (app.rootGraph ?? app.graph)?.getNodeById(detail)));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop("Cancelled: no report."));
     api.addEventListener("execution_error", () => stop("Stopped by an error: no report."));
+  },
+
+  async afterConfigureGraph() {
+    const answer = await api.fetchApi("/torch-compile-kit/status");
+    if (!answer.ok) return;
+    for (const [id, found] of Object.entries(await answer.json())) tell(id, found);
   },
 
   nodeCreated(node) {

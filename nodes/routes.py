@@ -7,11 +7,13 @@ import sys
 from ..engine.background.gate import gate
 from ..engine.host.model.user_folder import get_ready, get_ready_again, open_users_cache
 from ..engine.notices import recompile_log as watch
+from ..engine.notices import status
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
 
 logger = logging.getLogger("torch-compile-kit")
 EVENT = "torch-compile-kit.compiled"
+STATUS = "torch-compile-kit.status"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
 # Seconds, at the least: by then the other packs are loaded.
@@ -19,11 +21,11 @@ IDLE = 5.0
 
 
 def register_routes() -> None:
-    """What is compiled right now, the cache on disk, and an event when a run compiled something unexpected.
+    """What is compiled right now, the cache on disk, and events: a run compiled something unexpected, news of a node.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/cache (folder, bytes, limit, entries), POST
-    /torch-compile-kit/cache/clear (answers with the bytes removed; of application/json, which no page of another site can send
-    without asking).
+    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), GET /torch-compile-kit/cache (folder,
+    bytes, limit, entries), POST /torch-compile-kit/cache/clear (answers with the bytes removed; of application/json, which no
+    page of another site can send without asking).
 
     Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
     this user has compiled before and nothing is queued.
@@ -58,8 +60,17 @@ def register_routes() -> None:
     def tell_page(model: str, sentence: str) -> None:
         server.send_sync(EVENT, {"model": model, "text": sentence})
 
+    def tell_node(node: str, state: str, line: str) -> None:
+        server.send_sync(STATUS, {"node": node, "state": state, "text": line})
+
+    @server.routes.get("/torch-compile-kit/status")
+    async def node_status(_request: web.Request) -> web.Response:
+        found = {node: known.now() for node, known in list(status.statuses.items())}
+        return web.json_response({n: {"state": known[0], "text": known[1]} for n, known in found.items() if known is not None})
+
     gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
     watch.listeners.append(tell_page)
+    status.listeners.append(tell_node)
     server.add_on_prompt_handler(prepare_for)
 
     def when_idle() -> None:

@@ -25,6 +25,7 @@ class TorchCompileModel(io.ComfyNode):
                     "backend",
                     options=list(choices.BACKENDS),
                     default="inductor",
+                    advanced=True,
                     tooltip="inductor makes fast kernels. cudagraphs replays recorded kernels (NVIDIA). aot_eager and eager "
                     "are for finding errors. none passes the model through unchanged.",
                 ),
@@ -40,12 +41,14 @@ class TorchCompileModel(io.ComfyNode):
                     "dynamic",
                     options=list(choices.DYNAMIC),
                     default="auto",
+                    advanced=True,
                     tooltip="auto and true: one code for every size and prompt length (a batch of one has its own). false: new "
                     "code for each, a percent faster at best.",
                 ),
                 io.Boolean.Input(
                     "fullgraph",
                     default=False,
+                    advanced=True,
                     tooltip="Treat code that cannot become one graph as a failure (see on_failure), instead of splitting it.",
                 ),
                 io.Int.Input(
@@ -53,6 +56,7 @@ class TorchCompileModel(io.ComfyNode):
                     default=0,
                     min=0,
                     max=choices.MAX_CACHE_LIMIT,
+                    advanced=True,
                     tooltip="How many compiled variants one group of equal blocks may have before new sizes run uncompiled. "
                     f"0 is automatic ({choices.AUTOMATIC_CACHE_LIMIT}).",
                 ),
@@ -107,6 +111,7 @@ class TorchCompileModel(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
+            hidden=[io.Hidden.unique_id],
         )
 
     @classmethod
@@ -118,4 +123,4 @@ class TorchCompileModel(io.ComfyNode):
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:
         check_model(model)
-        return io.NodeOutput(attach(model, CompileSettings(**inputs)))
+        return io.NodeOutput(attach(model, CompileSettings(**inputs), getattr(cls.hidden, "unique_id", None)))

@@ -1,8 +1,9 @@
 """When the thread that compiles may run: not beside work that needs Python's lock.
 
-A thread that computes in Python keeps the lock from another that gives it away at every call, as loading weights, LoRA and VAE
-do: what takes a second takes five beside it. While the host is idle, or a model is replayed from CUDA graphs, nobody needs the
-lock. PyTorch's compiler cannot be told to wait, so its busiest functions ask here.
+A thread that computes in Python keeps the lock from another that gives it away at every call, as loading weights, LoRA, VAE and
+launching kernels do: what takes a second takes five beside it. While the host is idle, stands in a call that is not Python's
+(waits for the GPU, a disk, a lock), or a model is replayed from CUDA graphs, nobody needs the lock. PyTorch's compiler cannot
+be told to wait, so its busiest functions ask here.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from contextlib import ExitStack, contextmanager
 
 from ..torch_settings import SharedScope, late_method
 
-# Seconds: somebody else may wait for a lock that the waiting thread holds (another pack's torch.compile), so it goes on then.
-PATIENCE = 10.0
+# Of the time that it waits the thread may run beside the host: a queue of prompts that never rests gets its code as well.
+SHARE = 0.15
+# Seconds: how long the thread sleeps, and for how long the host's thread is seen in one place when it is said to stand. It has
+# Python's lock within `thread.INTERVAL` if it wants it. Where it only seems to, the next question finds it elsewhere.
+NAP, STANDS = 0.003, 0.005
 # Modules and functions that compiling goes through all the time.
 _BUSIEST = (
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "__torch_dispatch__"),
@@ -38,27 +42,52 @@ class Gate:
 
     def __init__(self) -> None:
         self.is_busy: Callable[[], bool] = lambda: False
-        self._open = threading.Event()
-        self._goes_on_until = 0.0
         self.waited = 0.0
+        self._open = threading.Event()
+        self._host: int | None = None
+        self._place: tuple[int, int] | None = None
+        self._since = 0.0
+        self._asked: float | None = None
+        self._credit = 0.0
 
     def open(self) -> None:
         """From now on nobody needs Python much."""
         self._open.set()
 
     def close(self) -> None:
+        """From now on the calling thread, which samples, may."""
+        self._host = threading.get_ident()
         self._open.clear()
 
     def wait(self) -> None:
-        """On the thread that compiles: until the gate is open or the host idle."""
-        if self._open.is_set() or not self.is_busy() or time.monotonic() < self._goes_on_until:
+        """On the thread that compiles: until nobody needs Python, or its share is due."""
+        now = time.monotonic()
+        if self._asked is not None:
+            self._credit -= now - self._asked
+        self._asked = None
+        if self._is_free(now):
             return
-        began = time.monotonic()
-        while self.is_busy() and not self._open.wait(0.02):
-            if time.monotonic() > began + PATIENCE:
-                self._goes_on_until = time.monotonic() + PATIENCE
-                break
-        self.waited += time.monotonic() - began
+        while self._credit <= 0:
+            self._open.wait(NAP)
+            then = time.monotonic()
+            self.waited += then - now
+            self._credit += SHARE * (then - now)
+            now = then
+            if self._is_free(now):
+                return
+        self._asked = now
+
+    def _is_free(self, now: float) -> bool:
+        return self._open.is_set() or not self.is_busy() or self._host_stands(now)
+
+    def _host_stands(self, now: float) -> bool:
+        frame = sys._current_frames().get(self._host or 0)
+        if frame is None:
+            return True
+        place = id(frame), frame.f_lasti
+        if place != self._place:
+            self._place, self._since = place, now
+        return now - self._since > STANDS
 
 
 gate = Gate()

@@ -62,11 +62,13 @@ class Job:
 class Compiler:
     """The thread, started when there is something to do and over when there is not.
 
-    `makes_room` is the host's: whether weights leave the device when somebody asks for memory.
+    `makes_room` is the host's: whether weights leave the device when somebody asks for memory. `after_work` is called on the
+    thread after each piece of work.
     """
 
     def __init__(self) -> None:
         self.makes_room: Callable[[], bool] = lambda: False
+        self.after_work: Callable[[], None] = lambda: None
         self._jobs: collections.deque[Job] = collections.deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -133,6 +135,10 @@ class Compiler:
                     logger.exception("compiling in the background stopped for one block group")
                     again = False
                 self._put_back(job) if again else job.done()
+                try:
+                    self.after_work()
+                except Exception:
+                    logger.exception("what was compiled could not be told")
         finally:
             sys.setswitchinterval(interval)
 

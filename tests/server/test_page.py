@@ -85,3 +85,22 @@ def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
         said.push(text(node));
     """
     assert play("node_report.js", scene) == ["two graphs"]
+
+
+def test_the_model_node_says_how_it_goes():
+    """Also inside a subgraph, and after the page was loaded anew."""
+    scene = """
+        const inner = created("3", "TorchCompileKitModel");
+        nodes["3"] = undefined;
+        nodes["7"] = { subgraph: { getNodeById: (id) => (id === "3" ? inner : undefined) } };
+        const outer = created("5", "TorchCompileKitModel");
+        said.push(text(inner));
+        send("executing", "5");
+        send("torch-compile-kit.status", { node: "7:3", state: "compiling", text: "compiling Block, 2 s; images go on" });
+        said.push(text(inner), text(outer));
+        api.fetchApi = async () => ({ ok: true, json: async () => ({ 5: { state: "ready", text: "ready" }, 99: {} }) });
+        await extension.afterConfigureGraph();
+        said.push(text(outer));
+    """
+    placeholder = "How it goes appears here when the model runs."
+    assert play("node_report.js", scene) == [placeholder, "compiling Block, 2 s; images go on", placeholder, "ready"]

@@ -26,7 +26,7 @@ MEMORY = "graphs"
 # Of the time that launching a call takes, what the GPU goes on working behind it where it is the GPU that limits.
 SHARE = 0.3
 # Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
-CAPTURES_ASYNC = {"2.11"}
+CAPTURES_ASYNC = {"2.11", "2.15"}
 logger = logging.getLogger("torch-compile-kit")
 
 

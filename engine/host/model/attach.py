@@ -15,6 +15,7 @@ from ...compile.registry import code_of, uncalled_in_words
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
+from ...notices.status import status_of, tell_all
 from ...settings import CompileSettings
 from ..adapter import makes_room
 from ..graphs.replay import forget_graphs, graphs_summary, new_run, runs_channels_last
@@ -29,8 +30,11 @@ KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
 
 
-def attach(patcher, settings: CompileSettings):
+def attach(patcher, settings: CompileSettings, node: str | None = None):
     """A clone of `patcher` whose blocks run compiled; `patcher` itself when the backend is `none`.
+
+    Args:
+        node: the id of the node that wants it, to which the page is told how it goes.
 
     Raises:
         InvalidSetting: the machine lacks what a setting needs, or a pattern of `only_blocks` matches nothing.
@@ -39,12 +43,13 @@ def attach(patcher, settings: CompileSettings):
         return patcher
     settings.check_backend()
     opened_kernels.register()
-    compiler.makes_room = makes_room
+    compiler.makes_room, compiler.after_work = makes_room, tell_all
     plan = compile_plan(patcher, settings)
     get_ready(settings)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings))
+    status = status_of(node) if node is not None else None
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     keep_host_order(clone)
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
@@ -52,9 +57,9 @@ def attach(patcher, settings: CompileSettings):
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         keep_even(clone)
-    for event, action in ((CallbacksMP.ON_PRE_RUN, _new_run), (CallbacksMP.ON_DETACH, forget_graphs)):
+    for event, action in ((CallbacksMP.ON_PRE_RUN, _new_run), (CallbacksMP.ON_DETACH, _forget_graphs)):
         clone.remove_callbacks_with_key(event, KEY)
-        clone.add_callback_with_key(event, KEY, _on_network(action))
+        clone.add_callback_with_key(event, KEY, action)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
 
@@ -77,14 +82,18 @@ def _clean_up(patcher) -> None:
     weights.forget_weights(patcher.model)
 
 
-def _new_run(network, *args: object) -> None:
+def _new_run(patcher, *args: object) -> None:
     gate.close()
+    network = diffusion_model(patcher)
     code_of(network).new_run()
     new_run(network, *args)
+    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+        if wrapper.status is not None:
+            wrapper.status.new_run()
 
 
-def _on_network(action):
-    return lambda patcher, *args: action(diffusion_model(patcher), *args)
+def _forget_graphs(patcher, unpatched: bool = True) -> None:
+    forget_graphs(diffusion_model(patcher), unpatched)
 
 
 def notes_about(patcher) -> list[str]:

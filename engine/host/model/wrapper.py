@@ -10,13 +10,14 @@ import comfy.model_management
 import torch
 from torch import nn
 
-from ...background.gate import gate
 from ...background.model_call import ModelCall, submit
 from ...compile.binding import Binding
 from ...compile.events import monitor, watching
 from ...compile.registry import code_of
+from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
+from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
@@ -26,7 +27,7 @@ from ..graphs.replay import graphed
 from ..weights import blocks as weights
 from ..weights.quantized import traceable_casts
 from .attention_choice import with_attention
-from .call_info import call_info_of
+from .call_info import OPTIONS_AT, call_info_of
 
 
 class BlockCompiler:
@@ -36,11 +37,25 @@ class BlockCompiler:
     (comfy/model_base.py, `apply_model`).
     """
 
-    def __init__(self, settings: CompileSettings):
+    def __init__(self, settings: CompileSettings, status: Status | None = None):
         self.settings = settings
+        self.status = status
         self.notes: list[str] = []
 
     def __call__(self, executor, *args, **kwargs):
+        if self.status is None:
+            return self._call(executor, *args, **kwargs)
+        network = executor.class_obj.diffusion_model
+        code, graphs = code_of(network), graphs_of(network)
+        options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+        self.status.begins(network, options.get("sigmas"), args[0].shape)  # the sampler's object: one a step
+        before = code.eager_calls, monitor.compilations, graphs.captures
+        result = self._call(executor, *args, **kwargs)
+        eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
+        self.status.ends(eager_calls > before[0], tuple(other) != before[1:])
+        return result
+
+    def _call(self, executor, *args, **kwargs):
         base_model, device = executor.class_obj, args[0].device
         network = base_model.diffusion_model
         with self._settings_of_a_call():
@@ -114,8 +129,6 @@ def _after_call(network: nn.Module, call: ModelCall, way: Way) -> None:
         code.settled = not call.eager and not code.is_being_compiled
     if way is not Way.COMPILED:
         submit(call.requests)  # else the next call asks again, and is captured
-    if way is Way.WITHOUT_GRAPHS:
-        gate.open()
 
 
 def raise_if_interrupted() -> None:

@@ -1,5 +1,8 @@
-"""The thread that compiles waits while the host needs Python, and is never kept for ever."""
+"""The thread that compiles waits while the host needs Python, save for a share of the time."""
 
+import contextlib
+import copy
+import functools
 import sys
 import threading
 import time
@@ -14,9 +17,12 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 @pytest.fixture
 def gate(engine, monkeypatch):
-    """The gate, of a host that executes a prompt."""
+    """The gate, of a host that executes a prompt, in Python all the time."""
     found = engine("background.gate").gate
     monkeypatch.setattr(found, "is_busy", lambda: True)
+    monkeypatch.setattr(found, "_host_stands", lambda now: False)
+    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.0)
+    monkeypatch.setattr(found, "_credit", 0.0)
     found.close()
     yield found
     found.open()
@@ -91,14 +97,86 @@ def test_nobody_else_is_taken_to_compile(engine, gate):
     assert not torch.compiler.is_compiling()
 
 
-def test_it_is_not_kept_for_ever(engine, gate, monkeypatch):
-    monkeypatch.setattr(engine("background.gate"), "PATIENCE", 0.2)
-    net, x = Net(), torch.randn(2, 4, 8)
-    ask(engine, net, x)
-    deadline = time.monotonic() + 60
-    while engine("background.thread").compiler.busy and time.monotonic() < deadline:
-        time.sleep(0.05)
+def until_made(engine, meanwhile):
+    """Seconds until the thread has done its work, while this one does something over and over."""
+    began = time.monotonic()
+    while engine("background.thread").compiler.busy:
+        meanwhile()
+        assert time.monotonic() < began + 100
+    return time.monotonic() - began
+
+
+def compute():
+    """A tenth of a second in Python."""
+    end = time.monotonic() + 0.1
+    while time.monotonic() < end:
+        copy.deepcopy({"a": [1, "b", (2.0, None)], "c": {"d": {3}}})
+
+
+def test_it_has_its_share_of_a_host_that_never_rests(engine, gate, monkeypatch):
+    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.3)
+    net, waited = Net(), gate.waited
+    ask(engine, net, torch.randn(2, 4, 8))
+    seconds = until_made(engine, compute)
     assert graphs(engine, net) == 1
+    assert 0 < gate.waited - waited < seconds
+
+
+@pytest.mark.parametrize("stands", [lambda: time.sleep(0.05), lambda: threading.Event().wait(0.05)])
+def test_a_host_that_stands_in_a_call_needs_no_python(engine, gate, monkeypatch, stands):
+    """It waits for the GPU, a disk, or a lock that our thread holds: then neither would ever go on."""
+    monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
+    net = Net()
+    ask(engine, net, torch.randn(2, 4, 8))
+    until_made(engine, stands)
+    assert graphs(engine, net) == 1
+
+
+def test_a_host_that_computes_needs_it(engine, gate, monkeypatch):
+    monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
+    monkeypatch.setattr(engine("background.thread"), "waiting_at_gate", contextlib.nullcontext)  # the rest is not asked
+    passed, ended = [], threading.Event()
+
+    def asks():
+        while not ended.is_set():
+            gate.wait()
+            passed.append(time.monotonic())
+            time.sleep(0.001)
+
+    asking = threading.Thread(target=asks)
+    asking.start()
+    counts = []
+    for meanwhile in (compute, functools.partial(time.sleep, 0.1)):
+        before = len(passed)
+        for _ in range(10):
+            meanwhile()
+        counts.append(len(passed) - before)
+    ended.set()
+    gate.open()
+    asking.join(10)
+    assert counts[0] < counts[1] / 5, counts
+
+
+def test_imports_that_wait_keep_no_others_from_theirs(engine, gate, monkeypatch, tmp_path):
+    """A module that is being imported has a lock, which the host may want meanwhile."""
+    monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
+    (tmp_path / "of_both.py").write_text("import of_both_too\n")
+    (tmp_path / "of_both_too.py").write_text("DONE = True\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def imports():
+        with engine("background.gate").waiting_at_gate("of_both"):
+            pass
+
+    thread = threading.Thread(target=imports)
+    thread.start()
+    while "of_both" not in sys.modules and thread.is_alive():
+        compute()
+    began = time.monotonic()
+    import of_both_too
+
+    thread.join(10)
+    assert of_both_too.DONE and not thread.is_alive() and time.monotonic() - began < 5
 
 
 def test_nothing_of_it_stays(engine, gate):

@@ -1,6 +1,7 @@
 """A model of the host whose code is made while it samples: every run's image is eager's, and once made the code is used."""
 
 import logging
+import re
 
 import pytest
 import torch
@@ -51,6 +52,22 @@ def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     runs.latent = before
     runs.made()
     assert runs.graphs == graphs
+
+
+def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
+    flux = Behind(tiny, engine, "flux", cfg=1.0, steps=8)
+    status, told = flux.engine("notices.status"), []
+    monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
+    expected = flux.run(flux.patcher)
+    settings = flux.engine("settings").CompileSettings(compile="in the background")
+    compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "12")
+    assert relative_error(flux.run(compiled), expected) < 1e-5
+    flux.made()
+    flux.run(compiled)
+    states = [state for node, state, _line in told if node == "12"]
+    assert states[0] == "compiling" and states[-1] == "ready" and sorted(states) == states
+    assert {"DoubleStreamBlock", "SingleStreamBlock"} <= set(told[0][2].replace(",", " ").split())
+    assert re.fullmatch(r"ready: steps .*\d\.\d{3} s\)?", status.statuses["12"].now()[1])
 
 
 def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):

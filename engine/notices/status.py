@@ -1,0 +1,141 @@
+"""One line for a node in the page: what is made for its model, and what the steps that ran have taken since."""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ..compile.registry import code_of
+
+# Steps that are looked back at, and the fewest that say anything.
+KEPT, FEWEST = 40, 3
+# Shares that measurements of the same thing differ by.
+SAME = 0.02
+# Who wants to know: the page. Node, state (compiling, ready, failed), line.
+listeners: list[Callable[[str, str, str], None]] = []
+
+
+@dataclass
+class Steps:
+    """Seconds of the steps of one shape, newest last."""
+
+    uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def in_words(self) -> str:
+        """What a step takes, beside what it took before; empty where too few have run."""
+        if len(self.fast) < FEWEST:
+            return ""
+        now = statistics.median(self.fast)
+        if len(self.uncompiled) < FEWEST:
+            return f"{now:.3f} s a step"
+        before = statistics.median(self.uncompiled)
+        saved = 1 - now / before
+        if abs(saved) < SAME:
+            return f"steps as fast as before, {now:.3f} s"
+        return f"steps {abs(saved):.0%} {'faster' if saved > 0 else 'slower'} ({before:.3f} -> {now:.3f} s)"
+
+
+class Status:
+    """The line of one Torch Compile Model node.
+
+    Args:
+        node: its id in the workflow.
+    """
+
+    def __init__(self, node: str):
+        self.node = node
+        self._network: weakref.ref[nn.Module] | None = None
+        self._steps: dict[Hashable, Steps] = {}
+        self._shape: Hashable = None
+        self._step: object = None
+        self._began = 0.0
+        self._eager: bool | None = None
+        self._making_since: float | None = None
+        self._graphs_when_ready: int | None = None
+        self._told: tuple[str, str] | None = None
+
+    def new_run(self) -> None:
+        """Sampling begins: what lies between two runs is no step."""
+        self._step = None
+
+    def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
+        """A call of the model begins.
+
+        Args:
+            step: the same object for all calls of one step.
+            shape: of its input.
+        """
+        self._network, now = weakref.ref(network), time.perf_counter()
+        if step is None or step is self._step:
+            return
+        if self._step is not None and self._eager is not None and shape == self._shape:
+            steps = self._steps.setdefault(shape, Steps())
+            (steps.uncompiled if self._eager else steps.fast).append(now - self._began)
+        # The first step also loads the weights.
+        self._began, self._eager = now, None if self._step is None else False
+        self._step, self._shape = step, shape
+
+    def ends(self, eager: bool, other: bool) -> None:
+        """The call is over.
+
+        Args:
+            eager: blocks ran uncompiled.
+            other: it did what no further step does: compile, capture, measure.
+        """
+        if other:
+            self._eager = None
+        elif eager and self._eager is not None:
+            self._eager = True
+        self.tell()
+
+    def tell(self) -> None:
+        """Let the page know, if there is news."""
+        found = self.now()
+        if found is not None and found != self._told:
+            self._told = found
+            for listener in listeners:
+                listener(self.node, *found)
+
+    def now(self) -> tuple[str, str] | None:
+        """State and line; None before the model has run."""
+        network = self._network() if self._network is not None else None
+        if network is None:
+            return None
+        groups = code_of(network).groups.values()
+        making = list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled))
+        if making:
+            self._making_since = self._making_since or time.monotonic()
+            return "compiling", f"compiling {', '.join(making)}, {time.monotonic() - self._making_since:.0f} s; images go on"
+        self._making_since = None
+        graphs = sum(group.stats.graphs for group in groups)
+        failed = list(dict.fromkeys(group.class_name for group in groups if group.failure))
+        if failed:
+            return "failed", f"{', '.join(failed)} runs uncompiled; the log says why"
+        if not graphs:
+            return None
+        self._graphs_when_ready = self._graphs_when_ready or graphs
+        more = graphs - self._graphs_when_ready
+        words = [self._steps.get(self._shape, Steps()).in_words(), f"{more} compiled since" if more else ""]
+        return "ready", ": ".join(filter(None, ["ready", "; ".join(filter(None, words))]))
+
+
+statuses: weakref.WeakValueDictionary[str, Status] = weakref.WeakValueDictionary()
+
+
+def status_of(node: str) -> Status:
+    """A new one: the node has run anew."""
+    statuses[node] = found = Status(node)
+    return found
+
+
+def tell_all() -> None:
+    """On the thread that compiles, after each piece of work."""
+    for status in list(statuses.values()):
+        status.tell()
