@@ -30,4 +30,6 @@ class PerModel(Generic[T]):
 
     def items(self) -> list[tuple[nn.Module, T]]:
         """Of all modules that are still in memory."""
-        return list(self._values.items())
+        models = [ref() for ref in self._values.keyrefs()]  # at once: other threads add to them meanwhile
+        found = [(model, self._values.get(model)) for model in models if model is not None]
+        return [(model, value) for model, value in found if value is not None]

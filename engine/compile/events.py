@@ -44,16 +44,18 @@ def _on_compile_start(args: object = None) -> None:
         monitor.compilations += 1
         with _told("a compilation is not watched"):
             monitor.calls[-1].start()
-        if monitor.listener is not None:
-            monitor.listener(monitor.calls[-1].block)
+        with _told("a compilation was not told"):
+            if monitor.listener is not None:
+                monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(args: object = None) -> None:
     if monitor.calls and _is_compilation(args):
         with _told("a compilation was not watched"):
             monitor.calls[-1].end()
-        if monitor.listener is not None:
-            monitor.listener(None)
+        with _told("the end of a compilation was not told"):
+            if monitor.listener is not None:
+                monitor.listener(None)
 
 
 @contextmanager

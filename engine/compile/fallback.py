@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class Fallback:
     limit_reached: bool = False
     _retries: int = 0
     _variants: Counter[tuple] = field(default_factory=Counter)
+    _made_in: Callable[[], object] = lambda: None
 
     def give_up(self, failure: Failure) -> None:
         self.failure = failure
@@ -85,11 +87,15 @@ class Fallback:
             )
         return None
 
-    def count_variant(self, shapes_and_patches: tuple) -> None:
-        """Code has been made for such a call: give up on a patch that needs another one again and again."""
-        self._variants[shapes_and_patches] += 1
-        if self._variants[shapes_and_patches] > PATCH_VARIANTS:
-            self.too_many_variants()
+    def count_variant(self, shapes: tuple, call: object, made: bool) -> None:
+        """A block has had code made, or found it: give up on a patch that needs another one in each call of the model."""
+        if made:
+            self._variants[shapes] += 1
+            self._made_in = weakref.ref(call)
+            if self._variants[shapes] > PATCH_VARIANTS:
+                self.too_many_variants()
+        elif self._made_in() is not call:  # that of other blocks in the same call is no use yet
+            self._variants.pop(shapes, None)
 
     def too_many_variants(self) -> None:
         if self.failure is None:

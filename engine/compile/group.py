@@ -57,6 +57,7 @@ class BlockGroup:
     fills_cache: bool = False
     _seen: set[tuple] = field(default_factory=set)
     _asked: Counter[tuple] = field(default_factory=Counter)
+    _made: set[tuple] = field(default_factory=set)
     _waiting: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -109,8 +110,8 @@ class BlockGroup:
         finally:
             if options is not given:
                 OptionsFilter.write_back(given, options)
-            if patches and call.waits and group.code.compiles != compiles:
-                group.code.fallback.count_variant((shapes_of(args, kwargs), patch_objects(given)))
+            if patches and call.waits:
+                group.code.fallback.count_variant(shapes_of(args, kwargs), call, group.code.compiles != compiles)
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
@@ -160,7 +161,9 @@ class BlockGroup:
             return self.forward(block, *args, **kwargs)
         runs = backend_state.runs
         result = (self.code.ready or self.forward)(block, *args, **kwargs)
-        if backend_state.runs == runs:
+        if backend_state.runs > runs:
+            self._asked.pop(variant[0], None)
+        else:
             call.eager.add((id(self), variant))
             capturing = args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
             if variant not in self._waiting and not capturing:
@@ -171,14 +174,16 @@ class BlockGroup:
         """Have code made for such a call; see `submit`."""
         if variant in self._waiting or self.limit_reached or self.failure is not None:
             return
-        self._asked[variant] += 1
-        if self._asked[variant] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
+        shapes = variant[0]
+        self._asked[shapes] += 1  # since such a call last ran compiled
+        if self._asked[shapes] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
             if self.patches:
                 self.code.fallback.too_many_variants()
             self.code.must_run = True
             return
         self._waiting.add(variant)
-        stand_in.again = self._asked[variant] > 1
+        stand_in.again = shapes in self._made
+        self._made.add(shapes)
         compiler.ask(self, stand_in, lambda: self._waiting.discard(variant))
 
     def compile_ahead(self, stand_in: StandIn) -> None:

@@ -57,8 +57,8 @@ class ModelCode:
     @property
     def groups(self) -> dict[tuple, BlockGroup]:
         """All groups in use, those of blocks with patches included; the last part of the key is that of the settings."""
-        found = dict(self._groups)
-        for key, group in self._groups.items():
+        found = dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
+        for key, group in list(found.items()):
             found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
         return found
 

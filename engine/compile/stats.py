@@ -45,7 +45,7 @@ class CompileStats:
         self.seconds += other.seconds
         self.recompiles += other.recompiles
         self.from_disk += other.from_disk
-        for reason, count in other.breaks.items():
+        for reason, count in list(other.breaks.items()):  # others may count on while we add
             self.breaks[reason] = self.breaks.get(reason, 0) + count
 
     def __add__(self, other: CompileStats) -> CompileStats:
@@ -59,6 +59,6 @@ class CompileStats:
             self.graph_breaks - earlier.graph_breaks,
             self.seconds - earlier.seconds,
             self.recompiles[len(earlier.recompiles) :],
-            {k: v - earlier.breaks.get(k, 0) for k, v in self.breaks.items() if v > earlier.breaks.get(k, 0)},
+            {k: v - earlier.breaks.get(k, 0) for k, v in list(self.breaks.items()) if v > earlier.breaks.get(k, 0)},
             self.from_disk - earlier.from_disk,
         )

@@ -88,6 +88,10 @@ def look() -> Host:
         unknown.append("quantised layers are cast by ComfyUI alone, which may break the graphs of blocks.")
     load_list = getattr(getattr(patcher, "ModelPatcher", None), "_load_list", None)
     ordered = load_list is None or takes(load_list, "self", "for_dynamic") or takes(load_list, "self")
+    management = _module("comfy.model_management")
+    ordered &= all(
+        callable(getattr(management, n, None)) for n in ("get_free_memory", "minimum_inference_memory", "module_size")
+    )
     if not ordered:
         unknown.append("which weights stay on the GPU is left to ComfyUI.")
     return Host(pages, cast, load_list is not None and ordered, tuple(unknown))
@@ -109,6 +113,8 @@ def _page_calls() -> PageCalls | None:
         and takes(resolve, "s", "dtype", "device", "bias_dtype", "compute_dtype", "want_requant")
         and takes(getattr(management, "sync_stream", None), "device", "stream")
         and all(callable(getattr(page, f"vbar_{name}", None)) for name in ("fault", "unpin", "signature_compare"))
+        and all(callable(getattr(management, name, None)) for name in ("get_offload_stream", "current_stream"))
+        and isinstance(getattr(ops, "QuantizedTensor", None), type)
     )
     return PageCalls(cast, resolve, clean_up) if known else None
 

@@ -26,12 +26,12 @@ class Watch:
     Args:
         known: what warmups ran, and other runs compiled.
         warmed: a warmup node has run it.
-        notices: the last sentences that a run gave rise to, oldest first.
+        told: the last sentences that a run gave rise to, and for what, oldest first; those that a warmup has solved are gone.
     """
 
     known: list[CallInfo] = field(default_factory=list)
     warmed: bool = False
-    notices: list[str] = field(default_factory=list)
+    told: list[tuple[CallInfo, str]] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
@@ -43,6 +43,7 @@ class Watch:
     def note_warming(self, info: CallInfo) -> None:
         """A warmup ran this."""
         self.warmed = True
+        self.told = [(other, sentence) for other, sentence in self.told if other != info]
         self._know(info)
 
     def notice(self, info: CallInfo, added: CompileStats, dynamic: str) -> str | None:
@@ -60,9 +61,14 @@ class Watch:
                 guard = added.recompiles[-1].guard if added.recompiles else ""
                 nearest = min(self.known, key=lambda known: sum(a != b for a, b in zip(known.parts(), parts, strict=True)))
                 sentence += cause(nearest, info, dynamic, self.warmed, guard)
-            self.notices = [*self.notices, sentence][-NOTICES_KEPT:]
+            self.told = [*self.told, (info, sentence)][-NOTICES_KEPT:]
         self._know(info)
         return sentence
+
+    @property
+    def notices(self) -> list[str]:
+        """The sentences."""
+        return [sentence for _info, sentence in self.told]
 
     def _know(self, info: CallInfo) -> None:
         if info not in self.known:

@@ -175,7 +175,7 @@ def _is_shared(value: object) -> bool:
     if isinstance(value, list | tuple | dict):
         return all(map(_is_shared, value.values() if isinstance(value, dict) else value))
     named = value if isinstance(value, types.FunctionType | type) else type(value)
-    return named.__module__.partition(".")[0] in ("comfy", "torch", "builtins")
+    return (named.__module__ or "").partition(".")[0] in ("comfy", "torch", "builtins")
 
 
 def _attribute(owner: object, name: str) -> list:

@@ -34,7 +34,7 @@ def keys_of_patch(name: str, patch: object) -> frozenset[str] | None:
         bound = 1
     elif isinstance(patch, types.MethodType):
         function, bound = patch.__func__, 1
-    if not isinstance(function, types.FunctionType) or function.__module__.partition(".")[0] == "torch":
+    if not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch":
         return None
     known = _known.setdefault(function, {})
     if name not in known:

@@ -1,6 +1,9 @@
 """What is done with a host that is not as known: its own way, said once; and with its own compiler."""
 
+import importlib.util
 import logging
+import sys
+from pathlib import Path
 
 import pytest
 from paging import paged
@@ -43,6 +46,19 @@ def with_other_arguments(patch):
     )
 
 
+def without_streams(patch):
+    """A host that hands out its streams in another way."""
+    import comfy.model_management
+
+    patch.delattr(comfy.model_management, "current_stream")
+
+
+def without_quantized_tensors(patch):
+    import comfy.ops
+
+    patch.delattr(comfy.ops, "QuantizedTensor")
+
+
 def without_list(patch):
     """A host that lists its layers for other arguments."""
     from comfy.model_patcher import ModelPatcher
@@ -58,7 +74,7 @@ def test_this_host_is_known(look, caplog):
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("change", [renamed, with_other_arguments])
+@pytest.mark.parametrize("change", [renamed, with_other_arguments, without_streams, without_quantized_tensors])
 def test_a_host_with_other_pages_samples_in_its_own_way(change, flux, look, caplog, monkeypatch):
     expected = flux.run(flux.patcher)
     with monkeypatch.context() as patch:
@@ -86,6 +102,42 @@ def test_a_host_that_lists_layers_in_another_way_keeps_its_order(flux, look, cap
     assert "_load_list" not in attached.__dict__
     expected = flux.run(flux.patcher)
     assert relative_error(flux.run(attached), expected) < 1e-5
+
+
+def without_sizes(patch):
+    import comfy.model_management
+
+    patch.delattr(comfy.model_management, "module_size")
+
+
+def test_a_host_that_does_not_tell_sizes_keeps_its_order(look, monkeypatch):
+    with monkeypatch.context() as patch:
+        without_sizes(patch)
+        assert not look().list_of_layers
+
+
+def test_the_pack_loads_on_a_host_whose_internals_have_other_names(engine, monkeypatch):
+    """Each of our modules is imported once more while they are gone."""
+    import comfy.model_management
+    import comfy.model_prefetch
+    import comfy.ops
+
+    folder = Path(engine("host").__file__).parent
+    for module, names in (
+        (comfy.ops, ("cast_bias_weight", "QuantizedTensor", "cast_modules_with_vbar", "resolve_cast_module_with_vbar")),
+        (comfy.model_prefetch, ("cleanup_prefetched_modules",)),
+        (comfy.model_management, ("get_offload_stream", "current_stream", "sync_stream", "minimum_inference_memory")),
+    ):
+        for name in names:
+            monkeypatch.delattr(module, name)
+    files = [file for file in folder.rglob("*.py") if file.name != "__init__.py"]
+    assert len(files) > 15
+    for file in files:
+        name = ".".join([engine("host").__name__, *file.relative_to(folder).with_suffix("").parts])
+        spec = importlib.util.spec_from_file_location(f"{name}_once_more", file)
+        module = importlib.util.module_from_spec(spec)
+        monkeypatch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
 
 
 def test_takes(engine):

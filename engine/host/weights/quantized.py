@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import comfy.ops
 
@@ -16,7 +17,7 @@ from ...torch_settings import SharedScope
 from ..adapter import host
 
 _QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
-_host_cast = comfy.ops.cast_bias_weight
+_host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
 
 
 def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):

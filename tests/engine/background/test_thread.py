@@ -4,6 +4,7 @@ import functools
 import gc
 import random
 import threading
+import types
 import weakref
 
 import pytest
@@ -106,15 +107,45 @@ def test_a_patch_asks_for_code_of_its_own_and_counts_from_its_first_call(behind,
     assert torch.equal(behind(net, x)[0], net(x))
 
 
-def test_a_patch_that_differs_for_each_step_is_given_up(behind, made, engine):
+def test_a_number_of_a_patch_that_differs_for_each_step_needs_two_codes(behind, made, engine):
     net, x = Net(), torch.randn(2, 4, 8)
-    for step in range(12):
-        factor = float(step + 2)
-        options = {"patches": {"attn1_output_patch": [Times(factor)]}}
-        result, _ = behind(net, x, {"transformer_options": options})
+    for step in range(8):
+        options = {"patches": {"attn1_output_patch": [Times(float(step + 2))]}}
+        result, eager = behind(net, x, {"transformer_options": options})
         made(net)
         assert torch.allclose(result, net(x, transformer_options=options))
-    assert made(net) <= 12
+        assert eager == (step < 2), "the second code takes the number as it comes"
+    assert made(net) == 2
+
+
+def code_that_multiplies(factor):
+    """A patch with a code of its own, in no module."""
+    code = (lambda y, _options: y * 0.5).__code__
+    return types.FunctionType(code.replace(co_consts=tuple(factor if c == 0.5 else c for c in code.co_consts)), {})
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_patch_that_is_other_code_for_each_step_is_given_up(behind, made, engine, waits):
+    net, x = Net(), torch.randn(2, 4, 8)
+    for step in range(12):
+        options = {"patches": {"attn1_output_patch": [code_that_multiplies(step + 2.0)]}}
+        result, _ = behind(net, x, {"transformer_options": options}, waits=waits)
+        made(net)
+        assert torch.allclose(result, net(x, transformer_options=options))
+    limit, groups = engine("compile.group").PATCH_VARIANTS, engine("compile.registry").code_of(net).groups.values()
+    assert made(net) <= limit + 1
+    assert any(group.failure for group in groups if group.patches)
+
+
+def test_patches_that_are_used_are_not_given_up_however_many(behind, made, engine):
+    """A user who tries strengths: each runs more than one step."""
+    net, x = Net(), torch.randn(2, 4, 8)
+    for tried in range(7):
+        options = {"patches": {"attn1_output_patch": [code_that_multiplies(tried + 2.0)]}}
+        for _ in range(2):
+            _, eager = behind(net, x, {"transformer_options": options})
+            made(net)
+        assert not eager
 
 
 class Times:

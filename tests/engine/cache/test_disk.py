@@ -2,7 +2,10 @@
 
 import json
 import os
+import re
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 
@@ -402,3 +405,44 @@ def test_a_kinds_folder_that_others_may_write_is_not_used(cache, caplog):
     assert variables() == before
     cache.exit(NAMES[0])
     assert "others may write" in caplog.text
+
+
+@pytest.fixture
+def depends(engine):
+    """What the disk cache depends on, without what other tests have it remember."""
+    found = engine("cache.environment")
+    yield found
+    found.version_of_pack.cache_clear()
+    found.environment.cache_clear()
+
+
+def test_code_of_ours_that_decides_what_is_compiled_is_part_of_the_key(depends, monkeypatch, tmp_path):
+    engine_folder = Path(depends.__file__).parent.parent
+    for pattern in depends.SOURCES:
+        assert list(engine_folder.glob(pattern)), f"{pattern} is nothing: the digest would never change"
+    names = {file.name for pattern in depends.SOURCES for file in engine_folder.glob(pattern)}
+    assert {"backend.py", "rotary_norms.py", "linear_gelu.py", "persistent_reductions.py", "attention_kernels.py"} <= names
+    shutil.copytree(engine_folder, tmp_path / "engine")
+    monkeypatch.setattr(depends, "__file__", str(tmp_path / "engine" / "cache" / "environment.py"))
+    seen = {depends.version_of_pack()}
+    for name in ("inductor/backend.py", "inductor/rotary_norms.py"):
+        with (tmp_path / "engine" / name).open("a") as file:
+            file.write("# changed\n")
+        depends.version_of_pack.cache_clear()
+        seen.add(depends.version_of_pack())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize(
+    "key", ["torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen", "code of the pack"]
+)
+def test_each_of_what_it_depends_on_gives_folders_of_their_own(key, depends, engine, monkeypatch):
+    disk, known = engine("cache.disk"), dict(depends.environment())
+    structure = ((), ("x", (2, 2), "torch.float32"))
+    before = disk.folder_name("Block", structure)
+    monkeypatch.setattr(disk, "environment", lambda: {**known, key: "another"})
+    assert disk.folder_name("Block", structure) != before
+
+
+def test_the_version_of_the_hosts_kernels_is_known(depends):
+    assert re.match(r"\d+\.\d+", depends.environment()["comfy-kitchen"])

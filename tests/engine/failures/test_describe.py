@@ -232,6 +232,18 @@ def test_no_memory_as_compilation_starts_is_no_error_of_pytorchs(engine, run, ba
     assert sum(group.stats.graphs for group in groups) == 1, "compilations go unseen"
 
 
+def test_who_is_told_of_compilations_may_fail(engine, run, monkeypatch):
+    """The page's progress text goes through the host, inside PyTorch's callback."""
+
+    def fails(_block):
+        raise RuntimeError("no page")
+
+    monkeypatch.setattr(engine("compile.events").monitor, "listener", fails)
+    net, x = Net(), torch.randn(2, 4, 8)
+    assert torch.equal(run(net, x, backend="eager"), Net.forward(net, x))
+    torch._dynamo.reset()  # asserts that no compilation is going on
+
+
 def test_a_failure_that_may_pass_is_no_matter_for_other_settings(engine, run, backend):
     backend["error"] = OSError("No space left on device")
     net, x = Net(), torch.randn(2, 4, 8)

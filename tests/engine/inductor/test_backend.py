@@ -1,5 +1,7 @@
 """What we give inductor in the place of kernels that it cannot see into: the same numbers, without the kernel."""
 
+import types
+
 import pytest
 import torch
 from support import compiled_code
@@ -194,3 +196,35 @@ def test_what_was_tuned_on_nvidias_gpus_is_off_on_others(engine, monkeypatch):
     assert fuses(torch.device("cuda")) is (torch.version.hip is None)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not fuses(torch.device("cuda")) and not fuses(torch.device("xpu")) and not fuses(torch.device("cpu"))
+
+
+def test_all_kernels_of_this_host_are_as_they_are_known(engine):
+    found = engine("inductor.rotary_norms")
+    assert sorted(found._known()) == sorted(ALL)
+
+
+@pytest.mark.parametrize(
+    "name, other",
+    [
+        ("apply_rope1", lambda x, freqs: -x),
+        ("rms_rope1", lambda x, freqs, scale, epsilon=1e-6, rot_dim=0: _host("rms_rope1")(x, freqs, scale, 1e-6, rot_dim)),
+        ("rms_adaln", lambda x, scale, shift, eps=1e-6: _host("rms_adaln")(x, scale, shift, 1e-6)),
+        ("apply_rope", lambda q, k, freqs: (q, k, freqs)),
+        ("adaln", lambda x: x),
+    ],
+    ids=["another result", "epsilon left out", "another default", "one more result", "other arguments"],
+)
+def test_a_kernel_whose_meaning_has_changed_stays_the_hosts(name, other, engine, monkeypatch):
+    """Of another comfy-kitchen: opened by its name alone it would give wrong images."""
+    opened = engine("inductor.rotary_norms")
+    kept = {known: getattr(torch.ops.comfy_kitchen, known) for known in ALL}
+    monkeypatch.setattr(torch.ops, "comfy_kitchen", types.SimpleNamespace(**{**kept, name: other}))
+    HOST.update(kept)
+    assert sorted(opened._known.__wrapped__()) == sorted(set(ALL) - {name})
+
+
+HOST = {}
+
+
+def _host(name):
+    return HOST[name]

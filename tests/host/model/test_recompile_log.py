@@ -149,6 +149,7 @@ def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
     assert f"Compiled outside the warmup: {notice}" in runs.warm()
     entries = [m for m in engine("notices.report").report_json()["models"] if notice in m["compiled_outside_warmup"]]
     assert [m["compiled_outside_warmup"] for m in entries] == [[notice]]
+    assert "Compiled outside" not in runs.warm((64, 64), (96, 64)), "solved: that size is warm now"
 
 
 def test_a_patch_is_named(watched):

@@ -130,7 +130,11 @@ def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, en
     compiled = runs.attach(runs.patcher)
     with paged(monkeypatch, runs.patcher.model) as pages:
         names = list(pages.layers)
+        attributes = [sorted(module.__dict__) for module in runs.patcher.model.modules()]
         assert relative_error(runs.run(compiled), expected) < 1e-6  # nothing resident
+        assert [sorted(module.__dict__) for module in runs.patcher.model.modules()] == attributes, (
+            "something was left on a layer"
+        )
         once = runs.graphs
         before = layer_state(runs.patcher.model)
         for resident in (names, names[::2], names[1::2], [], names[:3]):
