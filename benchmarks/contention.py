@@ -96,7 +96,9 @@ def main() -> None:
             "date": time.strftime("%Y-%m-%d"),
             "device": cpu_name(),
             "torch": torch.__version__,
-            "command": " ".join(sys.argv),
+            "python": sys.version.split()[0],
+            "comfyui": "none",
+            "command": f"python -m benchmarks.contention --out {options.out}",
         }
         options.out.write_text(json.dumps({"environments": [of], "rows": rows}, indent=1) + "\n", encoding="utf-8")
 

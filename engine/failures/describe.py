@@ -75,9 +75,15 @@ def is_graph_break(error: BaseException) -> bool:
     return any(isinstance(e, dynamo_errors.Unsupported) for e in chain(error))
 
 
+# What a compiler says that was stopped from outside, or had no room: gcc, clang, ptxas.
+_OF_THE_MOMENT = ("No space left on device", "Disk quota exceeded", "Killed", "signal 9", "SIGKILL", "out of memory allocating")
+
+
 def _may_pass(causes: list[BaseException]) -> bool:
     names = {type(e).__name__ for e in causes}
-    return any(isinstance(e, OSError | EOFError) for e in causes) or bool(names & {"BrokenProcessPool", "SubprocException"})
+    if any(isinstance(e, OSError | EOFError) for e in causes) or names & {"BrokenProcessPool", "SubprocException"}:
+        return True
+    return "CppCompileError" in names and any(words in str(e) for e in causes for words in _OF_THE_MOMENT)
 
 
 def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:

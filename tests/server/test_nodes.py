@@ -51,7 +51,18 @@ CHOICES = {
     "on_failure": ["run eager", "stop"],
     "compile": ["in the background", "at once"],
 }
-ADVANCED = {"block_swap", "attention", "on_failure", "allow_tf32", "cudnn_benchmark", "only_blocks"}
+ADVANCED = {
+    "backend",
+    "dynamic",
+    "fullgraph",
+    "cache_limit",
+    "block_swap",
+    "attention",
+    "on_failure",
+    "allow_tf32",
+    "cudnn_benchmark",
+    "only_blocks",
+}
 
 
 @pytest.fixture(scope="module")

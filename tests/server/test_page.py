@@ -38,7 +38,7 @@ const text = (node) => node.widgets[0]?.element.textContent;
 def play(script, scene):
     """What a scene tells with `said.push`, after the script's extension has been set up."""
     source = re.sub(r"^import .*$", "", (JS / script).read_text(), flags=re.MULTILINE)
-    code = f"{STAGE}\n{source}\nextension.setup();\n{scene}\nconsole.log(JSON.stringify(said));"
+    code = f"{STAGE}\n{source}\nextension.setup?.();\n{scene}\nconsole.log(JSON.stringify(said));"
     done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -104,3 +104,25 @@ def test_the_model_node_says_how_it_goes():
     """
     placeholder = "How it goes appears here when the model runs."
     assert play("node_report.js", scene) == [placeholder, "compiling Block, 2 s; images go on", placeholder, "ready"]
+
+
+def test_advanced_inputs_are_hidden_in_the_classic_renderer_until_they_are_asked_for():
+    scene = """
+        Object.assign(app, { canvas: { setDirty: () => {} } });
+        const made = (names) => ({
+          comfyClass: "TorchCompileKitModel", size: [200, 300], setSize: () => {}, computeSize: () => [200, 100],
+          widgets: names.map((name) => ({ name, options: { advanced: name !== "mode" } })),
+        });
+        const node = made(["mode", "backend"]);
+        extension.nodeCreated(node);
+        said.push(node.widgets.map((widget) => widget.advanced ?? false), node.showAdvanced ?? false);
+        const [entry] = node.getExtraMenuOptions(null, []);
+        entry.callback();
+        said.push(entry.content, node.showAdvanced, node.getExtraMenuOptions(null, [{ content: "Hide Advanced" }]).length);
+        const linked = made(["mode", "backend"]);
+        extension.nodeCreated(linked);
+        linked.inputs = [{ widget: { name: "backend" }, link: 4 }];
+        extension.loadedGraphNode(linked);
+        said.push(linked.showAdvanced);
+    """
+    assert play("advanced_inputs.js", scene) == [[False, True], False, "Show Advanced", True, 0, True]

@@ -102,6 +102,21 @@ def test_what_may_pass_is_tried_again_in_the_next_runs_and_not_for_ever(engine, 
     assert tries == [1, 0] * engine("compile.fallback").RETRIES + [0, 0] * (5 - engine("compile.fallback").RETRIES)
 
 
+@pytest.mark.parametrize(
+    "said, may_pass",
+    [
+        ("g++: fatal error: Killed signal terminated program cc1plus\ncompilation terminated.", True),
+        ("/tmp/ccXYZ.s: fatal error: error writing to /tmp/ccXYZ.s: No space left on device", True),
+        ("main.cpp:3:10: fatal error: omp.h: No such file or directory", False),
+    ],
+)
+def test_a_compiler_that_was_stopped_may_work_the_next_time(engine, said, may_pass):
+    from torch._inductor.exc import CppCompileError
+
+    failure = engine("failures.describe").describe_failure("Block", CppCompileError(["g++", "main.cpp"], said))
+    assert failure.may_pass is may_pass
+
+
 def test_out_of_memory_is_never_swallowed(engine, run, backend):
     backend["error"] = torch.OutOfMemoryError("CUDA out of memory")
     net = Net()
