@@ -3,19 +3,38 @@ import { app } from "/scripts/app.js";
 
 const ours = (node) => node.comfyClass?.startsWith("TorchCompileKit");
 const advanced = (node) => (node.widgets ?? []).filter((widget) => widget.options?.advanced);
+const isClassic = () => !globalThis.LiteGraph?.vueNodesMode; // Nodes 2.0 has a button for them
+
+function arrange(node, fit) {
+  for (const widget of advanced(node)) widget.hidden = isClassic() && !node.torchCompileKitShowsAll;
+  if (fit && isClassic()) node.setSize([node.size[0], node.computeSize()[1]]);
+  app.canvas?.setDirty(true, true);
+}
+
+function* every(graph) {
+  for (const node of graph?.nodes ?? []) {
+    if (ours(node)) yield node;
+    if (node.subgraph) yield* every(node.subgraph);
+  }
+}
 
 app.registerExtension({
   name: "torch-compile-kit.advanced-inputs",
 
+  setup() {
+    const changed = () => setTimeout(() => { for (const node of every(app.rootGraph ?? app.graph)) arrange(node, false); }, 100);
+    app.ui?.settings?.addEventListener?.("Comfy.VueNodes.Enabled.change", changed);
+  },
+
   nodeCreated(node) {
     if (!ours(node) || !advanced(node).length) return;
-    for (const widget of advanced(node)) widget.advanced = true;
+    arrange(node, true);
     const menu = node.getExtraMenuOptions;
-    node.getExtraMenuOptions = function (canvas, options) {
+    node.getExtraMenuOptions = function () {
       const more = menu?.apply(this, arguments) ?? [];
-      const said = (option) => /advanced/i.test(option?.content ?? "");
-      if ([...(options ?? []), ...more].some(said)) return more; // the page has an entry of its own
-      return [{ content: this.showAdvanced ? "Hide Advanced" : "Show Advanced", callback: () => toggle(this) }, ...more];
+      if (!isClassic()) return more;
+      const content = this.torchCompileKitShowsAll ? "Hide advanced inputs" : "Show advanced inputs";
+      return [{ content, callback: () => { this.torchCompileKitShowsAll = !this.torchCompileKitShowsAll; arrange(this, true); } }, ...more];
     };
   },
 
@@ -23,12 +42,7 @@ app.registerExtension({
   loadedGraphNode(node) {
     if (!ours(node)) return;
     const names = advanced(node).map((widget) => widget.name);
-    if (node.inputs?.some((input) => input.link != null && names.includes(input.widget?.name))) node.showAdvanced = true;
+    node.torchCompileKitShowsAll = !!node.inputs?.some((input) => input.link != null && names.includes(input.widget?.name));
+    arrange(node, false);
   },
 });
-
-function toggle(node) {
-  node.showAdvanced = !node.showAdvanced;
-  node.setSize([node.size[0], node.computeSize()[1]]);
-  app.canvas.setDirty(true, true);
-}

@@ -35,14 +35,22 @@ function reportWidget(node) {
 function show(node, text) {
   const widget = reportWidget(node);
   const { element } = widget;
-  if (element.textContent === text) return;
-  element.textContent = text;
+  node.torchCompileKitText = text;
+  const whole = [...(node.torchCompileKitWarnings ?? []), text].join("\n");
+  if (element.textContent === whole) return;
+  element.textContent = whole;
   delete node.torchCompileKitTextHeight;
   requestAnimationFrame(() => {
     if (!element.clientHeight || element.scrollHeight <= element.clientHeight) return;
     node.torchCompileKitTextHeight = Math.min(element.scrollHeight, TALLEST) + 2 * (widget.margin ?? 10);
     node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
   });
+}
+
+// Lines above a node's text.
+export function warn(node, lines) {
+  node.torchCompileKitWarnings = lines;
+  show(node, node.torchCompileKitText ?? PLACEHOLDERS[node.comfyClass]);
 }
 
 // Nodes that have begun and not reported yet.

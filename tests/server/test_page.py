@@ -37,7 +37,7 @@ const text = (node) => node.widgets[0]?.element.textContent;
 
 def play(script, scene):
     """What a scene tells with `said.push`, after the script's extension has been set up."""
-    source = re.sub(r"^import .*$", "", (JS / script).read_text(), flags=re.MULTILINE)
+    source = re.sub(r"^import .*$|^export ", "", (JS / script).read_text(), flags=re.MULTILINE)
     code = f"{STAGE}\n{source}\nextension.setup?.();\n{scene}\nconsole.log(JSON.stringify(said));"
     done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -108,21 +108,142 @@ def test_the_model_node_says_how_it_goes():
 
 def test_advanced_inputs_are_hidden_in_the_classic_renderer_until_they_are_asked_for():
     scene = """
-        Object.assign(app, { canvas: { setDirty: () => {} } });
+        globalThis.LiteGraph = { vueNodesMode: false };
         const made = (names) => ({
           comfyClass: "TorchCompileKitModel", size: [200, 300], setSize: () => {}, computeSize: () => [200, 100],
           widgets: names.map((name) => ({ name, options: { advanced: name !== "mode" } })),
         });
+        const hidden = (node) => node.widgets.map((widget) => widget.hidden ?? false);
         const node = made(["mode", "backend"]);
         extension.nodeCreated(node);
-        said.push(node.widgets.map((widget) => widget.advanced ?? false), node.showAdvanced ?? false);
+        said.push(hidden(node));
         const [entry] = node.getExtraMenuOptions(null, []);
         entry.callback();
-        said.push(entry.content, node.showAdvanced, node.getExtraMenuOptions(null, [{ content: "Hide Advanced" }]).length);
+        said.push(entry.content, hidden(node), node.getExtraMenuOptions(null, [])[0].content);
         const linked = made(["mode", "backend"]);
         extension.nodeCreated(linked);
         linked.inputs = [{ widget: { name: "backend" }, link: 4 }];
         extension.loadedGraphNode(linked);
-        said.push(linked.showAdvanced);
+        said.push(hidden(linked));
+        LiteGraph.vueNodesMode = true; // Nodes 2.0 folds them itself
+        const other = made(["mode", "backend"]);
+        extension.nodeCreated(other);
+        said.push(hidden(other), other.getExtraMenuOptions(null, []).length);
     """
-    assert play("advanced_inputs.js", scene) == [[False, True], False, "Show Advanced", True, 0, True]
+    assert play("advanced_inputs.js", scene) == [
+        [False, True], "Show advanced inputs", [False, False], "Hide advanced inputs", [False, False], [False, False], 0
+    ]  # fmt: skip
+
+
+GRAPH = """
+    const warn = (node, lines) => { node.torchCompileKitWarnings = lines; };
+    const links = new Map();
+    const graph = { links, nodes: Object.values(nodes), getNodeById: (id) => nodes[id], getLink: (id) => links.get(id) };
+    app.graph = graph;
+    const put = (id, comfyClass, inputs, outputs, widgets = {}) => {
+      const node = nodes[id] = { id, comfyClass, title: comfyClass, graph };
+      node.inputs = inputs.map((name) => ({ name, link: null }));
+      node.outputs = outputs.map((type) => ({ type, links: [] }));
+      node.widgets = Object.entries(widgets).map(([name, value]) => ({ name, value }));
+      node.connect = (slot, target, at) => {
+        links.set(links.size + 1, { origin_id: id, origin_slot: slot, target_id: target.id, target_slot: at });
+        target.inputs[at].link = links.size;
+        node.outputs[slot].links.push(links.size);
+      };
+      graph.nodes = Object.values(nodes);
+      extension.nodeCreated(node);
+      return node;
+    };
+    const settled = () => new Promise((resolve) => setTimeout(resolve, 5));
+    const values = (node) => Object.fromEntries(node.widgets.map((widget) => [widget.name, widget.value]));
+    const from = (node) => node.inputs.map((input) => links.get(input.link)?.origin_id ?? null);
+    const compile = put(1, "TorchCompileKitModel", ["model"], ["MODEL"]);
+    const prompt = put(2, "CLIPTextEncode", ["clip"], ["CONDITIONING"]);
+    const negative = put(3, "CLIPTextEncode", ["clip"], ["CONDITIONING"]);
+    const latent = put(4, "EmptyLatentImage", [], ["LATENT"], { width: 832, height: 1216, batch_size: 1 });
+    const sizes = { width: 1024, height: 1024, length: 1, batch_size: 1, cfg: 1 };
+    const warmup = put(5, "TorchCompileKitWarmup", ["model", "positive", "negative", "latent_image"], ["MODEL"], sizes);
+    compile.connect(0, warmup, 0);
+"""
+KSAMPLER = """
+    const sampler = put(6, "KSampler", ["model", "positive", "negative", "latent_image"], ["LATENT"], { cfg: 5, steps: 20 });
+    prompt.connect(0, sampler, 1), negative.connect(0, sampler, 2), latent.connect(0, sampler, 3);
+"""
+
+
+def test_a_warmup_takes_what_its_sampler_has():
+    scene = """
+        warmup.connect(0, sampler, 0);
+        warmup.onConnectionsChange(2, 0, true);
+        await settled();
+        said.push(from(warmup), values(warmup));
+        said.push(warmup.widgets.filter((widget) => widget.disabled).map((widget) => widget.name));
+        said.push(warmup.torchCompileKitWarnings ?? []);
+        sampler.widgets[0].value = 7;
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings);
+        warmup.getExtraMenuOptions()[0].callback();
+        said.push(values(warmup).cfg, warmup.torchCompileKitWarnings);
+    """
+    filled, values, disabled, agreed, changed, cfg, again = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert filled == [1, 2, 3, 4] and values["cfg"] == 5
+    assert disabled == ["width", "height", "length", "batch_size"], "the latent has these"
+    assert agreed == [] and changed == ["cfg is 5 here, 7 in KSampler."]
+    assert cfg == 7 and again == []
+
+
+def test_what_the_user_has_connected_stays_and_is_compared():
+    scene = """
+        const own = put(8, "CLIPTextEncode", ["clip"], ["CONDITIONING"]);
+        own.connect(0, warmup, 1), own.connect(0, warmup, 2);
+        latent.connect(0, warmup, 3);
+        warmup.connect(0, sampler, 0);
+        warmup.onConnectionsChange(2, 0, true);
+        await settled();
+        said.push(from(warmup), values(warmup).cfg, warmup.torchCompileKitWarnings);
+    """
+    filled, cfg, warned = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert filled == [1, 8, 8, 4] and cfg == 1
+    assert warned == [
+        "positive is another than that of KSampler.",
+        "negative is another than that of KSampler.",
+        "cfg is 1 here, 5 in KSampler.",
+    ]
+
+
+def test_guiders_and_samplers_apart_and_a_size_without_a_latent():
+    scene = """
+        const guider = put(6, "BasicGuider", ["model", "conditioning"], ["GUIDER"]);
+        const sampler = put(7, "SamplerCustomAdvanced", ["noise", "guider", "sampler", "sigmas", "latent_image"], ["LATENT"]);
+        prompt.connect(0, guider, 1);
+        guider.connect(0, sampler, 1);
+        latent.connect(0, sampler, 4);
+        prompt.connect(0, warmup, 1), prompt.connect(0, warmup, 2);
+        warmup.connect(0, guider, 0);
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings);
+        warmup.getExtraMenuOptions()[0].callback();
+        said.push(from(warmup), warmup.torchCompileKitWarnings);
+    """
+    warned, filled, again = play("from_sampler.js", GRAPH + scene)
+    assert warned == ["width is 1024 here, 832 in EmptyLatentImage.", "height is 1024 here, 1216 in EmptyLatentImage."]
+    assert filled == [1, 2, 2, 4] and again == []
+
+
+def test_a_benchmark_beside_the_sampler_and_a_graph_that_is_being_loaded():
+    scene = """
+        const inputs = ["model", "positive", "negative", "latent_image"];
+        const measured = put(9, "TorchCompileKitBenchmark", inputs, ["IMAGE"], { steps: 4, cfg: 1 });
+        compile.connect(0, sampler, 0);
+        app.configuringGraph = true;
+        compile.connect(0, measured, 0);
+        measured.onConnectionsChange(1, 0, true);
+        await settled();
+        said.push(from(measured));
+        app.configuringGraph = false;
+        measured.onConnectionsChange(1, 0, true);
+        await settled();
+        said.push(from(measured), values(measured));
+    """
+    loading, filled, values = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert loading == [1, None, None, None] and filled == [1, 2, 3, 4] and values == {"steps": 20, "cfg": 5}

@@ -1,0 +1,154 @@
+// What the sampler behind a node knows already is not asked for again: filled in when they are connected, compared afterwards.
+import { app } from "/scripts/app.js";
+import { api } from "/scripts/api.js";
+import { warn } from "./node_report.js";
+
+const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
+const SLOTS = ["positive", "negative", "latent_image"];
+const SIZE = ["width", "height", "length", "batch_size"];
+const FARTHEST = 50; // nodes
+
+const linkOf = (graph, id) => (id == null ? undefined : (graph.getLink?.(id) ?? graph.links?.get?.(id) ?? graph.links?.[id]));
+const inputOf = (node, name) => node?.inputs?.find((input) => input.name === name);
+const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
+
+// Where an input comes from: node and slot.
+function originOf(node, name) {
+  const link = linkOf(node.graph, inputOf(node, name)?.link);
+  return link && { id: link.origin_id, slot: link.origin_slot };
+}
+
+function* behind(node, type) {
+  for (const output of node.outputs ?? []) {
+    if (output.type !== type) continue;
+    for (const id of output.links ?? []) {
+      const link = linkOf(node.graph, id);
+      const found = link && node.graph.getNodeById(link.target_id);
+      if (found) yield found;
+    }
+  }
+}
+
+// The first node behind these, through models, guiders and reroutes, for which something holds.
+function firstBehind(starts, holds) {
+  const seen = new Set();
+  const waiting = [...starts];
+  while (waiting.length && seen.size < FARTHEST) {
+    const node = waiting.shift();
+    if (seen.has(node)) continue;
+    seen.add(node);
+    if (!FILLED.includes(node.comfyClass) && holds(node)) return node;
+    for (const type of ["MODEL", "GUIDER", "*"]) waiting.push(...behind(node, type));
+  }
+}
+
+// What the sampler gets: prompts of it or of its guider, and its latent.
+function samplerOf(node) {
+  const prompted = (found) => inputOf(found, "positive") || inputOf(found, "conditioning");
+  const source = node.graph?.getNodeById(originOf(node, "model")?.id);
+  for (const start of [node, source]) {
+    if (!start) continue;
+    const guided = firstBehind(behind(start, "MODEL"), (found) => prompted(found) && !inputOf(found, "clip"));
+    if (!guided) continue;
+    const latent = inputOf(guided, "latent_image") ? guided : firstBehind([guided], (found) => inputOf(found, "latent_image"));
+    const of = (name) => (inputOf(guided, name) ? originOf(guided, name) : originOf(guided, "conditioning"));
+    const alone = inputOf(guided, "conditioning") ? 1 : undefined; // a guider without a negative prompt
+    const cfg = inputOf(guided, "cfg")?.link != null ? undefined : (widgetOf(guided, "cfg")?.value ?? alone);
+    return {
+      name: guided.title ?? guided.comfyClass,
+      origins: { positive: of("positive"), negative: of("negative"), latent_image: latent && originOf(latent, "latent_image") },
+      widgets: { cfg, steps: widgetOf(guided, "steps")?.value },
+    };
+  }
+}
+
+// Fill what is not connected, and values where prompts were filled, else they are the user's; or all of it.
+function fill(node, all = false) {
+  const sampler = samplerOf(node);
+  if (!sampler) return;
+  let filled = false;
+  for (const name of SLOTS) {
+    const from = sampler.origins[name];
+    const at = node.inputs?.findIndex((input) => input.name === name) ?? -1;
+    if (!from || at < 0 || (!all && node.inputs[at].link != null)) continue;
+    node.graph.getNodeById(from.id).connect(from.slot, node, at);
+    filled = true;
+  }
+  if (!filled) return;
+  for (const [name, value] of Object.entries(sampler.widgets)) {
+    const widget = widgetOf(node, name);
+    if (!widget || value === undefined) continue;
+    widget.value = value;
+    widget.callback?.(value);
+  }
+}
+
+function differences(node) {
+  const sampler = samplerOf(node);
+  if (!sampler) return [];
+  const found = [];
+  for (const name of SLOTS) {
+    const ours = originOf(node, name);
+    const theirs = sampler.origins[name];
+    if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(`${name} is another than that of ${sampler.name}.`);
+  }
+  const compare = (name, theirs, whose) => {
+    const ours = inputOf(node, name)?.link != null ? undefined : widgetOf(node, name)?.value;
+    if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(`${name} is ${ours} here, ${theirs} in ${whose}.`);
+  };
+  compare("cfg", sampler.widgets.cfg, sampler.name);
+  if (!originOf(node, "latent_image") && sampler.origins.latent_image) {
+    const latent = node.graph.getNodeById(sampler.origins.latent_image.id);
+    for (const name of SIZE) compare(name, widgetOf(latent, name)?.value, latent.title ?? latent.comfyClass);
+  }
+  return found;
+}
+
+function look(node) {
+  for (const name of SIZE) {
+    const widget = widgetOf(node, name);
+    if (widget) widget.disabled = inputOf(node, "latent_image")?.link != null;
+  }
+  const lines = differences(node);
+  if (lines.join() !== (node.torchCompileKitWarnings ?? []).join()) warn(node, lines);
+}
+
+function* ours(graph) {
+  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+    if (FILLED.includes(node.comfyClass)) yield node;
+    if (node.subgraph) yield* ours(node.subgraph);
+  }
+}
+
+function lookAtAll() {
+  for (const node of ours(app.rootGraph ?? app.graph)) look(node);
+}
+
+app.registerExtension({
+  name: "torch-compile-kit.from-sampler",
+
+  setup() {
+    api.addEventListener("graphChanged", lookAtAll);
+  },
+
+  afterConfigureGraph: lookAtAll,
+
+  nodeCreated(node) {
+    if (!FILLED.includes(node.comfyClass)) return;
+    const changed = node.onConnectionsChange;
+    node.onConnectionsChange = function () {
+      changed?.apply(this, arguments);
+      if (app.configuringGraph) return;
+      setTimeout(() => {
+        if (!this.graph) return;
+        fill(this);
+        look(this);
+      });
+    };
+    const menu = node.getExtraMenuOptions;
+    node.getExtraMenuOptions = function () {
+      const more = menu?.apply(this, arguments) ?? [];
+      return samplerOf(this) ? [{ content: "Take inputs from the sampler", callback: () => (fill(this, true), look(this)) }, ...more] : more;
+    };
+  },
+});
