@@ -13,6 +13,7 @@ const PLACEHOLDERS = {
   TorchCompileKitLoadCache: "What was loaded appears here.",
 };
 
+const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
@@ -37,9 +38,27 @@ function show(node, text) {
   const { element } = widget;
   node.torchCompileKitText = text;
   const whole = [...(node.torchCompileKitWarnings ?? []), text].join("\n");
-  if (element.textContent === whole) return;
-  element.textContent = whole;
+  if (node.torchCompileKitShown === whole) return;
+  node.torchCompileKitShown = whole;
+  const [above, ...details] = whole.split(RULE);
+  element.textContent = above;
+  if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;
+  fit(node, widget);
+}
+
+function folded(text, changed) {
+  const fold = document.createElement("details");
+  const title = document.createElement("summary");
+  title.textContent = "details";
+  title.style.cursor = "pointer";
+  fold.append(title, text);
+  fold.ontoggle = changed;
+  return fold;
+}
+
+function fit(node, widget) {
+  const { element } = widget;
   requestAnimationFrame(() => {
     if (!element.clientHeight || element.scrollHeight <= element.clientHeight) return;
     node.torchCompileKitTextHeight = Math.min(element.scrollHeight, TALLEST) + 2 * (widget.margin ?? 10);

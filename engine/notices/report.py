@@ -15,6 +15,9 @@ from ..compile.stats import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 
+# Between what a person reads and the details.
+RULE = "-" * 24  # js/node_report.js folds what is below
+SIZES_NAMED = 4
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 
@@ -69,9 +72,35 @@ class CompileReport:
     parts: Counter[str] = field(default_factory=Counter)
 
     def text(self) -> str:
-        lines = [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
+        """What one can do now, what should be done, and below a line the details."""
+        lines = [self._outcome(), *self._to_do(), RULE]
+        lines += [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
         lines += [*self.notes, *self._problem_lines()]
         return "\n".join(lines)
+
+    def _outcome(self) -> str:
+        sizes = [size.label.removesuffix(" batch 1") for size in self.sizes]
+        named = ", ".join(sizes[:SIZES_NAMED]) + (f" and {len(sizes) - SIZES_NAMED} more" if len(sizes) > SIZES_NAMED else "")
+        graphs, from_disk = (sum(getattr(size.added, name) for size in self.sizes) for name in ("graphs", "from_disk"))
+        seconds = sum(size.added.seconds for size in self.sizes)
+        if self.groups and all(group.failure for group in self.groups):
+            return f"Nothing could be compiled: {named} runs as without this pack."
+        if not graphs:
+            done = "Nothing had to be compiled."
+        elif from_disk >= graphs:
+            done = f"Read from disk in {seconds:.0f} s, nothing was compiled."
+        else:
+            done = f"Compiled in {seconds:.0f} s{f', {from_disk} of {graphs} graphs read from disk' if from_disk else ''}."
+        return f"Ready for {named}: images start without waiting. {done}"
+
+    def _to_do(self) -> list[str]:
+        lines = [group.failure.message() for group in self.groups if group.failure]
+        lines += [
+            f"{group.class_name}: cache_limit reached, new shapes run eager. Set dynamic to auto, or raise cache_limit."
+            for group in self.groups
+            if group.limit_reached
+        ]
+        return list(dict.fromkeys(lines))
 
     def _block_lines(self) -> list[str]:
         plan = self.plan
@@ -105,10 +134,6 @@ class CompileReport:
         total = sum((group.stats for group in self.groups), CompileStats())
         lines = [f"Graph breaks: {total.graph_breaks}"]
         lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
-        lines += [group.failure.message() for group in self.groups if group.failure]
-        lines += [
-            f"{group.class_name}: cache_limit reached, new shapes run eager" for group in self.groups if group.limit_reached
-        ]
         lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if group.fills_cache]
         return lines
 

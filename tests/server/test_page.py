@@ -23,7 +23,10 @@ const app = {
   extensionManager: { toast },
   graph: { getNodeById: (id) => nodes[id] },
 };
-const document = { createElement: () => ({ style: {} }) };
+const document = { createElement: () => ({
+  style: {},
+  append(...parts) { this.textContent = (this.textContent ?? "") + parts.map((part) => part.textContent ?? part).join("|"); },
+}) };
 const requestAnimationFrame = () => {};
 const created = (id, comfyClass) => {
   const node = nodes[id] = { comfyClass, widgets: [], size: [200, 100] };
@@ -247,3 +250,13 @@ def test_a_benchmark_beside_the_sampler_and_a_graph_that_is_being_loaded():
     """
     loading, filled, values = play("from_sampler.js", GRAPH + KSAMPLER + scene)
     assert loading == [1, None, None, None] and filled == [1, 2, 3, 4] and values == {"steps": 20, "cfg": 5}
+
+
+def test_the_details_of_a_report_are_folded(engine):
+    report = json.dumps(f"Ready for 64x64.\nInstall g++.\n{engine('notices.report').RULE}\nFlux: inductor")
+    scene = f"""
+        const node = created("7", "TorchCompileKitWarmup");
+        node.onExecuted({{ text: [{report}] }});
+        said.push(text(node));
+    """
+    assert play("node_report.js", scene) == ["Ready for 64x64.\nInstall g++.details|Flux: inductor"]
