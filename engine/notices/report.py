@@ -79,7 +79,7 @@ class CompileReport:
         return "\n".join(lines)
 
     def _outcome(self) -> str:
-        sizes = [size.label.removesuffix(" batch 1") for size in self.sizes]
+        sizes = [size.label.partition(" (")[0].removesuffix(" batch 1") for size in self.sizes]
         named = ", ".join(sizes[:SIZES_NAMED]) + (f" and {len(sizes) - SIZES_NAMED} more" if len(sizes) > SIZES_NAMED else "")
         graphs, from_disk = (sum(getattr(size.added, name) for size in self.sizes) for name in ("graphs", "from_disk"))
         seconds = sum(size.added.seconds for size in self.sizes)
