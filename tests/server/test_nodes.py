@@ -121,7 +121,10 @@ def test_shipped_workflow_runs_and_reports(server, shipped):
     assert error_of(entry) is None
     assert len(outputs_of(entry, "images")) == 1
     report = "\n".join(entry["outputs"][prompts.find(shipped, prompts.WARMUP_NODE)]["text"])
+    assert report.startswith("Ready for ")
     assert "DoubleStreamBlock: 2 blocks" in report and "SingleStreamBlock: 4 blocks" in report
+    line = server.get("/torch-compile-kit/status")[prompts.find(shipped, prompts.MODEL_NODE)]
+    assert line["state"] == "ready" and line["text"].startswith("ready")
 
 
 def test_image_is_the_same_with_and_without_the_nodes(server, shipped):
