@@ -22,6 +22,8 @@ SHARE = 0.15
 # Seconds: how long the thread sleeps, and for how long the host's thread is seen in one place when it is said to stand. It has
 # Python's lock within `thread.INTERVAL` if it wants it. Where it only seems to, the next question finds it elsewhere.
 NAP, STANDS = 0.003, 0.005
+# Seconds at the most that are held against it: between two questions it may also have been idle, or waited for a compiler.
+DEBT = 0.05
 # Modules and functions that compiling goes through all the time.
 _BUSIEST = (
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "__torch_dispatch__"),
@@ -63,7 +65,7 @@ class Gate:
         """On the thread that compiles: until nobody needs Python, or its share is due."""
         now = time.monotonic()
         if self._asked is not None:
-            self._credit -= now - self._asked
+            self._credit = max(self._credit - (now - self._asked), -DEBT)
         self._asked = None
         if self._is_free(now):
             return

@@ -132,6 +132,14 @@ def test_a_host_that_stands_in_a_call_needs_no_python(engine, gate, monkeypatch,
     assert graphs(engine, net) == 1
 
 
+def test_time_between_two_jobs_is_not_held_against_it(engine, gate, monkeypatch):
+    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.15)
+    monkeypatch.setattr(gate, "_asked", time.monotonic() - 3600)
+    began, waited = time.monotonic(), gate.waited
+    gate.wait()
+    assert 0 < gate.waited - waited <= time.monotonic() - began < 60
+
+
 def test_a_host_that_computes_needs_it(engine, gate, monkeypatch):
     monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
     monkeypatch.setattr(engine("background.thread"), "waiting_at_gate", contextlib.nullcontext)  # the rest is not asked
