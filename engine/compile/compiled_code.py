@@ -18,7 +18,7 @@ from ..background.stand_in import StandIn
 from ..cache.disk import current
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import is_graph_break, is_limit_hit, never_swallowed
-from ..inductor.run_modes import NotRun, ahead, backend_of
+from ..inductor.run_modes import NotRun, NotTried, ahead, backend_of
 from ..inductor.run_modes import state as backend_state
 from ..settings import CompileSettings
 from ..torch_settings import compile_scope
@@ -62,7 +62,6 @@ class BlockCode:
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
         must_run: it cannot be made ahead of a call: it is no single graph, or no copy of a call is like the call.
-        ready: runs code that is there and compiles none, or eager; None before there can be any.
     """
 
     name: str
@@ -72,9 +71,9 @@ class BlockCode:
     varying: set[str]
     must_run: bool = False
     compiles: int = 0
-    ready: Callable | None = None
     stats: CompileStats = field(default_factory=CompileStats)
     _own: Callable | None = None
+    _ready: Callable | None = None
     _compiled: Callable | None = None
 
     def __post_init__(self) -> None:
@@ -130,6 +129,18 @@ class BlockCode:
                 self.stats.add(session.stats())
         return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
 
+    def run_ready(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Run the block eager where there is no code for this very call that has been tried; compiles none."""
+        if self._ready is None:
+            return self.forward(block, *args, **kwargs)
+        backend_state.declines = True
+        try:
+            return self._ready(block, *args, **kwargs)
+        except NotTried:
+            return self.forward(block, *args, **kwargs)
+        finally:
+            backend_state.declines = False
+
     def compile_ahead(self, stand_in: StandIn) -> None:
         """On a thread of its own: make the code for such a call, of which nothing runs; `again` as for `call`."""
         if self.fallback.failure is not None or self.must_run:
@@ -155,7 +166,7 @@ class BlockCode:
             )
             own.__kwdefaults__ = source.__kwdefaults__
             own.__qualname__ = source.__qualname__
-            self._own, self.ready = own, torch._dynamo.run(own)
+            self._own, self._ready = own, torch._dynamo.run(own)
             weakref.finalize(self, _unused.append, own.__code__).atexit = False
         options = self.settings.inductor_options() or None
         return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)

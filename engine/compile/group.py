@@ -160,7 +160,7 @@ class BlockGroup:
         if (id(self), variant) in call.eager:
             return self.forward(block, *args, **kwargs)
         runs = backend_state.runs
-        result = (self.code.ready or self.forward)(block, *args, **kwargs)
+        result = self.code.run_ready(block, args, kwargs)
         if backend_state.runs > runs:
             self._asked.pop(variant[0], None)
         else:

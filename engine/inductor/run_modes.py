@@ -22,12 +22,18 @@ class NotRun(Exception):
     """Raised in place of running code that was only to be compiled."""
 
 
+class NotTried(Exception):
+    """Raised in place of running code that another thread is trying."""
+
+
 class _State(threading.local):
     """Of a thread.
 
     Args:
         runs: how often compiled code has run.
         ahead: code is compiled and does not run.
+        untried: code made ahead, until its kernels have been tried.
+        declines: it does not wait for such code of another thread's, see `NotTried`.
         keeping: what is held until PyTorch has kept that code.
         locked: it has the GPU's lock: code is about to be found by others that has not been tried.
     """
@@ -35,6 +41,8 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.runs = 0
         self.ahead = False
+        self.untried: list[threading.Event] = []
+        self.declines = False
         self.keeping = ExitStack()
         self.locked = False
 
@@ -61,6 +69,8 @@ def ahead() -> Iterator[None]:
             yield
     finally:
         state.ahead = False
+        while state.untried:
+            state.untried.pop().set()
         if state.locked:
             state.locked = False
             gpu_lock.release()
@@ -80,12 +90,27 @@ def backend_of(name: str) -> Callable:
         if state.ahead and not state.locked:
             # Once this returns, PyTorch lets others find the code. Not for ever: who captures may wait for PyTorch's lock.
             state.locked = gpu_lock.acquire(timeout=PATIENCE)
+        # PyTorch lets others find the code before its kernels have been tried. Two threads that try the same end with an
+        # error: who is done first unloads the variants that the other still measures (triton_heuristics.py,
+        # `_release_static_launchers_except`, from 2.13 on).
+        tried = threading.Event()
+        if state.ahead:
+            state.untried.append(tried)
+        else:
+            tried.set()
 
         def run(*args: object) -> object:
             if state.ahead:
                 state.keeping.close()
-                _try_kernels(compiled, args)
+                try:
+                    _try_kernels(compiled, args)
+                finally:
+                    tried.set()
                 raise NotRun
+            if not tried.is_set():
+                if state.declines:
+                    raise NotTried
+                tried.wait(PATIENCE)
             state.runs += 1
             return compiled(*args)
 

@@ -246,6 +246,35 @@ def test_nothing_is_captured_while_there_is_code_that_has_not_been_tried(behind,
     assert not backends.gpu_lock.locked()
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_code_that_is_being_tried_is_run_by_nobody_else(behind, made, engine, monkeypatch, waits):
+    """Else the other thread's measuring unloads kernels that this one runs: `load_kernel() must be called before run()`."""
+    backends, trying, go_on = engine("inductor.run_modes"), threading.Event(), threading.Event()
+    compiler, order = engine("background.thread").compiler, []
+
+    def tries(_compiled, _args):
+        trying.set()
+        assert go_on.wait(60)
+        order.append("tried")
+
+    monkeypatch.setattr(backends, "_try_kernels", tries)
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected = net(x)
+    behind(net, x)
+    assert trying.wait(60)
+    if waits:
+        threading.Timer(0.2, go_on.set).start()
+        result, eager = behind(net, x, waits=True)
+        assert order == ["tried"] and not eager and torch.equal(result, expected)
+        return
+    result, eager = behind(net, x)
+    assert eager and torch.equal(result, expected) and compiler.busy and not order, "who need not wait runs eager"
+    go_on.set()
+    assert made(net) == 1
+    result, eager = behind(net, x)
+    assert not eager and torch.equal(result, expected)
+
+
 def test_memory_that_is_short_postpones_it(behind, made, engine, monkeypatch):
     background, tries = engine("background.thread"), []
     monkeypatch.setattr(background, "PATIENCE", 0.01)
