@@ -7,16 +7,20 @@ keeps its settings for each thread (torch/utils/_config_module.py, from 2.12 on)
 
 from __future__ import annotations
 
+import functools
+import importlib.util
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as shape_config
+import torch.utils._triton
 
 _lock = threading.RLock()
 
@@ -146,6 +150,48 @@ def _forget_folder() -> None:
 folder_scope = SharedScope(
     {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}
 )
+
+_LIBDEVICE = "TRITON_LIBDEVICE_PATH"
+
+
+def _libdevice_knob() -> tuple:
+    """What somebody has given Triton in Python (triton/knobs.py); None: nothing."""
+
+    def given() -> dict:
+        knobs = sys.modules.get("triton.knobs")
+        return {} if knobs is None else vars(knobs.nvidia)
+
+    def write(value: object) -> None:
+        if value is None:
+            given().pop("libdevice_path", None)
+        else:
+            given()["libdevice_path"] = value
+
+    return (lambda: given().get("libdevice_path")), write
+
+
+_libdevice = {"variable": _variable(_LIBDEVICE), "knob": _libdevice_knob()}
+# NVIDIA's library of functions, which Triton puts into kernels: the process's.
+libdevice_scope = SharedScope(_libdevice)
+
+
+@functools.cache
+def _tritons_libdevice() -> str | None:
+    found = importlib.util.find_spec("triton")
+    file = Path(found.origin).parent / "backends/nvidia/lib/libdevice.10.bc" if found is not None and found.origin else None
+    return str(file) if file is not None and file.is_file() else None
+
+
+def libdevice() -> dict[str, str]:
+    """For `libdevice_scope`: Triton's own, where nobody has chosen one.
+
+    With `emulate_precision_casts`, which we set, PyTorch from 2.13 on gives the process the CUDA toolkit's, if there is one,
+    when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). It uses a graph on disk only with the library
+    that it was made with (codecache.py, `extern_libs_key`), so after a restart the first graph was compiled again.
+    """
+    file = _tritons_libdevice() if hasattr(torch.utils._triton, "_extern_libs_key") else None
+    return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
+
 
 _matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))
 _cudnn = _attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))

@@ -12,7 +12,7 @@ from ..cache.disk import DiskCache, current
 from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..inductor.kernel_tuning import brief_benchmark, tuning_scope
-from ..torch_settings import attention_scope, compile_scope
+from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope
 from .stats import CompileStats, Recompile
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
@@ -95,6 +95,7 @@ class CompileSession:
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
             scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
+            scopes.enter_context(libdevice_scope.applied(**libdevice()))
             scopes.enter_context(tracing_scope.applied(**TRACING))
             scopes.enter_context(kernel_scope.applied(compile=waiting_compile()))
             self._scopes = scopes.pop_all()

@@ -1,10 +1,12 @@
 """Settings of PyTorch for a while: two threads that overlap leave none behind, whether or not each has its own."""
 
+import os
 import threading
 
 import pytest
 import torch
-from support import torch_settings
+import torch.utils._triton
+from support import Net, torch_settings
 
 SCOPES = {
     "sampling": lambda found: (found.sampling_scope, found.sampling_switches(True, True)),
@@ -57,3 +59,66 @@ def test_an_error_inside_leaves_nothing(name, engine):
         assert everything() != before
         raise KeyError("inside")
     assert everything() == before
+
+
+has_libdevice_key = pytest.mark.skipif(
+    not hasattr(torch.utils._triton, "_extern_libs_key"), reason="PyTorch before 2.13 knows nothing of libdevice"
+)
+
+
+@pytest.fixture
+def toolkit(tmp_path, monkeypatch):
+    """A CUDA toolkit whose libdevice is another than Triton's, and nobody's choice yet."""
+    pytest.importorskip("triton")
+    import torch.utils.cpp_extension
+    import triton.knobs
+
+    file = tmp_path / "nvvm" / "libdevice" / "libdevice.10.bc"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"another")
+    monkeypatch.setattr(torch.utils.cpp_extension, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.delenv("TRITON_LIBDEVICE_PATH", raising=False)
+    monkeypatch.delitem(vars(triton.knobs.nvidia), "libdevice_path", raising=False)
+    return str(file)
+
+
+def chosen():
+    import triton.knobs
+
+    return os.environ.get("TRITON_LIBDEVICE_PATH"), vars(triton.knobs.nvidia).get("libdevice_path")
+
+
+@has_libdevice_key
+def test_the_key_of_a_graph_is_the_same_before_and_after_its_kernels(toolkit, engine):
+    """PyTorch chooses the library for kernels when it compiles the first: a graph was not found again after a restart."""
+    from torch._inductor.runtime.compile_tasks import _set_triton_libdevice_path_impl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler.compiler import make_backend
+
+    def key():
+        return torch.utils._triton._extern_libs_key(make_backend(GPUTarget("cuda", 90, 32)))
+
+    settings, own = engine("torch_settings"), key()
+    with settings.libdevice_scope.applied(**settings.libdevice()):
+        assert key() == own
+        _set_triton_libdevice_path_impl()
+        with settings.libdevice_scope.applied(**settings.libdevice()):  # another thread's
+            assert key() == own
+        assert key() == own
+    assert chosen() == (None, None) and key() == own
+    _set_triton_libdevice_path_impl()  # what others compile gets what PyTorch chooses
+    assert chosen() == (toolkit, toolkit) and key() != own
+    assert settings.libdevice() == {}, "a choice is respected"
+
+
+@has_libdevice_key
+def test_blocks_are_compiled_with_tritons_own_library(toolkit, engine, monkeypatch):
+    from torch._inductor import compile_fx
+
+    found, seen = compile_fx.compile_fx, []
+    monkeypatch.setattr(compile_fx, "compile_fx", lambda *args, **kwargs: seen.append(chosen()) or found(*args, **kwargs))
+    net = Net()
+    with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()):
+        net(torch.randn(2, 4, 8))
+    assert len(seen) == 1 and seen[0][0] == seen[0][1] and "triton" in seen[0][0] and chosen() == (None, None)
