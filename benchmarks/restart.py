@@ -39,13 +39,14 @@ def measure(options) -> dict:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     queued = time.perf_counter()
     eager = options.run == "eager"
+    settings = json.loads(options.settings)
     if not eager:
-        import_module(f"{session.KIT}.engine.host.model.user_folder").get_ready("inductor")
+        given = import_module(f"{session.KIT}.engine.settings").CompileSettings(**settings)
+        import_module(f"{session.KIT}.engine.host.model.user_folder").get_ready(given)
     patcher = _load(options.model) if options.file else models.build(options.model, device)
     files = import_module(f"{session.KIT}.engine.host.nodes.cache_files")
     if options.run.startswith("carried"):
         print(files.load_cache(FILE))
-    settings = json.loads(options.settings)
     variant = variants.apply("eager" if eager else "ours", patcher, session.KIT, **settings)
     if options.file:
         _put_on_gpu(variant)
@@ -136,7 +137,7 @@ def main() -> None:
     parser.add_argument("--model", default="flux", choices=list(models.MODELS))
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--runs", nargs="*", default=RUNS, choices=RUNS)
-    parser.add_argument("--settings", default="{}", help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--settings", default='{"compile": "at once"}', help="inputs of Torch Compile Model, as JSON")
     parser.add_argument("--out", help="a file to which rows of JSON are added")
     parser.add_argument("--folder", help="where the user folders of the runs are; a temporary one if not given")
     parser.add_argument("--file", action="store_true", help="load the weights from a file, as ComfyUI does")

@@ -119,6 +119,9 @@ def test_blocks_are_compiled_with_tritons_own_library(toolkit, engine, monkeypat
     found, seen = compile_fx.compile_fx, []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda *args, **kwargs: seen.append(chosen()) or found(*args, **kwargs))
     net = Net()
-    with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()):
+    with (
+        engine("compile.events").watching,
+        engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()),
+    ):
         net(torch.randn(2, 4, 8))
     assert len(seen) == 1 and seen[0][0] == seen[0][1] and "triton" in seen[0][0] and chosen() == (None, None)
