@@ -24,8 +24,8 @@ class Sessions:
             self.newest[key][row["number"]] = row
 
     def set_ups(self) -> list[tuple[str, float]]:
-        """(model, GiB free) of which there is anything, in the order of the other tables, all memory first."""
-        held = {key[:2] for key in self.newest if key[0] in NAMES}
+        """(model, GiB free) where there is something beside eager, in the order of the other tables, all memory first."""
+        held = {key[:2] for key in self.newest if key[0] in NAMES and key[3] != "eager"}
         return sorted(held, key=lambda s: (list(NAMES).index(s[0]), -s[1] if s[1] else float("-inf")))
 
     def eager(self, key: tuple) -> dict[int, dict]:
