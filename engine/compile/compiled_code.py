@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import threading
 import types
@@ -32,6 +33,8 @@ logger = logging.getLogger("torch-compile-kit")
 # Code objects that nobody calls any more. Not freed where they are given up: that can be in the middle of PyTorch's freeing of
 # the same (a reset), and ends the process.
 _unused: list[types.CodeType] = []
+# PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
+TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -97,7 +100,8 @@ class BlockCode:
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
-            compile_scope.enter(recompile_limit=limit, accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True)
+            own = {} if TAKES_LIMIT else {"recompile_limit": limit}
+            compile_scope.enter(accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True, **own)
         monitor.calls.append(session)
         try:
             return compiled(block, *args, **kwargs)
@@ -169,7 +173,8 @@ class BlockCode:
             self._own, self._ready = own, torch._dynamo.run(own)
             weakref.finalize(self, _unused.append, own.__code__).atexit = False
         options = self.settings.inductor_options() or None
-        return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options)
+        limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
+        return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options, **limit)
 
     def variants(self) -> list[object] | None:
         """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""

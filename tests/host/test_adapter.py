@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from paging import paged
 from patching import Runs
 from support import relative_error
@@ -151,38 +152,93 @@ class Seen(Exception):
     """Stands for an error of the model, or for the user's cancel."""
 
 
-@pytest.mark.parametrize("end", [None, RuntimeError, "interrupt"])
-def test_the_hosts_compiler_is_off_for_our_model_alone(flux, end, monkeypatch):
-    """The interface of core's compiler: an option that is looked at in each call of a model (comfy/model_prefetch.py, 0.34)."""
+class Planner:
+    """Stands for ComfyUI's own compiler, as newer cores have it (comfy/model_prefetch.py, 0.34): it looks at its option in each
+    call of a model and records what the forward allocates, from the first block to the end; what is compiled meanwhile is no
+    part of its plan. An error leaves it recording until the prompt ends.
+
+    Args:
+        model: the network that it plans.
+    """
+
+    def __init__(self, model, monkeypatch):
+        from torch._dynamo.callback import callback_handler
+
+        self.recordings = self.rogues = 0
+        self.records = False
+        forward = type(model).forward
+        monkeypatch.setattr(type(model), "forward", lambda network, *args, **kwargs: self.plan(forward, network, args, kwargs))
+        callback_handler.register_start_callback(self.on_compile)
+        self.close = lambda: callback_handler.remove_start_callback(self.on_compile)
+
+    def plan(self, forward, network, args, kwargs):
+        import comfy.cli_args
+
+        if comfy.cli_args.args.disable_comfy_compiler:
+            return forward(network, *args, **kwargs)
+        self.records = True
+        self.recordings += 1
+        result = forward(network, *args, **kwargs)
+        self.records = False
+        return result
+
+    def on_compile(self, *_):
+        self.rogues += self.records
+
+    def taken(self):
+        """(recordings, compilations in them) since the last time; as after a prompt."""
+        found, self.recordings, self.rogues, self.records = (self.recordings, self.rogues), 0, 0, False
+        return found
+
+
+@pytest.fixture
+def planner(flux, monkeypatch):
+    import comfy.cli_args
+
+    monkeypatch.setattr(comfy.cli_args.args, "disable_comfy_compiler", False, raising=False)
+    made = Planner(flux.patcher.model.diffusion_model, monkeypatch)
+    yield made
+    made.close()
+
+
+def test_nothing_is_compiled_in_what_the_hosts_compiler_records(flux, planner, engine, monkeypatch):
+    from contextlib import nullcontext
+
+    expected = flux.run(flux.patcher)
+    assert planner.taken() == (flux.steps, 0), "eager: as without us"
+    attached = flux.attach(flux.patcher)
+    assert relative_error(flux.run(attached), expected) < 1e-5 and flux.graphs == 2
+    assert planner.taken() == (0, 0), "not for calls with our blocks"
+    assert torch.equal(flux.run(flux.patcher), expected) and planner.taken() == (flux.steps, 0)
+    monkeypatch.setattr(engine("host.model.wrapper"), "without_hosts_compiler", nullcontext)
+    flux.run(flux.attach(flux.patcher, backend="aot_eager"))
+    assert planner.taken()[1] > 0, "else this proves nothing"
+
+
+@pytest.mark.parametrize("interrupt", [False, True])
+def test_the_hosts_compiler_is_on_again_after_an_error(flux, planner, interrupt):
     import comfy.cli_args
     import comfy.model_management
 
-    args, seen = comfy.cli_args.args, []
-    monkeypatch.setattr(args, "disable_comfy_compiler", False, raising=False)
-    network = flux.patcher.model.diffusion_model
-    block = network.double_blocks[0]
-
-    def look_at_option(_module, _args):
-        seen.append(args.disable_comfy_compiler)
-        if end is not None and args.disable_comfy_compiler:
-            raise comfy.model_management.InterruptProcessingException if end == "interrupt" else end("stopped")
-
+    error = comfy.model_management.InterruptProcessingException if interrupt else Seen
     attached = flux.attach(flux.patcher)
-    handle = block.register_forward_pre_hook(look_at_option)
-    try:
-        flux.run(flux.patcher)
-        assert seen and not any(seen), "another model keeps it"
-        seen.clear()
-        try:
-            flux.run(attached)
-        except (RuntimeError, comfy.model_management.InterruptProcessingException):
-            assert end is not None
-        assert seen and all(seen) and args.disable_comfy_compiler is False
-        seen.clear()
-        flux.run(flux.patcher)
-        assert seen and not any(seen)
-    finally:
-        handle.remove()
+
+    def stop(_module, _args):
+        raise error
+
+    with flux.patcher.model.diffusion_model.double_blocks[0].register_forward_pre_hook(stop), pytest.raises(error):
+        flux.run(attached)
+    assert planner.taken() == (0, 0) and comfy.cli_args.args.disable_comfy_compiler is False
+    flux.run(flux.patcher)
+    assert planner.taken() == (flux.steps, 0)
+
+
+def test_a_host_without_a_compiler_gets_no_option(flux, monkeypatch):
+    import comfy.cli_args
+
+    monkeypatch.delattr(comfy.cli_args.args, "disable_comfy_compiler", raising=False)
+    flux.run(flux.attach(flux.patcher))
+    assert not hasattr(comfy.cli_args.args, "disable_comfy_compiler")
 
 
 @pytest.mark.pages
