@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import restart
+from support import torch_settings
 
 # One kind of block is enough here; the tests in this process have whole models.
 BLOCKS = "single_blocks.*"
@@ -69,11 +70,13 @@ class Process:
         return importlib.import_module(f".{name}", self.pack.__name__)
 
     def act(self, actions):
+        from comfy.model_management import InterruptProcessingException
+
         for action in actions:
             name, _, given = action.partition("=")
             try:
                 getattr(self, name)(*([given] if given else []))
-            except Exception as error:  # told in the answer
+            except (Exception, InterruptProcessingException) as error:  # told in the answer
                 self.answer["raised"].append([action, type(error).__name__, str(error), traceback.format_exc()])
 
     def write(self):
@@ -95,7 +98,7 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
-        before = {name: os.environ.get(name) for name in FOLDERS}
+        before = torch_settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
         stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
         ended = self.module("engine.background.thread").compiler.wait(120)
@@ -110,7 +113,7 @@ class Process:
                 "not_as_found": {
                     **({} if ended else {"compiler": "busy"}),
                     **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},
-                    **{n: os.environ.get(n) for n, value in before.items() if os.environ.get(n) != value},
+                    **{n: value for n, value in torch_settings().items() if value != before[n]},
                 },
             }
         )
@@ -171,6 +174,36 @@ class Process:
         module, _, function = name.rpartition(".")
         made = {"memory": MemoryError("no memory"), "io": OSError(5, "Input/output error")}[error]
         setattr(self.module(module), function, lambda *_args, **_kwargs: (_ for _ in ()).throw(made))
+
+    def cancel(self):
+        """The user's cancel: taken up at the next place where the host looks."""
+        import comfy.model_management
+
+        comfy.model_management.interrupt_current_processing()
+
+    def spoil(self):
+        """The next library that the C++ compiler writes is cut off behind it, as by a loss of power."""
+        from torch._inductor import cpp_builder
+
+        found = cpp_builder.run_compile_cmd
+
+        def compile_and_cut(command, cwd):
+            kit = self.base / "user" / "torch-compile-kit"
+            before = set(kit.rglob("*.so"))
+            found(command, cwd)
+            for library in set(kit.rglob("*.so")) - before:
+                os.truncate(library, 100)
+                cpp_builder.run_compile_cmd = found
+                self.answer["spoiled"] = library.name
+
+        cpp_builder.run_compile_cmd = compile_and_cut
+
+    def block(self):
+        """A file comes into the place of the cache, once."""
+        cache = self.base / "user" / "torch-compile-kit" / "cache"
+        if cache.is_dir():
+            cache.rename(cache.with_name("kept"))
+            cache.write_text("not a folder")
 
     def kill(self, where="now"):
         """kill -9: now, as soon as the C++ compiler has been started, or when a function of the engine is called."""

@@ -206,6 +206,47 @@ def vanished_cache(machine):
     return machine.cache
 
 
+def half_library(machine):
+    shutil.rmtree(machine.folder)
+    answer = machine.process("spoil", "run", "run")
+    assert answer.get("spoiled") and "compiled anew" in str(answer["said"]), answer
+    assert right(answer, 1) and right(answer, eager=machine.moment == "background"), answer
+    machine.moment = "start"
+    assert read(machine.process("run"))
+
+
+def unreadable_descriptions(machine):
+    answer = machine.process("fail=engine.cache.disk.read_json:io", "run", "run")
+    assert right(answer) and "cannot be used" in str(answer["said"]), answer
+    assert read(machine.process("run"))
+
+
+def no_memory_to_read(machine):
+    answer = machine.process("fail=engine.inductor.run_modes.inductor:memory", "run")
+    assert refused(answer, "run", "MemoryError", error="BackendCompilerFailed")
+    assert read(machine.process("run"))
+
+
+def cancelled_saving(machine):
+    answer = machine.process("run", "cancel", "save=mine", "run", "run")
+    assert refused(answer, "run", error="InterruptProcessingException") and right(answer) and len(answer["runs"]) == 2, answer
+    shutil.rmtree(machine.folder)
+    assert read(machine.process("load=mine.tckcache", "run")) and not machine.leftovers()
+
+
+def full_disk_sampling(machine):
+    answer = machine.process("run", "in_step=limit=0", "run", "unlimit", "run")
+    assert right(answer) and not answer["raised"], answer
+
+
+def blocked_cache(machine):
+    answer = machine.process("run", "in_step=block", "run", "run")
+    assert right(answer) and not answer["raised"], answer
+    machine.cache.unlink()
+    machine.cache.with_name("kept").rename(machine.cache)
+    assert read(machine.process("run"))
+
+
 def full_disk(machine):
     answer = machine.process("limit", "run", "run", "unlimit", "run", "run", "run")
     assert right(answer, -1) and right(answer, eager=True), answer
@@ -305,7 +346,9 @@ def read_only_cache(machine):
 def two_compile(machine):
     shutil.rmtree(machine.folder)
     both = [machine.start("run", "run") for _ in range(2)]
-    assert all(right(machine.end(pid)) for pid in both)
+    for answer in [machine.end(pid) for pid in both]:
+        assert right(answer, 1) and right(answer, eager=machine.moment == "background"), answer
+    machine.moment = "start"
     assert read(machine.process("run"))
 
 
