@@ -85,6 +85,9 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
     second = start(tmp_path, f"load={file.name}", "warm", "attention")
     assert file.name in second["loaded"] and "Flux" in second["loaded"] and "96x64" in second["loaded"]
     assert all_hits(second)
+    # What asks the CPU for its instructions is compiled too, and loaded: not from where others may have put something.
+    assert not [f for f in (tmp_path / "tmp").rglob("*") if f.suffix in (".so", ".cpp", ".o", ".py")]
+    assert list((tmp_path / "user" / "torch-compile-kit" / "cache").glob("*/**/*.so"))
 
 
 @pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.rest), 100])
