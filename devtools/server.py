@@ -149,7 +149,8 @@ class Server:
         return json.loads(self._request(path))
 
     def post(self, path, body):
-        return json.loads(self._request(path, body))
+        answer = self._request(path, body)
+        return json.loads(answer) if answer else None
 
     def queue(self, prompt, timeout=900):
         """Run a prompt and return its history entry, whether it succeeded or not; raises when it is not accepted."""

@@ -22,6 +22,8 @@ NOT_NEWEST = {
     "host/test_sweep",
     "host/model/test_unsound",
     "host/nodes/test_benchmark",
+    # the page, which is the same
+    "server/test_browser",
     # many starts of a process
     "faults/test_faults",
     "server/test_cache",

@@ -1,4 +1,4 @@
-// Tells the user when a run had to compile something, and what would have avoided it; gone when the next run starts.
+// Tells the user when a run had to compile something, and what would have avoided it: until it is closed or a warmup has run.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 
@@ -6,19 +6,20 @@ app.registerExtension({
   name: "torch-compile-kit.compile-notice",
 
   setup() {
-    const shown = [];
-    api.addEventListener("torch-compile-kit.compiled", ({ detail }) => {
-      const notice = {
-        severity: "warn",
-        summary: `Torch Compile Kit: ${detail.model}`,
-        detail: detail.text,
-        life: 15000,
-      };
-      shown.push(notice);
-      app.extensionManager.toast.add(notice);
+    const shown = new Map(); // one for a model
+    const { toast } = app.extensionManager;
+
+    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text } }) => {
+      const notice = { severity: "warn", summary: `Torch Compile Kit: ${model}`, detail: text };
+      if (shown.has(model)) toast.remove(shown.get(model));
+      shown.set(model, notice);
+      toast.add(notice);
     });
-    api.addEventListener("execution_start", () => {
-      for (const notice of shown.splice(0)) app.extensionManager.toast.remove(notice);
+    api.addEventListener("executed", ({ detail }) => {
+      const node = (app.rootGraph ?? app.graph)?.getNodeById(detail.node);
+      if (node?.comfyClass !== "TorchCompileKitWarmup") return;
+      for (const notice of shown.values()) toast.remove(notice);
+      shown.clear();
     });
   },
 });

@@ -62,8 +62,8 @@ class Status:
         self._told: tuple[str, str] | None = None
 
     def new_run(self) -> None:
-        """Sampling begins: what lies between two runs is no step."""
-        self._step = None
+        """Sampling begins: what lies between two runs is no step, and a page that was opened since knows nothing."""
+        self._step = self._told = None
 
     def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
         """A call of the model begins.

@@ -47,15 +47,22 @@ def play(script, scene):
     return json.loads(done.stdout)
 
 
-def test_a_notice_goes_when_the_next_run_starts():
+def test_a_notice_stays_until_a_newer_one_or_a_warmup():
     scene = """
+        nodes["3"] = { comfyClass: "TorchCompileKitWarmup" };
+        nodes["4"] = { comfyClass: "KSampler" };
+        const told = () => said.push(toasts.map((t) => t.detail));
         send("torch-compile-kit.compiled", { model: "Flux", text: "a new size" });
-        said.push(toasts.map((t) => t.detail));
+        send("torch-compile-kit.compiled", { model: "Wan", text: "a LoRA" });
         send("execution_start", {});
-        said.push(toasts.length);
-        send("execution_start", {});
+        send("executed", { node: "4" });
+        told();
+        send("torch-compile-kit.compiled", { model: "Flux", text: "another size" });
+        told();
+        send("executed", { node: "3" });
+        told();
     """
-    assert play("compile_notice.js", scene) == [["a new size"], 0]
+    assert play("compile_notice.js", scene) == [["a new size", "a LoRA"], ["a LoRA", "another size"], []]
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,10 @@ class WarmupProgress:
     def step(self) -> None:
         self._bar.update(1)
 
+    def end(self, done: int) -> None:
+        """A size is over, though it may have taken fewer steps, or none: it was warm."""
+        self._bar.update_absolute(done)
+
     def _on_compile(self, block: str | None) -> None:
         self._compiling = block
         self._graphs += block is not None

@@ -89,6 +89,7 @@ class _Warmup:
                 progress.begin(label, index, index * in_each)
                 with warming():
                     self._at_size(label, latent, progress.step)
+                progress.end((index + 1) * in_each)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
         self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]

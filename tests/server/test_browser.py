@@ -1,0 +1,205 @@
+"""The pack in ComfyUI's page, as a person has it: headless Chromium, in the classic renderer and in Nodes 2.0."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from devtools import prompts
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.server,
+    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: the page was not looked at"),
+]
+RENDERERS = {"classic": False, "nodes 2.0": True}
+# A folder for pictures of each test's end; none by default.
+PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
+HELPERS = """
+    window.kit = {
+      node: (name) => app.graph._nodes.find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
+      widget: (name, widget) => kit.node(name).widgets.find((found) => found.name === widget),
+      text: (name) => kit.widget(name, "torch_compile_kit_report").element.textContent,
+      progress: [],
+    };
+    const { api } = window.comfyAPI.api;
+    api.addEventListener("progress", ({ detail: { node, value, max } }) => kit.progress.push([node, value, max]));
+"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as started:
+        chromium = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        yield chromium
+        chromium.close()
+
+
+class Page:
+    """ComfyUI's page in a window of its own.
+
+    Args:
+        errors: what its scripts have thrown.
+    """
+
+    def __init__(self, browser, server):
+        self.server, self.errors = server, []
+        self.context = browser.new_context(viewport={"width": 1400, "height": 850})
+        self.window = self.context.new_page()
+        self.window.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.window.set_default_timeout(20_000)
+
+    def open(self, **settings):
+        """(Re)load it, with these of ComfyUI's settings."""
+        for name, value in settings.items():
+            self.server.post(f"/settings/Comfy.{name}", value)
+        self.window.goto(self.server.url, wait_until="domcontentloaded")
+        self.window.wait_for_function("window.app?.graph && window.app.canvas && window.app.extensionManager")
+        self.window.wait_for_timeout(1500)  # what was open before comes back
+        self.window.evaluate(HELPERS)
+        return self
+
+    def js(self, expression, given=None):
+        return self.window.evaluate(expression, given)
+
+    def load(self, prompt):
+        self.js("(prompt) => app.loadApiJson(prompt, 'test')", prompt)
+        self.window.wait_for_timeout(500)
+
+    def run(self):
+        """Press Run, and wait until nothing is left to do."""
+        self.window.get_by_role("button", name="Run", exact=True).first.click()
+        self.window.wait_for_timeout(300)
+        self.until_idle()
+
+    def until_idle(self):
+        counts = "async () => (await (await fetch('/prompt')).json()).exec_info.queue_remaining === 0"
+        self.window.wait_for_function(counts, polling=200)
+        self.window.wait_for_timeout(300)
+
+    def until(self, expression):
+        self.window.wait_for_function(expression, polling=100)
+
+    def text(self, name):
+        return self.js("(name) => kit.text(name)", name)
+
+    def set(self, name, widget, value):
+        self.js(
+            "([name, widget, value]) => { const w = kit.widget(name, widget); w.value = value; w.callback?.(value); }",
+            [name, widget, value],
+        )
+
+
+@pytest.fixture(params=RENDERERS)
+def page(request, browser, server):
+    opened = Page(browser, server).open(
+        **{"VueNodes.Enabled": RENDERERS[request.param], "Locale": "en", "TutorialCompleted": True}
+    )
+    yield opened
+    if PICTURES:
+        name = request.node.name.replace("/", " ")
+        opened.window.screenshot(path=Path(PICTURES) / f"{name}.png")
+    opened.context.close()
+    assert not [error for error in opened.errors if "torch-compile-kit" in error], opened.errors
+
+
+@pytest.fixture
+def prompt(request, server):
+    """The shipped workflow, small, with a text of its own: the server runs nothing twice."""
+    shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
+    small = prompts.shrink(shipped, width=128, height=128, steps=4)
+    for node in small.values():
+        if node["class_type"] == "CLIPTextEncode":
+            node["inputs"]["text"] += request.node.name
+    return prompts.change(small, prompts.MODEL_NODE, backend="eager")
+
+
+def only_model(prompt):
+    """Without the warmup."""
+    warmup = prompts.find(prompt, prompts.WARMUP_NODE)
+    model = prompt[warmup]["inputs"]["model"]
+    left = {node_id: node for node_id, node in prompt.items() if node_id != warmup}
+    return prompts.change(left, "KSampler", model=model)
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+@pytest.mark.parametrize("words", ["torch compile", "faster", "acceleration"])
+def test_the_node_is_the_first_that_a_search_finds(page, words):
+    page.window.mouse.dblclick(500, 700)
+    page.window.keyboard.type(words)
+    first = page.window.get_by_role("option").first
+    first.wait_for()
+    page.window.wait_for_timeout(700)
+    assert first.inner_text().startswith("Torch Compile Model")
+
+
+def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
+    page.load(only_model(prompt))
+    assert page.text("Model").startswith("How it goes appears here")
+    page.run()
+    page.until("() => /^ready/.test(kit.text('Model'))")
+    shown = page.js("() => kit.node('Model').widgets.filter((w) => !w.hidden && w.name !== 'torch_compile_kit_report').length")
+    assert shown >= 2
+    page.set("Model", "mode", "max-autotune")
+    page.set("Model", "cache_limit", 3)
+    page.js("() => app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()")
+    page.window.wait_for_timeout(1500)
+    page.open()
+    page.until("() => kit.node('Model')")
+    assert page.js("() => [kit.widget('Model', 'mode').value, kit.widget('Model', 'cache_limit').value]") == ["max-autotune", 3]
+    page.until("() => /^ready/.test(kit.text('Model'))")
+
+
+def test_the_warmup_counts_up_and_reports(page, prompt):
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes="192x128"))
+    page.run()
+    report = page.text("Warmup")
+    assert report.startswith("Ready for 128x128"), report
+    node = page.js("() => String(kit.node('Warmup').id)")
+    seen = [value / most for found, value, most in page.js("() => kit.progress") if str(found) == node]
+    assert seen and seen == sorted(seen) and seen[-1] == 1, seen
+    assert "<details>" in page.js("() => kit.widget('Warmup', 'torch_compile_kit_report').element.innerHTML")
+
+
+def test_a_cancelled_warmup_leaves_no_old_report(page, prompt):
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
+    page.run()
+    assert page.text("Warmup").startswith("Ready")
+    page.set("Warmup", "extra_sizes", "\n".join(f"{128 + 16 * i}x128" for i in range(1, 16)))
+    page.set("Model", "backend", "aot_eager")
+    page.window.get_by_role("button", name="Run", exact=True).first.click()
+    page.until("() => kit.text('Warmup') === 'Running.'")
+    page.js("() => fetch('/interrupt', { method: 'POST' })")
+    page.until_idle()
+    page.until("() => kit.text('Warmup').startsWith('Cancelled')")
+
+
+def test_a_bad_value_is_refused_on_its_node(page, prompt):
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, extra_sizes="as big as possible"))
+    page.run()
+    errors = page.js("() => Object.values(app.lastNodeErrors ?? {}).map((found) => JSON.stringify(found))")
+    assert len(errors) == 1 and "extra_sizes" in errors[0] and "as big as possible" in errors[0], errors
+    assert page.js("() => kit.text('Warmup')").startswith("The report appears here")
+
+
+def test_what_compiles_while_somebody_waits_is_told(page, prompt, request):
+    dynamic = "true" if "classic" in request.node.name else "false"  # code of its own: both are on one server
+    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, compile="at once", dynamic=dynamic))
+    page.run()
+    page.window.get_by_text("Torch Compile Kit: Flux").first.wait_for()
+    page.window.get_by_text("compiled while sampling").first.wait_for()
+    page.set("KSampler", "seed", 7)
+    page.run()
+    assert page.window.get_by_text("Torch Compile Kit: Flux").count(), "it stays until it is read"
+    notice, run = (page.window.locator(where).first.bounding_box() for where in (".p-toast-message", "button:has-text('Run')"))
+    below = notice["y"] >= run["y"] + run["height"]
+    assert below or notice["x"] >= run["x"] + run["width"], "Run stays in reach"
+
+
+@pytest.mark.parametrize("page", ["nodes 2.0"], indirect=True)
+def test_a_japanese_page_shows_japanese(page, prompt):
+    page.open(Locale="ja")
+    page.load(only_model(prompt))
+    page.window.get_by_text("Torch Compile モデル").first.wait_for()
