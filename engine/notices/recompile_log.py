@@ -33,9 +33,11 @@ class Watch:
     warmed: bool = False
     told: list[tuple[CallInfo, str]] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
+    _other_settings: bool = False
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
         """What has been compiled under these settings since the last time."""
+        self._other_settings = settings not in self._stats
         before = self._stats.get(settings, CompileStats())
         self._stats[settings] = now
         return now - before
@@ -57,6 +59,11 @@ class Watch:
             sentence = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s): "
             if not self.known:
                 sentence += "the first run. Torch Compile Warmup does this beforehand."
+            elif self._other_settings:
+                sentence += (
+                    "the first run with these settings of Torch Compile Model, which have code of their own. "
+                    "Torch Compile Warmup does this beforehand."
+                )
             else:
                 guard = added.recompiles[-1].guard if added.recompiles else ""
                 nearest = min(self.known, key=lambda known: sum(a != b for a, b in zip(known.parts(), parts, strict=True)))

@@ -166,7 +166,7 @@ def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
     runs.warm()
     other = runs.attach(runs.patcher, dynamic="false", cache_limit=7)
     (sentence,) = runs.said(patcher=other)
-    assert sentence.startswith("Flux: 2 graphs compiled while sampling")
+    assert sentence.startswith("Flux: 2 graphs compiled while sampling") and "these settings of Torch Compile Model" in sentence
 
 
 def test_the_page_is_told(watched, engine):
