@@ -73,6 +73,7 @@ class Compiler:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._current: Job | None = None
+        self._interval = 0.0
 
     def ask(self, group: Compilable, stand_in: StandIn, done: Callable[[], None]) -> None:
         """Compile for a call, as soon as all that was asked for before is done; returns at once."""
@@ -80,6 +81,8 @@ class Compiler:
         with self._changed:
             self._jobs.append(Job(weakref.ref(group), stand_in, done, cached))
             if self._thread is None:
+                self._interval = sys.getswitchinterval()
+                sys.setswitchinterval(min(self._interval, INTERVAL))
                 self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
                 self._thread.start()
 
@@ -125,27 +128,24 @@ class Compiler:
                 self._changed.wait(0.1)
 
     def _run(self) -> None:
-        interval = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval, INTERVAL))
-        try:
-            while (job := self._next()) is not None:
-                try:
-                    again = self._work(job)
-                except Exception:  # never the thread: what waits behind it would wait for ever
-                    logger.exception("compiling in the background stopped for one block group")
-                    again = False
-                self._put_back(job) if again else job.done()
-                try:
-                    self.after_work()
-                except Exception:
-                    logger.exception("what was compiled could not be told")
-        finally:
-            sys.setswitchinterval(interval)
+        while (job := self._next()) is not None:
+            try:
+                again = self._work(job)
+            except Exception:  # never the thread: what waits behind it would wait for ever
+                logger.exception("compiling in the background stopped for one block group")
+                again = False
+            self._put_back(job) if again else job.done()
+            try:
+                self.after_work()
+            except Exception:
+                logger.exception("what was compiled could not be told")
 
     def _next(self) -> Job | None:
         with self._changed:
             self._current = self._jobs.popleft() if self._jobs else None
             if self._current is None:
+                # Before another thread begins: it would take ours for what was there.
+                sys.setswitchinterval(self._interval)
                 self._thread = None
             self._changed.notify_all()
             return self._current

@@ -3,6 +3,7 @@
 import functools
 import gc
 import random
+import sys
 import threading
 import types
 import weakref
@@ -311,6 +312,18 @@ def test_a_host_that_makes_room_is_not_asked_for_any(behind, made, engine, monke
     net, x = Net(), torch.randn(2, 4, 8)
     behind(net, x)
     assert made(net) == 1
+
+
+def test_pythons_switch_interval_is_as_found_when_the_thread_is_over(behind, made, engine):
+    """Also where the next thread begins at once: it is no thread's own."""
+    compiler, before, seen = engine("background.thread").compiler, sys.getswitchinterval(), []
+    for _ in range(3):
+        net = Net()
+        behind(net, torch.randn(2, 4, 8))
+        while compiler.busy:
+            seen.append(sys.getswitchinterval())
+        assert sys.getswitchinterval() == before
+    assert min(seen) < before
 
 
 def test_an_error_of_the_thread_itself_ends_nothing(behind, made, engine, monkeypatch):
