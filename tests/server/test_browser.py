@@ -152,6 +152,26 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
     page.until("() => /^ready/.test(kit.text('Model'))")
 
 
+def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
+    page.load(only_model(prompt))
+    page.set("Model", "cache_limit", 5)
+    at = page.js(
+        """() => {
+            const { ds, canvas } = app.canvas, { pos } = kit.node("Model"), { left, top } = canvas.getBoundingClientRect();
+            return [left + (pos[0] + 60 + ds.offset[0]) * ds.scale, top + (pos[1] - 15 + ds.offset[1]) * ds.scale];
+        }"""
+    )
+    page.window.mouse.click(*at, button="right")
+    presets, chosen = page.window.get_by_text("Presets: OneTrainer").last, page.window.get_by_text("TRITON (").last
+    presets.hover()
+    page.window.wait_for_timeout(700)
+    if not chosen.is_visible():  # the classic menu opens on a click
+        presets.click()
+    chosen.click()
+    found = page.js("() => ['backend', 'mode', 'dynamic', 'cache_limit'].map((name) => kit.widget('Model', name).value)")
+    assert found == ["inductor", "max-autotune", "true", 0]
+
+
 def test_the_warmup_counts_up_and_reports(page, prompt):
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes="192x128"))
     page.run()

@@ -38,10 +38,10 @@ const text = (node) => node.widgets[0]?.element.textContent;
 """
 
 
-def play(script, scene):
+def play(script, scene, before=""):
     """What a scene tells with `said.push`, after the script's extension has been set up."""
     source = re.sub(r"^import .*$|^export ", "", (JS / script).read_text(), flags=re.MULTILINE)
-    code = f"{STAGE}\n{source}\nextension.setup?.();\n{scene}\nconsole.log(JSON.stringify(said));"
+    code = f"{STAGE}\n{before}\n{source}\nawait extension.setup?.();\n{scene}\nconsole.log(JSON.stringify(said));"
     done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
@@ -267,3 +267,37 @@ def test_the_details_of_a_report_are_folded(engine):
         said.push(text(node));
     """
     assert play("node_report.js", scene) == ["Ready for 64x64.\nInstall g++.details|Flux: inductor"]
+
+
+def test_a_preset_sets_what_it_names_and_puts_back_the_rest():
+    scene = """
+        const node = { comfyClass: "TorchCompileKitModel", widgets: [], constructor: { nodeData: { input: {
+          required: { mode: [[], { default: "auto" }], cache_limit: ["INT", { default: 0 }] },
+          optional: { only_blocks: ["STRING", { default: "" }], compile: [[], { default: "in the background" }] },
+        } } } };
+        const heard = [];
+        const values = { mode: "default", cache_limit: 7, only_blocks: "a.*", compile: "at once", report: "text" };
+        for (const [name, value] of Object.entries(values))
+          node.widgets.push({ name, value, callback: (given) => heard.push([name, given]) });
+        groups = { Ours: [{ name: "Fast", sets: { mode: "max-autotune" } }] };
+        said.push(extension.getNodeMenuItems({ comfyClass: "KSampler" }));
+        const [{ content, submenu }] = extension.getNodeMenuItems(node);
+        const [preset] = submenu.options;
+        preset.callback();
+        said.push([content, preset.content]);
+        said.push(node.widgets.map((widget) => widget.value), heard);
+    """
+    other, titles, values, heard = play("presets.js", scene, "globalThis.fetch = async () => ({ json: async () => ({}) });")
+    assert other == [] and titles == ["Presets: Ours", "Fast (mode max-autotune)"]
+    assert values == ["max-autotune", 0, "a.*", "in the background", "text"]
+    assert heard == [["mode", "max-autotune"], ["cache_limit", 0], ["compile", "in the background"]]
+
+
+def test_presets_are_settings_of_the_node_and_in_its_help(engine):
+    presets = [(group, p) for group, found in json.loads((JS / "presets.json").read_text()).items() for p in found]
+    assert len(presets) == len({(group, p["name"]) for group, p in presets}) > 10
+    help_page = (JS / "docs" / "TorchCompileKitModel.md").read_text(encoding="utf-8")
+    for group, preset in presets:
+        engine("settings").CompileSettings(**preset["sets"])
+        sets = ", ".join(f"{name} `{value}`" for name, value in preset["sets"].items()) or "-"
+        assert f"| {group} | {preset['name']} | {sets} |" in help_page
