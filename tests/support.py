@@ -1,7 +1,6 @@
 """Shared by the tests: blocks and models of plain PyTorch, and ways to look at the engine."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -66,7 +65,6 @@ def torch_settings() -> dict:
     settings["cudnn"] = (torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark)
     settings["folders"] = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))
     settings["libdevice"] = os.environ.get("TRITON_LIBDEVICE_PATH")
-    settings["switch interval"] = sys.getswitchinterval()
     settings["attention_order"] = list(torch._C._get_sdp_priority_order())
     settings["default_dtype"] = torch.get_default_dtype()
     settings["threads"] = torch.get_num_threads()

@@ -98,7 +98,7 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
-        before = torch_settings()
+        before = {**torch_settings(), "switch interval": sys.getswitchinterval()}
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
         stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
         ended = self.module("engine.background.thread").compiler.wait(120)
@@ -114,6 +114,7 @@ class Process:
                     **({} if ended else {"compiler": "busy"}),
                     **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},
                     **{n: value for n, value in torch_settings().items() if value != before[n]},
+                    **({} if sys.getswitchinterval() == before["switch interval"] else {"switch interval": "ours"}),
                 },
             }
         )

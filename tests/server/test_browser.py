@@ -22,8 +22,10 @@ HELPERS = """
       widget: (name, widget) => kit.node(name).widgets.find((found) => found.name === widget),
       text: (name) => kit.widget(name, "torch_compile_kit_report").element.textContent,
       progress: [],
+      ended: 0,
     };
     const { api } = window.comfyAPI.api;
+    for (const end of ["success", "error", "interrupted"]) api.addEventListener("execution_" + end, () => (kit.ended += 1));
     api.addEventListener("progress", ({ detail: { node, value, max } }) => kit.progress.push([node, value, max]));
 """
 
@@ -49,7 +51,7 @@ class Page:
         self.context = browser.new_context(viewport={"width": 1400, "height": 850})
         self.window = self.context.new_page()
         self.window.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.window.set_default_timeout(20_000)
+        self.window.set_default_timeout(60_000)
 
     def open(self, **settings):
         """(Re)load it, with these of ComfyUI's settings."""
@@ -68,16 +70,19 @@ class Page:
         self.js("(prompt) => app.loadApiJson(prompt, 'test')", prompt)
         self.window.wait_for_timeout(500)
 
-    def run(self):
-        """Press Run, and wait until nothing is left to do."""
+    def press_run(self):
+        """Press Run; how many prompts had ended before."""
+        ended = self.js("() => kit.ended")
         self.window.get_by_role("button", name="Run", exact=True).first.click()
-        self.window.wait_for_timeout(300)
-        self.until_idle()
+        return ended
 
-    def until_idle(self):
-        counts = "async () => (await (await fetch('/prompt')).json()).exec_info.queue_remaining === 0"
-        self.window.wait_for_function(counts, polling=200)
+    def until_ended(self, before):
+        """Until one more has, or was refused."""
+        self.until(f"() => kit.ended > {before} || Object.keys(app.lastNodeErrors ?? {{}}).length")
         self.window.wait_for_timeout(300)
+
+    def run(self):
+        self.until_ended(self.press_run())
 
     def until(self, expression):
         self.window.wait_for_function(expression, polling=100)
@@ -189,10 +194,10 @@ def test_a_cancelled_warmup_leaves_no_old_report(page, prompt):
     assert page.text("Warmup").startswith("Ready")
     page.set("Warmup", "extra_sizes", "\n".join(f"{128 + 16 * i}x128" for i in range(1, 16)))
     page.set("Model", "backend", "aot_eager")
-    page.window.get_by_role("button", name="Run", exact=True).first.click()
+    before = page.press_run()
     page.until("() => kit.text('Warmup') === 'Running.'")
     page.js("() => fetch('/interrupt', { method: 'POST' })")
-    page.until_idle()
+    page.until_ended(before)
     page.until("() => kit.text('Warmup').startsWith('Cancelled')")
 
 
