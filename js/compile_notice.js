@@ -1,6 +1,9 @@
 // Tells the user when a run had to compile something, and what would have avoided it: until it is closed or a warmup has run.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
+import { offer, warmupsOf } from "./node_report.js";
+
+const SIZE = /Add (\d+x\d+(?:x\d+)?(?: batch \d+)?) to extra_sizes/; // engine/notices/explain.py
 
 app.registerExtension({
   name: "torch-compile-kit.compile-notice",
@@ -14,6 +17,8 @@ app.registerExtension({
       if (shown.has(model)) toast.remove(shown.get(model));
       shown.set(model, notice);
       toast.add(notice);
+      const size = SIZE.exec(text)?.[1];
+      if (size) for (const node of warmupsOf(app.rootGraph ?? app.graph)) offer(node, size);
     });
     api.addEventListener("executed", ({ detail }) => {
       const node = (app.rootGraph ?? app.graph)?.getNodeById(detail.node);

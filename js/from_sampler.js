@@ -83,6 +83,12 @@ function fill(node, all = false) {
   }
 }
 
+// As a line of extra_sizes.
+function sizeOf(latent) {
+  const [width, height, length, batch] = SIZE.map((name) => widgetOf(latent, name)?.value ?? 1);
+  return `${width}x${height}${length > 1 ? `x${length}` : ""}${batch > 1 ? ` batch ${batch}` : ""}`;
+}
+
 function differences(node) {
   const sampler = samplerOf(node);
   if (!sampler) return [];
@@ -99,7 +105,9 @@ function differences(node) {
   compare("cfg", sampler.widgets.cfg, sampler.name);
   if (!originOf(node, "latent_image") && sampler.origins.latent_image) {
     const latent = node.graph.getNodeById(sampler.origins.latent_image.id);
-    for (const name of SIZE) compare(name, widgetOf(latent, name)?.value, latent.title ?? latent.comfyClass);
+    const listed = (widgetOf(node, "extra_sizes")?.value ?? "").split(/[\n,]/).map((size) => size.trim());
+    const whose = latent.title ?? latent.comfyClass;
+    if (!listed.includes(sizeOf(latent))) for (const name of SIZE) compare(name, widgetOf(latent, name)?.value, whose);
   }
   return found;
 }
@@ -136,12 +144,12 @@ app.registerExtension({
   nodeCreated(node) {
     if (!FILLED.includes(node.comfyClass)) return;
     const changed = node.onConnectionsChange;
-    node.onConnectionsChange = function () {
+    node.onConnectionsChange = function (_type, _index, connected) {
       changed?.apply(this, arguments);
       if (app.configuringGraph) return;
       setTimeout(() => {
         if (!this.graph) return;
-        fill(this);
+        if (connected) fill(this); // what the user has taken off stays off
         look(this);
       });
     };

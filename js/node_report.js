@@ -38,10 +38,12 @@ function show(node, text) {
   const { element } = widget;
   node.torchCompileKitText = text;
   const whole = [...(node.torchCompileKitWarnings ?? []), text].join("\n");
-  if (node.torchCompileKitShown === whole) return;
-  node.torchCompileKitShown = whole;
+  const size = node.torchCompileKitSize;
+  if (node.torchCompileKitShown === `${size} ${whole}`) return;
+  node.torchCompileKitShown = `${size} ${whole}`;
   const [above, ...details] = whole.split(RULE);
   element.textContent = above;
+  if (size) element.append(adding(node, size));
   if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;
   fit(node, widget);
@@ -55,6 +57,33 @@ function folded(text, changed) {
   fold.append(title, text);
   fold.ontoggle = changed;
   return fold;
+}
+
+// A button that makes a size one of the warmup's.
+function adding(node, size) {
+  const button = document.createElement("button");
+  button.textContent = `Add ${size} to extra_sizes`;
+  button.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
+  button.onclick = () => {
+    const sizes = node.widgets.find((widget) => widget.name === "extra_sizes");
+    sizes.value = [sizes.value, size].filter(Boolean).join("\n");
+    sizes.callback?.(sizes.value);
+    offer(node, undefined);
+  };
+  return button;
+}
+
+// A size that was compiled outside the warmup, to be added to it; none: no longer.
+export function offer(node, size) {
+  node.torchCompileKitSize = size;
+  show(node, node.torchCompileKitText ?? PLACEHOLDERS[node.comfyClass]);
+}
+
+export function* warmupsOf(graph) {
+  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+    if (node.comfyClass === "TorchCompileKitWarmup") yield node;
+    if (node.subgraph) yield* warmupsOf(node.subgraph);
+  }
 }
 
 function fit(node, widget) {
@@ -129,6 +158,7 @@ app.registerExtension({
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
       running.delete(this);
+      delete this.torchCompileKitSize;
       if (output?.text) show(this, output.text.join("\n"));
     };
   },

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..compile.stats import CompileStats
 from ..per_model import PerModel
+from ..settings import CompileSettings
 from .call_info import CallInfo
 from .explain import cause
 
@@ -24,52 +25,51 @@ class Watch:
     """What a model has been compiled for.
 
     Args:
-        known: what warmups ran, and other runs compiled.
+        known: what warmups ran, and other runs compiled, by the settings of Torch Compile Model.
         warmed: a warmup node has run it.
         told: the last sentences that a run gave rise to, and for what, oldest first; those that a warmup has solved are gone.
     """
 
-    known: list[CallInfo] = field(default_factory=list)
+    known: dict[tuple, list[CallInfo]] = field(default_factory=dict)
     warmed: bool = False
     told: list[tuple[CallInfo, str]] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
-    _other_settings: bool = False
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
         """What has been compiled under these settings since the last time."""
-        self._other_settings = settings not in self._stats
         before = self._stats.get(settings, CompileStats())
         self._stats[settings] = now
         return now - before
 
-    def note_warming(self, info: CallInfo) -> None:
+    def note_warming(self, info: CallInfo, settings: tuple) -> None:
         """A warmup ran this."""
         self.warmed = True
         self.told = [(other, sentence) for other, sentence in self.told if other != info]
-        self._know(info)
+        self._know(info, settings)
 
-    def notice(self, info: CallInfo, added: CompileStats, dynamic: str) -> str | None:
+    def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> str | None:
         """A sentence when a run compiled something that a warmup could have done.
 
         Args:
-            dynamic: the input of Torch Compile Model.
+            settings, dynamic: of Torch Compile Model, and the input of that name.
         """
         sentence, parts = None, info.parts()
         if added.graphs:
             sentence = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s): "
             if not self.known:
                 sentence += "the first run. Torch Compile Warmup does this beforehand."
-            elif self._other_settings:
+            elif not self.known.get(settings):
                 sentence += (
                     "the first run with these settings of Torch Compile Model, which have code of their own. "
                     "Torch Compile Warmup does this beforehand."
                 )
             else:
                 guard = added.recompiles[-1].guard if added.recompiles else ""
-                nearest = min(self.known, key=lambda known: sum(a != b for a, b in zip(known.parts(), parts, strict=True)))
+                known = self.known[settings]
+                nearest = min(known, key=lambda one: sum(a != b for a, b in zip(one.parts(), parts, strict=True)))
                 sentence += cause(nearest, info, dynamic, self.warmed, guard)
             self.told = [*self.told, (info, sentence)][-NOTICES_KEPT:]
-        self._know(info)
+        self._know(info, settings)
         return sentence
 
     @property
@@ -77,9 +77,10 @@ class Watch:
         """The sentences."""
         return [sentence for _info, sentence in self.told]
 
-    def _know(self, info: CallInfo) -> None:
-        if info not in self.known:
-            self.known.append(info)
+    def _know(self, info: CallInfo, settings: tuple) -> None:
+        known = self.known.setdefault(settings, [])
+        if info not in known:
+            known.append(info)
 
 
 _state = threading.local()
@@ -106,12 +107,12 @@ def is_warming() -> bool:
     return getattr(_state, "warming", False)
 
 
-def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, dynamic: str) -> None:
+def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings) -> None:
     """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page of surprises."""
     if is_warming():
-        watch_of(model).note_warming(info)
+        watch_of(model).note_warming(info, settings.settings_key())
         return
-    sentence = watch_of(model).notice(info, added, dynamic)
+    sentence = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
     if sentence:
         logger.warning("%s: %s", name, sentence)
         for listener in listeners:

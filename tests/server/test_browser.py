@@ -223,6 +223,23 @@ def test_what_compiles_while_somebody_waits_is_told(page, prompt, request):
     assert below or notice["x"] >= run["x"] + run["width"], "Run stays in reach"
 
 
+def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt, request):
+    limit = 20 if "classic" in request.node.name else 21  # code of its own: both are on one server
+    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile="at once", dynamic="false", cache_limit=limit)
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
+    page.js("() => kit.node('Warmup').disconnectInput(kit.node('Warmup').findInputSlot('latent_image'))")
+    page.run()
+    page.set("EmptySD3LatentImage", "width", 192)
+    page.run()
+    page.js("() => app.canvas.centerOnNode(kit.node('Warmup'))")  # what is out of sight is not drawn
+    page.window.get_by_role("button", name="Add 192x128 to extra_sizes").click()
+    assert page.js("() => kit.widget('Warmup', 'extra_sizes').value") == "192x128"
+    assert page.js("() => kit.node('Warmup').inputs.find((input) => input.name === 'latent_image').link") is None
+    page.run()
+    assert page.text("Warmup").startswith("Ready for 128x128"), page.text("Warmup")
+    assert not page.window.get_by_text("Add 192x128").count() and not page.window.get_by_text("Torch Compile Kit: Flux").count()
+
+
 @pytest.mark.parametrize("page", ["nodes 2.0"], indirect=True)
 def test_a_japanese_page_shows_japanese(page, prompt):
     page.open(Locale="ja")

@@ -62,7 +62,28 @@ def test_a_notice_stays_until_a_newer_one_or_a_warmup():
         send("executed", { node: "3" });
         told();
     """
-    assert play("compile_notice.js", scene) == [["a new size", "a LoRA"], ["a LoRA", "another size"], []]
+    nobody = "const offer = () => {}, warmupsOf = () => [];"
+    assert play("compile_notice.js", scene, nobody) == [["a new size", "a LoRA"], ["a LoRA", "another size"], []]
+
+
+@pytest.mark.parametrize("size", ["96x64", "832x480x33", "64x64 batch 2"])
+def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(size):
+    report = re.sub(r"^import .*$|^export |app.registerExtension[\s\S]*", "", (JS / "node_report.js").read_text(), flags=re.M)
+    scene = f"""
+        const parts = [];
+        document.createElement = (tag) => ({{ tag, style: {{}}, append: (part) => parts.push(part) }});
+        const sizes = {{ name: "extra_sizes", value: "512x512" }};
+        const node = {{ comfyClass: "TorchCompileKitWarmup", widgets: [sizes], size: [1, 1] }};
+        node.addDOMWidget = (name, type, element) => (node.widgets.push({{ name, element }}), node.widgets.at(-1));
+        app.graph.nodes = [{{ comfyClass: "KSampler" }}, {{ subgraph: {{ nodes: [node] }} }}];
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "width changed. Set dynamic to true." }});
+        said.push(parts.length);
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed. Add {size} to extra_sizes." }});
+        said.push(parts.length, parts[0].textContent);
+        parts[0].onclick();
+        said.push(sizes.value, parts.length, node.torchCompileKitSize ?? null);
+    """
+    assert play("compile_notice.js", scene, report) == [0, 1, f"Add {size} to extra_sizes", f"512x512\n{size}", 1, None]
 
 
 @pytest.mark.parametrize(

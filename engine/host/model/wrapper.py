@@ -104,7 +104,7 @@ class BlockCompiler:
         if monitor.compilations != compilations or is_warming():
             added = watch_of(network).added(settings.settings_key(), stats_for(network, settings))
             info = call_info_of(base_model, settings, args, kwargs)
-            report_compilation(network, type(base_model).__name__, info, added, settings.dynamic)
+            report_compilation(network, type(base_model).__name__, info, added, settings)
 
     def _must_wait(self) -> bool:
         if not forbids_threads():

@@ -81,7 +81,8 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    sizes = [f"{replace(info, batch=1).size()} batch {info.batch}" for info in watch_of(network).known]
+    known = watch_of(network).known.get(settings.settings_key(), [])
+    sizes = [f"{replace(info, batch=1).size()} batch {info.batch}" for info in known]
     path = kit_folder() / (name + SUFFIX)
     try:
         make_private(kit_folder())

@@ -167,6 +167,11 @@ def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
     other = runs.attach(runs.patcher, dynamic="false", cache_limit=7)
     (sentence,) = runs.said(patcher=other)
     assert sentence.startswith("Flux: 2 graphs compiled while sampling") and "these settings of Torch Compile Model" in sentence
+    (sentence,) = runs.said(patcher=other, width=96)
+    assert "width changed from 64 to 96" in sentence
+    runs.said(width=96)
+    (sentence,) = runs.said(patcher=runs.attach(runs.patcher, dynamic="false", cache_limit=9), width=96)
+    assert "these settings" in sentence, "what is known is known of other code"
 
 
 def test_the_page_is_told(watched, engine):
