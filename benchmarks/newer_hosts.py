@@ -21,6 +21,7 @@ from . import run, session, variants
 def casts(options) -> dict:
     """Casts of each layer in each call of the model, eager and compiled."""
     session.enter(options.host, dynamic_vram=True)
+    import comfy.memory_management
     import comfy.model_patcher
     import comfy.ops
     import comfy.sample
@@ -35,8 +36,6 @@ def casts(options) -> dict:
         return cast(comfy_modules, *args, **kwargs)
 
     comfy.ops.cast_modules_with_vbar = counting
-    import comfy.memory_management
-
     sys.path.append(str(run.ROOT / "tests"))
     from zoo import SETUPS
 

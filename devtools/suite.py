@@ -22,7 +22,7 @@ NOT_NEWEST = {
     "host/test_sweep",
     "host/model/test_unsound",
     "host/nodes/test_benchmark",
-    # the page, which is the same
+    # minutes in Chromium
     "server/test_browser",
     # many starts of a process
     "faults/test_faults",

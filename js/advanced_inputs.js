@@ -1,5 +1,6 @@
 // Advanced inputs in the classic renderer, which takes no notice of the option: hidden until the node's menu shows them.
 import { app } from "/scripts/app.js";
+import { nodesOf, rootGraph } from "./graph.js";
 
 const ours = (node) => node.comfyClass?.startsWith("TorchCompileKit");
 const advanced = (node) => (node.widgets ?? []).filter((widget) => widget.options?.advanced);
@@ -11,18 +12,11 @@ function arrange(node, fit) {
   app.canvas?.setDirty(true, true);
 }
 
-function* every(graph) {
-  for (const node of graph?.nodes ?? []) {
-    if (ours(node)) yield node;
-    if (node.subgraph) yield* every(node.subgraph);
-  }
-}
-
 app.registerExtension({
   name: "torch-compile-kit.advanced-inputs",
 
   setup() {
-    const changed = () => setTimeout(() => { for (const node of every(app.rootGraph ?? app.graph)) arrange(node, false); }, 100);
+    const changed = () => setTimeout(() => { for (const node of nodesOf(rootGraph(), ours)) arrange(node, false); }, 100);
     app.ui?.settings?.addEventListener?.("Comfy.VueNodes.Enabled.change", changed);
   },
 

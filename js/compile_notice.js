@@ -1,8 +1,10 @@
 // Tells the user when a run had to compile something, and what would have avoided it: until it is closed or a warmup has run.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { offer, warmupsOf } from "./node_report.js";
+import { nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { offer } from "./node_report.js";
 
+const isWarmup = (node) => node?.comfyClass === "TorchCompileKitWarmup";
 const SIZE = /Add (\d+x\d+(?:x\d+)?(?: batch \d+)?) to extra_sizes/; // engine/notices/explain.py
 
 app.registerExtension({
@@ -18,13 +20,17 @@ app.registerExtension({
       shown.set(model, notice);
       toast.add(notice);
       const size = SIZE.exec(text)?.[1];
-      if (size) for (const node of warmupsOf(app.rootGraph ?? app.graph)) offer(node, size);
+      if (size) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
     });
+    // What did not run, since nothing in front of it has changed, is reported as executed too.
+    let cached = [];
+    api.addEventListener("execution_cached", ({ detail }) => { cached = detail.nodes; });
     api.addEventListener("executed", ({ detail }) => {
-      const node = (app.rootGraph ?? app.graph)?.getNodeById(detail.node);
-      if (node?.comfyClass !== "TorchCompileKitWarmup") return;
+      const node = nodeOf(detail.node);
+      if (!isWarmup(node) || cached.includes(detail.node)) return;
       for (const notice of shown.values()) toast.remove(notice);
       shown.clear();
+      offer(node, undefined);
     });
   },
 });

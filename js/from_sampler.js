@@ -1,6 +1,7 @@
 // What the sampler behind a node knows already is not asked for again: filled in when they are connected, compared afterwards.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
+import { nodesOf, rootGraph } from "./graph.js";
 import { warn } from "./node_report.js";
 
 const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
@@ -121,15 +122,8 @@ function look(node) {
   if (lines.join() !== (node.torchCompileKitWarnings ?? []).join()) warn(node, lines);
 }
 
-function* ours(graph) {
-  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
-    if (FILLED.includes(node.comfyClass)) yield node;
-    if (node.subgraph) yield* ours(node.subgraph);
-  }
-}
-
 function lookAtAll() {
-  for (const node of ours(app.rootGraph ?? app.graph)) look(node);
+  for (const node of nodesOf(rootGraph(), (found) => FILLED.includes(found.comfyClass))) look(node);
 }
 
 app.registerExtension({

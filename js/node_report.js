@@ -1,6 +1,7 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
+import { nodeOf, rootGraph } from "./graph.js";
 
 const MODEL = "TorchCompileKitModel";
 const WIDGET = "torch_compile_kit_report";
@@ -79,13 +80,6 @@ export function offer(node, size) {
   show(node, node.torchCompileKitText ?? PLACEHOLDERS[node.comfyClass]);
 }
 
-export function* warmupsOf(graph) {
-  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
-    if (node.comfyClass === "TorchCompileKitWarmup") yield node;
-    if (node.subgraph) yield* warmupsOf(node.subgraph);
-  }
-}
-
 function fit(node, widget) {
   const { element } = widget;
   requestAnimationFrame(() => {
@@ -115,17 +109,6 @@ function stop(text) {
   running.clear();
 }
 
-// A node by the id that the server has for it: "3", or "7:3" inside subgraph 7.
-function nodeOf(id) {
-  let graph = app.rootGraph ?? app.graph;
-  let node;
-  for (const part of String(id).split(":")) {
-    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
-    graph = node?.subgraph;
-  }
-  return node;
-}
-
 // What is made for the model of a Torch Compile Model node, and how fast its steps are.
 function tell(id, { state, text }) {
   const node = nodeOf(id);
@@ -139,7 +122,7 @@ app.registerExtension({
 
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => tell(detail.node, detail));
-    api.addEventListener("executing", ({ detail }) => begin(detail && (app.rootGraph ?? app.graph)?.getNodeById(detail)));
+    api.addEventListener("executing", ({ detail }) => begin(detail && rootGraph()?.getNodeById(detail)));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop("Cancelled: no report."));
     api.addEventListener("execution_error", () => stop("Stopped by an error: no report."));
@@ -158,7 +141,6 @@ app.registerExtension({
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
       running.delete(this);
-      delete this.torchCompileKitSize;
       if (output?.text) show(this, output.text.join("\n"));
     };
   },

@@ -81,10 +81,10 @@ class Compiler:
         with self._changed:
             self._jobs.append(Job(weakref.ref(group), stand_in, done, cached))
             if self._thread is None:
-                self._interval = sys.getswitchinterval()
-                sys.setswitchinterval(min(self._interval, INTERVAL))
                 self._thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
                 self._thread.start()
+                self._interval = sys.getswitchinterval()  # it waits for our lock, so it ends after this
+                sys.setswitchinterval(min(self._interval, INTERVAL))
 
     @property
     def busy(self) -> bool:

@@ -79,6 +79,9 @@ class Process:
             except (Exception, InterruptProcessingException) as error:  # told in the answer
                 self.answer["raised"].append([action, type(error).__name__, str(error), traceback.format_exc()])
 
+    def settings(self):
+        return {**torch_settings(), "switch interval": sys.getswitchinterval()}
+
     def write(self):
         self.unlimit()
         (self.base / f"answer-{os.getpid()}.json").write_text(json.dumps(self.answer))
@@ -98,7 +101,7 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
-        before = {**torch_settings(), "switch interval": sys.getswitchinterval()}
+        before = self.settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
         stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
         ended = self.module("engine.background.thread").compiler.wait(120)
@@ -113,8 +116,7 @@ class Process:
                 "not_as_found": {
                     **({} if ended else {"compiler": "busy"}),
                     **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},
-                    **{n: value for n, value in torch_settings().items() if value != before[n]},
-                    **({} if sys.getswitchinterval() == before["switch interval"] else {"switch interval": "ours"}),
+                    **{n: value for n, value in self.settings().items() if value != before[n]},
                 },
             }
         )

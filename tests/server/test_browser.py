@@ -134,8 +134,14 @@ def only_model(prompt):
 @pytest.mark.parametrize("page", ["classic"], indirect=True)
 @pytest.mark.parametrize("words", ["torch compile", "faster", "acceleration"])
 def test_the_node_is_the_first_that_a_search_finds(page, words):
-    page.window.mouse.dblclick(500, 700)
-    page.window.keyboard.type(words)
+    box = page.window.get_by_role("combobox", name="Add a node...")
+    page.js("() => app.graph.clear()")
+    for _try in range(20):  # on a busy machine the page takes it for two clicks
+        page.window.mouse.dblclick(500, 700)
+        page.window.wait_for_timeout(1000)
+        if box.count():
+            break
+    box.fill(words)
     first = page.window.get_by_role("option").first
     first.wait_for()
     page.window.wait_for_timeout(700)
@@ -147,8 +153,9 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
     assert page.text("Model").startswith("How it goes appears here")
     page.run()
     page.until("() => /^ready/.test(kit.text('Model'))")
-    shown = page.js("() => kit.node('Model').widgets.filter((w) => !w.hidden && w.name !== 'torch_compile_kit_report').length")
-    assert shown >= 2
+    if not page.js("() => !!LiteGraph.vueNodesMode"):  # Nodes 2.0 hides them by itself
+        shown = page.js("() => kit.node('Model').widgets.filter((widget) => !widget.hidden).map((widget) => widget.name)")
+        assert shown == ["mode", "compile", "torch_compile_kit_report"]
     page.set("Model", "mode", "max-autotune")
     page.set("Model", "cache_limit", 3)
     page.js("() => app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()")
@@ -239,7 +246,8 @@ def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt, reque
     assert page.js("() => kit.node('Warmup').inputs.find((input) => input.name === 'latent_image').link") is None
     page.run()
     assert page.text("Warmup").startswith("Ready for 128x128"), page.text("Warmup")
-    assert not page.window.get_by_text("Add 192x128").count() and not page.window.get_by_text("Torch Compile Kit: Flux").count()
+    for solved in ("Add 192x128", "Torch Compile Kit: Flux"):
+        page.window.get_by_text(solved).first.wait_for(state="detached")
 
 
 @pytest.mark.parametrize("page", ["nodes 2.0"], indirect=True)

@@ -1,0 +1,23 @@
+// Where nodes are in the workflow, its subgraphs as well.
+import { app } from "/scripts/app.js";
+
+export const rootGraph = () => app.rootGraph ?? app.graph;
+
+// All of them for which something holds.
+export function* nodesOf(graph, holds) {
+  for (const node of graph?.nodes ?? graph?._nodes ?? []) {
+    if (holds(node)) yield node;
+    if (node.subgraph) yield* nodesOf(node.subgraph, holds);
+  }
+}
+
+// A node by the id that the server has for it: "3", or "7:3" inside subgraph 7.
+export function nodeOf(id) {
+  let graph = rootGraph();
+  let node;
+  for (const part of String(id).split(":")) {
+    node = graph?.getNodeById(part) ?? graph?.getNodeById(Number(part));
+    graph = node?.subgraph;
+  }
+  return node;
+}
