@@ -2,7 +2,8 @@
 
 python -m devtools.locales --comfyui FOLDER      # with the Python that runs this ComfyUI; ends with 1 where a text is wrong
 
-ComfyUI reads locales/LANGUAGE/main.json (of which the page takes `nodeCategories` for its menu) and nodeDefs.json.
+ComfyUI reads locales/LANGUAGE/main.json (the page takes `nodeCategories` of it for its menu, our scripts `torchCompileKit`),
+nodeDefs.json and settings.json. The English of our scripts and settings is written by hand.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from .commands import ROOT
 from .inprocess import enter_host
 
 FOLDER = ROOT / "locales"
+FILES = ("main.json", "nodeDefs.json", "settings.json")
 LANGUAGES = ("ja", "zh", "zh-TW", "ko", "fr", "de", "es", "ru")
 # The page has vue-i18n read display names, descriptions and names as messages, in which these are syntax.
 SYNTAX = re.compile(r"[{}@|]")
@@ -31,8 +33,13 @@ def english(schemas):
     Args:
         schemas: what `define_schema` of each node returns.
     """
+    written = read("en")
     return {
-        "main.json": {"nodeCategories": {part: part for schema in schemas for part in schema.category.split("/")}},
+        "main.json": {
+            "nodeCategories": {part: part for schema in schemas for part in schema.category.split("/")},
+            "torchCompileKit": written["main.json"].get("torchCompileKit", {}),
+        },
+        "settings.json": written["settings.json"],
         "nodeDefs.json": {
             schema.node_id: {
                 "display_name": schema.display_name,
@@ -69,7 +76,7 @@ def texts(tree, path=""):
 
 def read(language, folder=FOLDER):
     """The content of each file of a language by its name; empty where there is none."""
-    files = {name: folder / language / name for name in ("main.json", "nodeDefs.json")}
+    files = {name: folder / language / name for name in FILES}
     return {name: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {} for name, file in files.items()}
 
 

@@ -3,6 +3,7 @@ import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { offer } from "./node_report.js";
+import { showsNotices } from "./settings.js";
 
 const isWarmup = (node) => node?.comfyClass === "TorchCompileKitWarmup";
 const SIZE = /Add (\d+x\d+(?:x\d+)?(?: batch \d+)?) to extra_sizes/; // engine/notices/explain.py
@@ -18,7 +19,7 @@ app.registerExtension({
       const notice = { severity: "warn", summary: `Torch Compile Kit: ${model}`, detail: text };
       if (shown.has(model)) toast.remove(shown.get(model));
       shown.set(model, notice);
-      toast.add(notice);
+      if (showsNotices()) toast.add(notice);
       const size = SIZE.exec(text)?.[1];
       if (size) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
     });

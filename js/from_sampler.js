@@ -3,6 +3,7 @@ import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { nodesOf, rootGraph } from "./graph.js";
 import { warn } from "./node_report.js";
+import { say } from "./words.js";
 
 const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
 const SLOTS = ["positive", "negative", "latent_image"];
@@ -97,11 +98,11 @@ function differences(node) {
   for (const name of SLOTS) {
     const ours = originOf(node, name);
     const theirs = sampler.origins[name];
-    if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(`${name} is another than that of ${sampler.name}.`);
+    if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(say("another", name, sampler.name));
   }
   const compare = (name, theirs, whose) => {
     const ours = inputOf(node, name)?.link != null ? undefined : widgetOf(node, name)?.value;
-    if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(`${name} is ${ours} here, ${theirs} in ${whose}.`);
+    if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(say("differs", name, ours, theirs, whose));
   };
   compare("cfg", sampler.widgets.cfg, sampler.name);
   if (!originOf(node, "latent_image") && sampler.origins.latent_image) {
@@ -150,7 +151,7 @@ app.registerExtension({
     const menu = node.getExtraMenuOptions;
     node.getExtraMenuOptions = function () {
       const more = menu?.apply(this, arguments) ?? [];
-      return samplerOf(this) ? [{ content: "Take inputs from the sampler", callback: () => (fill(this, true), look(this)) }, ...more] : more;
+      return samplerOf(this) ? [{ content: say("fromSampler"), callback: () => (fill(this, true), look(this)) }, ...more] : more;
     };
   },
 });

@@ -1,17 +1,20 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { nodeOf, rootGraph } from "./graph.js";
+import { nodeOf } from "./graph.js";
+import { say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
+const BENCHMARK = "TorchCompileKitBenchmark";
+const WIDE = 520; // pixels: its table has columns, its plot text
 const WIDGET = "torch_compile_kit_report";
-// Node id: what stands there before the first run.
+// Node id: the key of what stands there before the first run.
 const PLACEHOLDERS = {
-  TorchCompileKitModel: "How it goes appears here when the model runs.",
-  TorchCompileKitWarmup: "The report appears here after the warmup.",
-  TorchCompileKitBenchmark: "The figures appear here after the benchmark.",
-  TorchCompileKitSaveCache: "Where the file is appears here.",
-  TorchCompileKitLoadCache: "What was loaded appears here.",
+  TorchCompileKitModel: "emptyModel",
+  TorchCompileKitWarmup: "emptyWarmup",
+  TorchCompileKitBenchmark: "emptyBenchmark",
+  TorchCompileKitSaveCache: "emptySave",
+  TorchCompileKitLoadCache: "emptyLoad",
 };
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
@@ -24,7 +27,7 @@ function reportWidget(node) {
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
-  text.textContent = PLACEHOLDERS[node.comfyClass];
+  text.textContent = say(PLACEHOLDERS[node.comfyClass]);
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
     getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? 110,
@@ -43,17 +46,27 @@ function show(node, text) {
   if (node.torchCompileKitShown === `${size} ${whole}`) return;
   node.torchCompileKitShown = `${size} ${whole}`;
   const [above, ...details] = whole.split(RULE);
-  element.textContent = above;
+  if (node.comfyClass === BENCHMARK) {
+    const [first, ...rest] = above.split("\n");
+    element.replaceChildren(headline(first), rest.join("\n"));
+  } else element.textContent = above;
   if (size) element.append(adding(node, size));
   if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;
   fit(node, widget);
 }
 
+function headline(text) {
+  const line = document.createElement("div");
+  line.textContent = text;
+  line.style.cssText = "font-size:17px; font-weight:bold; white-space:normal; margin-bottom:4px;";
+  return line;
+}
+
 function folded(text, changed) {
   const fold = document.createElement("details");
   const title = document.createElement("summary");
-  title.textContent = "details";
+  title.textContent = say("details");
   title.style.cursor = "pointer";
   fold.append(title, text);
   fold.ontoggle = changed;
@@ -63,7 +76,7 @@ function folded(text, changed) {
 // A button that makes a size one of the warmup's.
 function adding(node, size) {
   const button = document.createElement("button");
-  button.textContent = `Add ${size} to extra_sizes`;
+  button.textContent = say("add", size);
   button.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
   button.onclick = () => {
     const sizes = node.widgets.find((widget) => widget.name === "extra_sizes");
@@ -74,10 +87,12 @@ function adding(node, size) {
   return button;
 }
 
+const textOf = (node) => node.torchCompileKitText ?? say(PLACEHOLDERS[node.comfyClass]);
+
 // A size that was compiled outside the warmup, to be added to it; none: no longer.
 export function offer(node, size) {
   node.torchCompileKitSize = size;
-  show(node, node.torchCompileKitText ?? PLACEHOLDERS[node.comfyClass]);
+  show(node, textOf(node));
 }
 
 function fit(node, widget) {
@@ -92,7 +107,7 @@ function fit(node, widget) {
 // Lines above a node's text.
 export function warn(node, lines) {
   node.torchCompileKitWarnings = lines;
-  show(node, node.torchCompileKitText ?? PLACEHOLDERS[node.comfyClass]);
+  show(node, textOf(node));
 }
 
 // Nodes that have begun and not reported yet.
@@ -101,7 +116,7 @@ const running = new Set();
 function begin(node) {
   if (!(node?.comfyClass in PLACEHOLDERS) || node.comfyClass === MODEL) return;
   running.add(node);
-  show(node, "Running.");
+  show(node, say("running"));
 }
 
 function stop(text) {
@@ -120,12 +135,14 @@ function tell(id, { state, text }) {
 app.registerExtension({
   name: "torch-compile-kit.node-report",
 
+  init: wordsLoaded,
+
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => tell(detail.node, detail));
-    api.addEventListener("executing", ({ detail }) => begin(detail && rootGraph()?.getNodeById(detail)));
+    api.addEventListener("executing", ({ detail }) => begin(detail && nodeOf(detail)));
     api.addEventListener("execution_start", () => running.clear());
-    api.addEventListener("execution_interrupted", () => stop("Cancelled: no report."));
-    api.addEventListener("execution_error", () => stop("Stopped by an error: no report."));
+    api.addEventListener("execution_interrupted", () => stop(say("cancelled")));
+    api.addEventListener("execution_error", () => stop(say("stopped")));
   },
 
   async afterConfigureGraph() {
@@ -137,6 +154,10 @@ app.registerExtension({
   nodeCreated(node) {
     if (!(node.comfyClass in PLACEHOLDERS)) return;
     reportWidget(node).serialize = false;
+    if (node.comfyClass === BENCHMARK) {
+      reportWidget(node).element.style.whiteSpace = "pre";
+      node.setSize([Math.max(node.size[0], WIDE), node.size[1]]);
+    }
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);

@@ -1,5 +1,6 @@
 // Settings for a purpose, in the menu of Torch Compile Model; they are in presets.json.
 import { app } from "/scripts/app.js";
+import { say } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
 const OURS = "Torch Compile Kit"; // named without their group
@@ -34,7 +35,7 @@ app.registerExtension({
     if (node.comfyClass !== MODEL) return [];
     // An entry for each: Nodes 2.0 shows no menu in a submenu, and a long one beyond the window.
     return Object.entries(groups).map(([group, presets]) => ({
-      content: group === OURS ? "Presets" : `Presets: ${group}`,
+      content: group === OURS ? say("presets") : `${say("presets")}: ${group}`,
       has_submenu: true,
       submenu: { options: presets.map((preset) => ({ content: title(preset), callback: () => apply(node, preset.sets) })) },
     }));

@@ -1,15 +1,16 @@
 """What the page and scripts can ask the server."""
 
-import asyncio
 import logging
 import sys
 
 from ..engine.background.gate import gate
-from ..engine.host.model.user_folder import get_ready, get_ready_again, open_users_cache
+from ..engine.background.thread import compiler
+from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
+from .cache_routes import post, register_cache_routes
 
 logger = logging.getLogger("torch-compile-kit")
 EVENT = "torch-compile-kit.compiled"
@@ -23,9 +24,8 @@ IDLE = 5.0
 def register_routes() -> None:
     """What is compiled right now, the cache on disk, and events: a run compiled something unexpected, news of a node.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), GET /torch-compile-kit/cache (folder,
-    bytes, limit, entries), POST /torch-compile-kit/cache/clear (answers with the bytes removed; of application/json, which no
-    page of another site can send without asking).
+    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), POST /torch-compile-kit/wait
+    (sampling stands still until what is being compiled is there), and those of the cache: `cache_routes.py`.
 
     Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
     this user has compiled before and nothing is queued.
@@ -42,20 +42,13 @@ def register_routes() -> None:
     async def report(_request: web.Request) -> web.Response:
         return web.json_response(report_json())
 
-    @server.routes.get("/torch-compile-kit/cache")
-    async def cache_usage(_request: web.Request) -> web.Response:
-        cache = open_users_cache()
-        if cache is None:
-            return web.json_response({"error": "no cache folder can be written; see the log"}, status=503)
-        return web.json_response(await asyncio.to_thread(cache.usage))
+    register_cache_routes(server.routes)
 
-    @server.routes.post("/torch-compile-kit/cache/clear")
-    async def clear_cache(request: web.Request) -> web.Response:
-        if request.content_type != "application/json":
-            return web.json_response({"error": "send it with the header Content-Type: application/json"}, status=415)
-        cache = open_users_cache()
-        removed = await asyncio.to_thread(cache.clear) if cache is not None else 0
-        return web.json_response({"removed": removed})
+    async def wait(_given: dict) -> dict:
+        compiler.awaited = compiler.busy
+        return {"waiting": compiler.awaited}
+
+    post(server.routes, "/torch-compile-kit/wait", wait)
 
     def tell_page(model: str, sentence: str) -> None:
         server.send_sync(EVENT, {"model": model, "text": sentence})

@@ -64,6 +64,9 @@ class Compiler:
 
     `makes_room` is the host's: whether weights leave the device when somebody asks for memory. `after_work` is called on the
     thread after each piece of work.
+
+    Args:
+        awaited: somebody has asked that sampling waits until nothing is left to do.
     """
 
     def __init__(self) -> None:
@@ -74,6 +77,7 @@ class Compiler:
         self._thread: threading.Thread | None = None
         self._current: Job | None = None
         self._interval = 0.0
+        self.awaited = False
 
     def ask(self, group: Compilable, stand_in: StandIn, done: Callable[[], None]) -> None:
         """Compile for a call, as soon as all that was asked for before is done; returns at once."""
@@ -147,6 +151,7 @@ class Compiler:
                 # Before another thread begins: it would take ours for what was there.
                 sys.setswitchinterval(self._interval)
                 self._thread = None
+                self.awaited = False
             self._changed.notify_all()
             return self._current
 

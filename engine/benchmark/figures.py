@@ -169,17 +169,23 @@ class BenchmarkResult:
         return f"{self.size}, {self.steps} step{'s' * (self.steps != 1)}, cfg {self.cfg:g}"
 
     def headline(self) -> str:
-        """The result in a few words."""
+        """The result in a sentence."""
         if self.verdict == "faster":
-            return f"{times(self.speedup)} as fast"
+            paid = f", pays back after {self.images(self.break_even)}" if self.break_even and self.cost.graphs else ""
+            return f"{digits(self.speedup)}x as fast{paid}"
         if self.verdict == "slower":
-            return f"Slower: {times(1 / self.speedup)} the time of eager"
-        return "No clear difference"
+            return f"Slower: {digits(1 / self.speedup)}x the time of eager"
+        return "Too noisy: repeat with more steps" if self.is_noisy else "No clear difference"
+
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the rounds of the two overlap, though their medians differ."""
+        return self.verdict == "no clear difference" and abs(self.speedup - 1) >= CLEAR
 
     def table(self) -> str:
         """Everything as text; the columns are for a font of fixed width."""
-        lines = [f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", "", *self._columns(), ""]
-        lines += [*self._conclusion(), *self._cost_lines(), self._error_line()]
+        lines = [self.headline(), f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", ""]
+        lines += [*self._columns(), "", *self._conclusion(), *self._cost_lines(), self._error_line()]
         steps = len(self.eager.steps)
         lines.append(f"Measured: {steps} warm steps each in {len(self.eager.rounds)} alternating rounds, same seed.")
         if self.late_graphs:
@@ -210,19 +216,19 @@ class BenchmarkResult:
         step = abs(self.eager.median - self.compiled.median)
         image = abs(self.image_seconds(self.eager) - self.image_seconds(self.compiled))
         if self.verdict == "faster":
-            return [f"Compiled is {times(self.speedup)} as fast: it saves {duration(step)} a step, {duration(image)} {noun}."]
+            return [f"Compiled saves {duration(step)} a step, {duration(image)} {noun}."]
         if self.verdict == "slower":
             return [
-                f"Compiled is slower: {times(1 / self.speedup)} the time of eager, {duration(image)} more {noun}.",
+                f"Compiled takes {duration(step)} more a step, {duration(image)} more {noun}.",
                 "It never pays off here: set backend to none, or try another mode.",
             ]
-        if abs(self.speedup - 1) < CLEAR:
-            return [f"No clear difference: under {100 * CLEAR:g} %. More steps measure more exactly."]
+        if not self.is_noisy:
+            return [f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."]
         sides = ((name, side.round_medians) for name, side in (("eager", self.eager), ("compiled", self.compiled)))
         ranges = ", ".join(f"{name} {between(min(medians), max(medians))}" for name, medians in sides)
         return [
-            f"No clear difference: the rounds of the two overlap (median step of a round: {ranges}). Something else kept the "
-            "machine busy, or more steps are needed."
+            f"The rounds of the two overlap (median step of a round: {ranges}): something else kept the machine busy, or more "
+            "steps are needed."
         ]
 
     def _cost_lines(self) -> list[str]:
@@ -279,11 +285,6 @@ def between(low: float, high: float) -> str:
     if duration(low) == duration(high):
         return duration(low)
     return f"{low_digits if low_unit == high_unit else duration(low)} - {duration(high)}"
-
-
-def times(factor: float) -> str:
-    """`1.27 times`."""
-    return f"{digits(factor)} times"
 
 
 def digits(value: float) -> str:

@@ -7,13 +7,15 @@ import math
 from .canvas import Canvas
 from .figures import BenchmarkResult, Timing, duration
 
-WIDTH, HEIGHT = 1440, 960
-MARGIN = 64
+# A node shows it at half its size.
+WIDTH, HEIGHT = 960, 820
+MARGIN = 36
+TITLE, SMALL = 28, 24
 BACKGROUND, INK, MUTED, GRID = "#ffffff", "#16202e", "#5c6878", "#e3e7ed"
 EAGER, COMPILED, SLOWER = "#9aa5b4", "#2563eb", "#c2410c"
 # The panels: left, top, right, bottom of what is drawn inside the axes.
-BARS = (150, 452, 610, 796)
-LINES = (830, 452, WIDTH - 84, 796)
+BARS = (110, 300, 440, 670)
+LINES = (590, 300, WIDTH - 50, 670)
 
 
 def draw(result: BenchmarkResult, canvas: Canvas | None = None) -> Canvas:
@@ -40,20 +42,16 @@ def draw_message(text: str) -> Canvas:
 
 def _header(canvas: Canvas, result: BenchmarkResult) -> None:
     room = WIDTH - 2 * MARGIN
-    canvas.text(MARGIN, 84, result.model, 44, INK, bold=True, room=room)
-    for row, text in enumerate((result.heading(), result.settings, result.device)):
-        canvas.text(MARGIN, 128 + 36 * row, text, 26, MUTED, room=room)
     color = {"faster": COMPILED, "slower": SLOWER}.get(result.verdict, INK)
-    _, _, end, _ = canvas.text(MARGIN, 280, result.headline(), 56, color, bold=True, room=room)
-    if result.verdict == "faster":
-        saved = duration(result.eager.median - result.compiled.median)
-        canvas.text(end + 28, 280, f"saves {saved} a step", 32, MUTED, room=WIDTH - MARGIN - end - 28)
+    canvas.text(MARGIN, 66, result.headline(), 44, color, bold=True, room=room)
+    canvas.text(MARGIN, 112, f"{result.model}, {result.heading()}", 26, INK, room=room)
+    canvas.text(MARGIN, 148, result.device, 26, MUTED, room=room)
 
 
 def _bars(canvas: Canvas, result: BenchmarkResult) -> None:
     left, top, right, bottom = BARS
-    canvas.text(MARGIN, top - 88, "Time per step", 30, INK, bold=True)
-    canvas.text(MARGIN, top - 54, "median, and where 8 of 10 steps lie", 22, MUTED)
+    canvas.text(MARGIN, top - 92, "Time per step", TITLE, INK, bold=True)
+    canvas.text(MARGIN, top - 58, "median, 8 of 10 steps", SMALL, MUTED, room=right - MARGIN)
     sides = [("eager", result.eager, EAGER), ("compiled", result.compiled, _compiled_color(result))]
     scale = _Scale(max(side.spread[1] for _, side, _ in sides))
     _grid(canvas, BARS, scale)
@@ -63,7 +61,7 @@ def _bars(canvas: Canvas, result: BenchmarkResult) -> None:
         canvas.box(x - width / 2, scale.y(timing.median, BARS), x + width / 2, bottom, color, radius=4)
         highest = _whisker(canvas, timing, x, scale)
         _label(canvas, x, highest - 12, duration(timing.median), width * 1.4)
-        canvas.text(x, bottom + 40, name, 28, INK, "ms")
+        canvas.text(x, bottom + 40, name, TITLE, INK, "ms")
     canvas.line([(left, bottom), (right, bottom)], MUTED, 2)
 
 
@@ -90,9 +88,9 @@ def _totals(canvas: Canvas, result: BenchmarkResult) -> None:
     noun = "videos" if result.video else "images"
     even, unclear = result.break_even, "too close to tell" if result.verdict != "slower" else "never, compiled is slower"
     title = f"Break-even: {result.images(even) if even else unclear}"
-    canvas.text(left - 86, top - 88, title, 30, INK, bold=True, room=right - left + 86)
-    detail = f"total time, first-step cost of {duration(result.cost_seconds)} included"
-    canvas.text(left - 86, top - 54, detail, 22, MUTED, room=right - left + 86)
+    canvas.text(left - 86, top - 92, title, TITLE, INK, bold=True, room=right - left + 86)
+    detail = f"total time, with {duration(result.cost_seconds)} of first steps"
+    canvas.text(left - 86, top - 58, detail, SMALL, MUTED, room=right - left + 86)
     last = max(4, 2 * even) if even else 10
     eager, compiled = result.image_seconds(result.eager), result.image_seconds(result.compiled)
     cost = result.cost_seconds
@@ -100,8 +98,8 @@ def _totals(canvas: Canvas, result: BenchmarkResult) -> None:
     _grid(canvas, LINES, scale)
     for value in _ticks(last, whole=True):
         x = left + (right - left) * value / last
-        canvas.text(x, bottom + 34, f"{value:,.0f}", 22, MUTED, "ms")
-    canvas.text((left + right) / 2, bottom + 68, noun, 22, MUTED, "ms")
+        canvas.text(x, bottom + 36, f"{value:,.0f}", SMALL, MUTED, "ms")
+    canvas.text((left + right) / 2, bottom + 72, noun, SMALL, MUTED, "ms")
     canvas.line([(left, bottom), (right, bottom)], MUTED, 2)
     ends = []
     for start, each, color in ((0, eager, EAGER), (cost, compiled, _compiled_color(result))):
@@ -116,24 +114,18 @@ def _totals(canvas: Canvas, result: BenchmarkResult) -> None:
 
 
 def _legend(canvas: Canvas, result: BenchmarkResult) -> None:
+    """The names in the colours of their lines."""
     end: float
     _, top, end, _ = LINES
     for name, color in (("compiled", _compiled_color(result)), ("eager", EAGER)):
-        start, *_ = canvas.text(end, top - 14, name, 22, INK, "rs")
-        canvas.line([(start - 50, top - 21), (start - 12, top - 21)], color, 5)
-        end = start - 76
+        start, *_ = canvas.text(end, top - 14, name, SMALL, color, "rs", bold=True)
+        end = start - 16
 
 
 def _footer(canvas: Canvas, result: BenchmarkResult) -> None:
-    rounds, room = len(result.eager.rounds), WIDTH - 2 * MARGIN
-    steps = f"{len(result.eager.steps)} warm steps each in {rounds} alternating rounds, same seed"
-    canvas.text(MARGIN, HEIGHT - 56, f"{steps}.", 22, MUTED, room=room)
-    parts = [f"Error of the latent against eager: {result.error:.2g}"] if math.isfinite(result.error) else []
-    if result.trace:
-        parts.append(f"{result.trace.unit} a step: {result.trace.eager:,} eager, {result.trace.compiled:,} compiled")
-    if not result.cost.cold and result.cost.graphs:
-        parts.append("Already warm at the start")
-    canvas.text(MARGIN, HEIGHT - 26, "  ·  ".join(parts), 22, MUTED, room=room)
+    error = f"; error of the latent against eager {result.error:.2g}" if math.isfinite(result.error) else ""
+    text = f"{len(result.eager.steps)} warm steps each in {len(result.eager.rounds)} alternating rounds{error}"
+    canvas.text(MARGIN, HEIGHT - 20, text, SMALL, MUTED, room=WIDTH - 2 * MARGIN)
 
 
 def _compiled_color(result: BenchmarkResult) -> str:
@@ -161,8 +153,8 @@ def _grid(canvas: Canvas, panel: tuple[int, int, int, int], scale: _Scale) -> No
     for value in scale.ticks():
         y = scale.y(value * scale.unit_seconds, panel)
         canvas.line([(left, y), (right, y)], GRID, 1.5)
-        canvas.text(left - 14, y, f"{value:,.6g}", 22, MUTED, "rm")
-    canvas.text(left - 14, top - 14, scale.unit, 22, MUTED, "ls")
+        canvas.text(left - 14, y, f"{value:,.6g}", SMALL, MUTED, "rm")
+    canvas.text(left - 14, top - 14, scale.unit, SMALL, MUTED, "ls")
 
 
 def _ticks(highest: float, whole: bool = False) -> list[float]:

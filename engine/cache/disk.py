@@ -234,11 +234,14 @@ def current() -> DiskCache | None:
     return _Current.cache
 
 
-def open_cache(folder: Path) -> DiskCache | None:
+def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
 
     Only the first call has an effect. A folder that cannot be written, or that others may write, is said in the log, and
     PyTorch's own place is used.
+
+    Args:
+        limit: the user's setting in GiB; see `environment.limit_in_bytes`.
     """
     with _lock:
         if not _Current.opened:
@@ -251,7 +254,7 @@ def open_cache(folder: Path) -> DiskCache | None:
                 make_private(root)
                 with tempfile.TemporaryFile(dir=root):
                     pass
-                _Current.cache = DiskCache(root, limit_in_bytes())
+                _Current.cache = DiskCache(root, limit_in_bytes(limit))
             except OSError as error:
                 logger.warning(
                     "the cache folder %s cannot be used: %s. Compiled code goes to the system's temp folder and may be lost at "

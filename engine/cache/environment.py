@@ -21,17 +21,20 @@ LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
 
 
-def limit_in_bytes() -> int:
-    """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else 2 GiB."""
-    given = os.environ.get(LIMIT, "")
-    try:
-        gib = float(given or DEFAULT_GIB)
-        if not 0 <= gib < float("inf"):
-            raise ValueError
-    except ValueError:
-        logger.warning("%s = %r: not a number of GiB; %g is used", LIMIT, given, DEFAULT_GIB)
-        gib = DEFAULT_GIB
-    return int(gib * 1024**3)
+def limit_in_bytes(setting: object = None) -> int:
+    """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else the user's setting in GiB, else 2 GiB."""
+    for name, given in ((LIMIT, os.environ.get(LIMIT)), ("the setting", setting)):
+        if given is None or given == "":
+            continue
+        try:
+            gib = float(given)  # type: ignore[arg-type]
+            if not 0 <= gib < float("inf"):
+                raise ValueError
+        except (TypeError, ValueError):
+            logger.warning("%s = %r: not a number of GiB; %g is used", name, given, DEFAULT_GIB)
+            gib = DEFAULT_GIB
+        return int(gib * 1024**3)
+    return int(DEFAULT_GIB * 1024**3)
 
 
 def users_folder() -> str | None:

@@ -14,6 +14,7 @@ from ..compile.registry import code_of, live_models
 from ..compile.stats import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
+from .status import use_of
 
 # Between what a person reads and the details.
 RULE = "-" * 24  # js/node_report.js folds what is below
@@ -138,6 +139,12 @@ class CompileReport:
         return lines
 
 
+def sizes_of(model: nn.Module) -> list[str]:
+    """What it has been compiled for, or has run compiled at, as labels: `1024x1024`."""
+    known = [info.size() for infos in list(watch_of(model).known.values()) for info in list(infos)]
+    return list(dict.fromkeys([*known, *list(use_of(model).sizes.values())]))
+
+
 def report_json() -> dict:
     """Every compiled model in memory, for the page and for scripts."""
     return {"models": [_model_json(model, list(code.groups.values())) for model, code in live_models()]}
@@ -149,8 +156,12 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     graphs: Counter[str] = Counter()
     for group in groups:
         graphs[group.class_name] += group.stats.graphs
+    gained = use_of(model).gained
     return {
         "name": type(model).__name__,
+        "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
+        "sizes": sizes_of(model),
+        "seconds_gained": None if gained is None else round(gained, 3),
         "blocks": len(blocks),
         "blocks_not_called": dict(code_of(model).uncalled or {}),
         "groups": len(groups),

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from ..compile.registry import code_of
+from ..per_model import PerModel
 
 # Steps that are looked back at, and the fewest that say anything.
 KEPT, FEWEST = 40, 3
@@ -22,11 +23,33 @@ listeners: list[Callable[[str, str, str], None]] = []
 
 
 @dataclass
+class Use:
+    """What a model's code has been used for.
+
+    Args:
+        sizes: in words, of calls that ran compiled, by the shape of their input.
+        gained: seconds, of steps at sizes of which uncompiled ones have run as well; None: none have.
+    """
+
+    sizes: dict[Hashable, str] = field(default_factory=dict)
+    gained: float | None = None
+
+
+use_of = PerModel(lambda _model: Use())
+
+
+@dataclass
 class Steps:
     """Seconds of the steps of one shape, newest last."""
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def add(self, seconds: float, eager: bool, use: Use) -> None:
+        """A step is over."""
+        (self.uncompiled if eager else self.fast).append(seconds)
+        if not eager and len(self.uncompiled) >= FEWEST:
+            use.gained = (use.gained or 0.0) + statistics.median(self.uncompiled) - seconds
 
     def in_words(self) -> str:
         """What a step takes, beside what it took before; empty where too few have run."""
@@ -76,8 +99,7 @@ class Status:
         if step is None or step is self._step:
             return
         if self._step is not None and self._eager is not None and shape == self._shape:
-            steps = self._steps.setdefault(shape, Steps())
-            (steps.uncompiled if self._eager else steps.fast).append(now - self._began)
+            self._steps.setdefault(shape, Steps()).add(now - self._began, self._eager, use_of(network))
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._shape = step, shape

@@ -43,6 +43,7 @@ def test_in_this_process(row, name, tiny, engine, monkeypatch, caplog, inference
         case.close()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("row", table.THERE, ids=str)
 def test_in_processes_of_its_own(row, zygote, warm, tmp_path):
     machine = there.Machine(tmp_path, zygote, row.moment, None if row.by in COLD else warm)

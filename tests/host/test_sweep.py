@@ -32,6 +32,7 @@ TWINS = set(
     """
     zero123 sdxl_refiner sd_x4 flux_kontext ovis longcat hunyuan_video_i2v hunyuan_video_15_sr hunyuan_image21_refiner wan21_i2v
     wan22_5b wan_camera wan_humo wan_scail wan_dancer wan_causal sd35 qwen_image_edit z_image_omni kandinsky5_image seedvr2
+    wan_vace ltxav hunyuan_image21 hunyuan_video_15 ace_step15 cascade_c
     """.split()  # noqa: SIM905
 )
 SWEPT = [name for name in zoo.SETUPS if name not in NEAR_DUPLICATES]

@@ -34,7 +34,7 @@ def test_english_is_what_the_schemas_say(schemas):
 
 def test_the_languages_are_the_known_ones():
     assert {folder.name for folder in locales.FOLDER.iterdir()} == {"en", *locales.LANGUAGES}
-    assert all({file.name for file in f.iterdir()} == {"main.json", "nodeDefs.json"} for f in locales.FOLDER.iterdir())
+    assert all({file.name for file in f.iterdir()} == set(locales.FILES) for f in locales.FOLDER.iterdir())
 
 
 @pytest.mark.parametrize("language", locales.LANGUAGES)
@@ -156,3 +156,17 @@ def test_files_are_utf8_with_one_newline_at_the_end():
     for file in locales.FOLDER.rglob("*.json"):
         text = file.read_bytes().decode("utf-8")
         assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=2) + "\n", file
+
+
+def test_each_text_that_a_script_says_is_there_and_no_other():
+    scripts = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "js").glob("*.js"))
+    said = {key for call in re.findall(r"\bsay\(([^()]*)", scripts) for key in re.findall(r'"(\w+)"', call)}
+    said |= set(re.findall(r'TorchCompileKit\w+: "(\w+)"', scripts))
+    assert said == set(locales.read("en")["main.json"]["torchCompileKit"])
+
+
+def test_each_setting_has_its_texts():
+    script = (ROOT / "js" / "settings.js").read_text(encoding="utf-8")
+    shown = locales.read("en")["settings.json"]
+    assert {name.replace(".", "_") for name in re.findall(r'"(TorchCompileKit\.\w+)"', script)} == set(shown)
+    assert all(f'name: "{texts["name"]}"' in script for texts in shown.values())

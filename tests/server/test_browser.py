@@ -255,3 +255,65 @@ def test_a_japanese_page_shows_japanese(page, prompt):
     page.open(Locale="ja")
     page.load(only_model(prompt))
     page.window.get_by_text("Torch Compile モデル").first.wait_for()
+
+
+def open_panel(page):
+    page.window.get_by_role("button", name="Torch Compile Kit:").first.click()
+    panel = page.window.locator(".torch-compile-kit")
+    panel.wait_for()
+    return panel
+
+
+def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt, request):
+    limit = 30 if "classic" in request.node.name else 31  # code of its own: both are on one server
+    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, cache_limit=limit))
+    page.run()
+    page.until("() => /^ready/.test(kit.text('Model'))")
+    page.set("KSampler", "seed", 8)
+    page.run()
+    left = Path(page.server.get("/torch-compile-kit/cache")["folder"]) / "0123456789ab"
+    left.mkdir()
+    (left / "about.json").write_text('{"class": "Block"}')
+    (left / "kernel").write_bytes(bytes(3 * 2**20))
+    panel = open_panel(page)
+    panel.get_by_text("128x128").first.wait_for()
+    assert "Flux ready" in panel.inner_text() and "MiB of 2 GiB" in panel.inner_text(), panel.inner_text()
+    panel.get_by_role("button", name="Clear").click()
+    page.window.get_by_role("button", name="Confirm").click()
+    panel.get_by_text("Removed:").wait_for()
+    assert not left.exists()
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
+    """With inductor, which takes a while."""
+    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, backend="inductor", cache_limit=32))
+    page.set("EmptySD3LatentImage", "width", 64)
+    page.set("EmptySD3LatentImage", "height", 64)
+    page.set("KSampler", "steps", 200)
+    panel = open_panel(page)
+    before = page.press_run()
+    panel.get_by_role("button", name="Wait until ready").click()
+    page.until_ended(before)
+    model = page.server.get("/torch-compile-kit/report")["models"][-1]
+    assert not model["being_compiled"] and model["graphs"] >= 2 and "64x64" in model["sizes"], model
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+def test_the_settings_of_the_pack(page, prompt):
+    page.window.get_by_role("button", name="Settings").first.click()
+    page.window.get_by_text("Torch Compile Kit", exact=True).first.click()
+    page.window.get_by_text("Size limit of the cache on disk, in GiB").wait_for()
+    page.js("() => app.extensionManager.setting.set('TorchCompileKit.CacheGiB', 3)")
+    page.js("() => app.extensionManager.setting.set('TorchCompileKit.Compile', 'at once')")
+    try:
+        page.window.wait_for_timeout(500)
+        assert page.server.get("/torch-compile-kit/cache")["limit"] == 3 * 2**30
+        made = page.js("() => LiteGraph.createNode('TorchCompileKitModel').widgets.find((w) => w.name === 'compile').value")
+        assert made == "at once"
+        page.load(only_model(prompt))
+        assert page.js("() => kit.widget('Model', 'compile').value") == "in the background", "a workflow keeps its own"
+    finally:
+        page.js("() => app.extensionManager.setting.set('TorchCompileKit.CacheGiB', 2)")
+        page.js("() => app.extensionManager.setting.set('TorchCompileKit.Compile', 'in the background')")
+        page.window.wait_for_timeout(500)

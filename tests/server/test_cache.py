@@ -147,13 +147,44 @@ def test_a_model_that_is_not_warm_has_nothing_to_save(server, shipped, saved):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-def test_a_page_of_another_site_cannot_clear_the_cache(server, saved, kind):
-    before = server.get("/torch-compile-kit/cache")["entries"]
-    request = urllib.request.Request(f"{server.url}/torch-compile-kit/cache/clear", b"{}", {"Content-Type": kind})
+@pytest.mark.parametrize("path", ["cache/clear", "cache/limit", "cache/save", "cache/load", "wait"])
+def test_a_page_of_another_site_cannot_change_anything(server, saved, kind, path):
+    before = server.get("/torch-compile-kit/cache")
+    request = urllib.request.Request(f"{server.url}/torch-compile-kit/{path}", b'{"gib": 0}', {"Content-Type": kind})
     with pytest.raises(urllib.error.HTTPError) as error:
         urllib.request.urlopen(request, timeout=60)
     assert error.value.code == 415 and "application/json" in error.value.read().decode()
-    assert before and server.get("/torch-compile-kit/cache")["entries"] == before
+    assert before["entries"] and server.get("/torch-compile-kit/cache") == before
+
+
+def test_all_that_is_compiled_can_be_saved_and_loaded_by_a_request(server, saved, folder):
+    told = server.post("/torch-compile-kit/cache/save", {"filename": "everything"})["text"]
+    assert told.startswith(str(folder / "everything.tckcache")) and "Flux" in told and "64x64" in told
+    assert "everything.tckcache" in server.get("/torch-compile-kit/cache")["files"]
+    told = server.post("/torch-compile-kit/cache/load", {"file": "everything.tckcache"})["text"]
+    assert told.startswith("everything.tckcache: ") and "Flux" in told
+    (folder / "everything.tckcache").unlink()
+    assert "not loaded" in server.post("/torch-compile-kit/cache/load", {"file": "everything.tckcache"})["text"]
+
+
+@pytest.mark.parametrize("filename", ["../out", "a/b", "", 7, None, "con"])
+def test_a_name_that_is_none_is_refused_with_its_cure(server, saved, folder, filename):
+    before = sorted(folder.rglob("*.tckcache"))
+    with pytest.raises(urllib.error.HTTPError) as error:
+        server.post("/torch-compile-kit/cache/save", {"filename": filename})
+    assert error.value.code == 400 and "filename" in json.loads(error.value.read())["error"]
+    assert sorted(folder.rglob("*.tckcache")) == before
+
+
+@pytest.mark.parametrize("gib", ["many", -1, None, [1], 1e400])
+def test_a_limit_that_is_none_is_the_default(server, gib):
+    assert server.post("/torch-compile-kit/cache/limit", {"gib": gib})["limit"] == 2 * 2**30
+    assert server.post("/torch-compile-kit/cache/limit", {"gib": 0.5})["limit"] == 2**29
+    assert server.post("/torch-compile-kit/cache/limit", {})["limit"] == 2 * 2**30
+
+
+def test_nobody_waits_while_nothing_is_compiled(server):
+    assert server.post("/torch-compile-kit/wait", {}) == {"waiting": False}
 
 
 MODEL = {"class_type": prompts.MODEL_NODE}

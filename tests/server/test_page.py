@@ -43,9 +43,11 @@ def source(script):
     return re.sub(r"^import .*$|^export ", "", (JS / script).read_text(), flags=re.MULTILINE)
 
 
-def play(script, scene, before=""):
+def play(script, scene, before="const showsNotices = () => true;"):
     """What a scene tells with `said.push`, after the script's extension has been set up."""
-    code = f"{STAGE}\n{source('graph.js')}\n{before}\n{source(script)}\nawait extension.setup?.();\n{scene}"
+    english = json.loads((ROOT / "locales" / "en" / "main.json").read_text())["torchCompileKit"]
+    common = f"{source('graph.js')}\n{source('words.js')}\nwords = {json.dumps(english)};"
+    code = f"{STAGE}\n{common}\n{before}\n{source(script)}\nawait extension.setup?.();\n{scene}"
     code += "\nconsole.log(JSON.stringify(said));"
     done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -70,7 +72,7 @@ def test_a_notice_stays_until_a_newer_one_or_a_warmup():
         send("executed", { node: "3" });
         told();
     """
-    assert play("compile_notice.js", scene, "const offer = () => {};") == [
+    assert play("compile_notice.js", scene, "const offer = () => {}, showsNotices = () => true;") == [
         ["a new size", "a LoRA"],
         ["a LoRA", "another size"],
         [],
@@ -79,7 +81,7 @@ def test_a_notice_stays_until_a_newer_one_or_a_warmup():
 
 @pytest.mark.parametrize("size", ["96x64", "832x480x33", "64x64 batch 2"])
 def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(size):
-    report = source("node_report.js").partition("app.registerExtension")[0]
+    report = source("node_report.js").partition("app.registerExtension")[0] + "\nconst showsNotices = () => true;"
     scene = f"""
         const parts = [];
         document.createElement = (tag) => ({{ tag, style: {{}}, append: (part) => parts.push(part) }});

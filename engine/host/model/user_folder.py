@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import comfy.model_management
@@ -12,6 +13,7 @@ from ...cache.startup import prepare
 from ...settings import CompileSettings
 
 CACHE = "cache"
+LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
 
 
 def kit_folder() -> Path:
@@ -20,8 +22,17 @@ def kit_folder() -> Path:
 
 
 def open_users_cache() -> DiskCache | None:
-    """The cache of this user; see `disk_cache.open_cache`."""
-    return open_cache(kit_folder() / CACHE)
+    """The cache of this user; see `disk.open_cache`."""
+    return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
+
+
+def users_settings() -> dict:
+    """What the user has set in the page (app/user_manager.py, app/app_settings.py); of several users the first."""
+    try:
+        found = json.loads((Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def get_ready_again() -> None:

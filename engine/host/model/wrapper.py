@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 from ...background.model_call import ModelCall, submit
+from ...background.thread import compiler
 from ...compile.binding import Binding
 from ...compile.events import monitor, watching
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
-from ...notices.status import Status
+from ...notices.status import Status, use_of
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
@@ -53,11 +54,16 @@ class BlockCompiler:
         result = self._call(executor, *args, **kwargs)
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
         self.status.ends(eager_calls > before[0], tuple(other) != before[1:])
+        sizes, shape = use_of(network).sizes, args[0].shape
+        if eager_calls == before[0] and shape not in sizes:
+            sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
 
     def _call(self, executor, *args, **kwargs):
         base_model, device = executor.class_obj, args[0].device
         network = base_model.diffusion_model
+        if compiler.awaited:
+            compiler.wait(poll=raise_if_interrupted)
         with self._settings_of_a_call():
             call = ModelCall(self.settings.waits or is_warming() or self._must_wait(), raise_if_interrupted)
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.waits)

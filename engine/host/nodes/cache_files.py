@@ -7,11 +7,16 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+from torch import nn
+
 from ...blocks.structure import structure_of
 from ...cache.archive import SUFFIX, CacheFileError, is_device, load_cache_file, write_cache_file
 from ...cache.disk import folder_name
 from ...cache.folders import check_private, make_private
+from ...compile.group import BlockGroup
+from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
+from ...notices.call_info import CallInfo
 from ...notices.recompile_log import watch_of
 from ...notices.report import groups_for
 from ...user_input import check_model, check_text
@@ -72,26 +77,55 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         return None, NOTHING_TO_SAVE
     network = diffusion_model(patcher)
     groups = groups_for(network, settings)
-    cache = open_users_cache()
-    if cache is None:
-        raise CacheFileError("there is no cache folder that can be written; see the log.")
     if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(
             "model",
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    known = watch_of(network).known.get(settings.settings_key(), [])
-    sizes = [f"{replace(info, batch=1).size()} batch {info.batch}" for info in known]
+    return _write(name, {model_name(patcher): (network, groups)}, watch_of(network).known.get(settings.settings_key(), []))
+
+
+def save_all(filename: str) -> str:
+    """Write what inductor has compiled for all models in memory into one file in the user's folder.
+
+    Args:
+        filename: a plain name, with or without `.tckcache`.
+
+    Returns:
+        A sentence about the file.
+
+    Raises:
+        InvalidSetting: `filename` is no plain name.
+        CacheFileError: there is nothing to save, or the file cannot be written.
+    """
+    name, models, infos = plain_name(filename), {}, []
+    for network, code in live_models():
+        groups = [group for group in code.groups.values() if group.settings.backend == "inductor" and group.stats.graphs]
+        if groups:
+            models[type(network).__name__] = network, groups
+            infos += [info for known in watch_of(network).known.values() for info in known]
+    if not models:
+        raise CacheFileError("nothing has been compiled in this session yet.")
+    return _write(name, models, infos)[1]
+
+
+def _write(name: str, models: dict[str, tuple[nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
+    """A file for the code of some groups of each of these models."""
+    cache = open_users_cache()
+    if cache is None:
+        raise CacheFileError("there is no cache folder that can be written; see the log.")
+    sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     try:
         make_private(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
-    folders = {group.folder for group in groups if group.stats.graphs}
-    folders.add(folder_name(type(network).__name__, structure_of(network)))  # with the attention kernel they are compiled for
-    count = write_cache_file(path, cache, folders, pack_version(), [model_name(patcher)], sizes)
-    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {model_name(patcher)}, {', '.join(sizes)}"
+    folders = {group.folder for _network, groups in models.values() for group in groups if group.stats.graphs}
+    # With the attention kernel they are compiled for.
+    folders |= {folder_name(type(network).__name__, structure_of(network)) for network, _groups in models.values()}
+    count = write_cache_file(path, cache, folders, pack_version(), list(models), sizes)
+    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {', '.join(models)}, {', '.join(sizes)}"
 
 
 def load_cache(filename: str) -> str:

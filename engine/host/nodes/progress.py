@@ -11,22 +11,30 @@ import comfy.utils
 from ...compile.events import monitor
 
 SECONDS_BETWEEN_TEXTS = 1.0
+# What PyTorch imports for the first compilation, which takes seconds.
+COMPILER = "torch._inductor.compile_fx"
 
 
 class WarmupProgress:
-    """A context: while it lasts, the node tells what is compiled, which of how many, and for how long.
+    """A context: while it lasts, the node tells what is going on, which of how many, and for how long.
 
     Args:
         sizes: how many sizes there are.
-        steps: of the sampler, for all sizes.
+        steps: of the sampler, for each size.
+        classes: of the blocks; the bar has a part for each, beside those of the steps.
+        inductor: compiles them.
         node_id: None outside a workflow; then nothing is shown.
     """
 
-    def __init__(self, sizes: int, steps: int, node_id: str | None):
-        self._sizes, self._node_id = sizes, node_id
-        self._bar = comfy.utils.ProgressBar(steps)
+    def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
+        self._sizes, self._node_id, self._in_each = sizes, node_id, steps + len(classes)
+        self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
         self._began = time.perf_counter()
+        self._classes, self._inductor = classes, inductor
+        self._seen: list[str] = []
         self._size = ""
+        self._stepped = False
+        self._part = 0
         self._compiling: str | None = None
         self._graphs = 0
         self._ended = threading.Event()
@@ -46,24 +54,37 @@ class WarmupProgress:
         graphs = f"{self._graphs} graph{'s' * (self._graphs != 1)} compiled" if self._graphs else "nothing to compile"
         self._say("Stopped" if exc[0] is not None else "Warm", graphs)
 
-    def begin(self, label: str, index: int, done: int) -> None:
-        """A size begins: the `index`th from 0, when `done` steps of the sampler are over."""
+    def begin(self, label: str, index: int) -> None:
+        """A size begins: the `index`th from 0."""
         # Without "(latent_image)": the page has room for two lines.
         self._size = f"{label.partition(' (')[0]} ({index + 1} of {self._sizes})"
-        self._bar.update_absolute(done)
+        self._seen = []
+        self._part = 0
+        self._bar.update_absolute(index * self._in_each)
         self._tell()
 
     def step(self) -> None:
-        self._bar.update(1)
+        self._stepped = True
+        self._go_on()
 
-    def end(self, done: int) -> None:
+    def end(self, index: int) -> None:
         """A size is over, though it may have taken fewer steps, or none: it was warm."""
-        self._bar.update_absolute(done)
+        self._bar.update_absolute((index + 1) * self._in_each)
 
     def _on_compile(self, block: str | None) -> None:
         self._compiling = block
-        self._graphs += block is not None
+        if block is not None:
+            self._graphs += 1
+            if block not in self._seen:
+                self._seen.append(block)
+                self._go_on()
         self._tell()
+
+    def _go_on(self) -> None:
+        """A part more of this size, but for the last: a size may take more steps, and is not over before its end."""
+        if self._part < self._in_each - 1:
+            self._part += 1
+            self._bar.update(1)
 
     def _tick(self) -> None:
         """The seconds go on while PyTorch compiles on the other thread."""
@@ -72,7 +93,13 @@ class WarmupProgress:
 
     def _tell(self) -> None:
         block = self._compiling
-        self._say(self._size, f"compiling {block}, graph {self._graphs}" if block else "sampling")
+        if block is None:
+            how = "sampling" if self._stepped or self._seen else "loading the model"
+        elif self._inductor and not hasattr(sys.modules.get(COMPILER), "compile_fx"):
+            how = "loading the compiler"
+        else:
+            how = f"compiling {block} ({len(self._seen)} of {max(len(self._classes), len(self._seen))})"
+        self._say(self._size, how)
 
     def _say(self, what: str, how: str) -> None:
         send = _sender()

@@ -82,14 +82,14 @@ class _Warmup:
 
     def run(self, latents: _Latents, node_id: str | None) -> str:
         in_each = STEPS * ranges_of(self.conditioning)
-        total = len(latents) * in_each
-        with WarmupProgress(len(latents), total, node_id) as progress:
+        classes = list(dict.fromkeys(block.class_name for block in self.report.plan.blocks))
+        with WarmupProgress(len(latents), in_each, classes, self.settings.backend == "inductor", node_id) as progress:
             for index, (label, latent) in enumerate(latents):
                 raise_if_interrupted()
-                progress.begin(label, index, index * in_each)
+                progress.begin(label, index)
                 with warming():
                     self._at_size(label, latent, progress.step)
-                progress.end((index + 1) * in_each)
+                progress.end(index)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
         self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]

@@ -130,6 +130,7 @@ def test_usage_tells_what_lies_where(three):
 def test_the_limit_can_be_set(disk_cache, monkeypatch, given, gib):
     monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE_GIB", given)
     assert disk_cache.limit_in_bytes() == int(gib * 1024**3)
+    assert disk_cache.limit_in_bytes(7) == int((gib if given else 7) * 1024**3), "the variable goes before the setting"
 
 
 def test_the_name_of_a_folder_depends_on_the_structure_alone(engine, disk_cache):

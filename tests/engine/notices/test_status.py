@@ -58,6 +58,17 @@ def test_from_compiling_to_ready(node, clock):
     assert node.told[-1] == ("7", "ready", "ready: steps 25% faster (0.200 -> 0.150 s); 1 compiled since")
 
 
+def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, engine):
+    use = engine("notices.status").use_of(node.network)
+    run(node, clock, [0.2] * 2, eager=True)
+    run(node, clock, [0.1] * 5)
+    assert use.gained is None, "two steps say nothing"
+    run(node, clock, [0.2] * 3, eager=True)
+    run(node, clock, [0.1] * 6)
+    run(node, clock, [0.3] * 2)
+    assert use.gained == pytest.approx(5 * 0.1 - 0.1)
+
+
 def test_nothing_is_claimed_that_has_not_run(node, clock):
     node.group.stats.graphs = 1
     run(node, clock, [0.15] * 2)

@@ -1,0 +1,152 @@
+// A tab of the sidebar: what is compiled and what it has gained, and the cache on disk.
+import { app } from "/scripts/app.js";
+import { api } from "/scripts/api.js";
+import { say, wordsLoaded } from "./words.js";
+
+const EVERY = 2000; // milliseconds
+const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
+const STYLE = `
+  .torch-compile-kit { padding: 12px; font-size: 13px; line-height: 1.5; overflow: auto; height: 100%; user-select: text; }
+  .torch-compile-kit h3 { margin: 12px 0 4px; font-size: 14px; }
+  .torch-compile-kit .model { border: 1px solid var(--border-color, #555); border-radius: 6px; padding: 8px; margin: 6px 0; }
+  .torch-compile-kit .quiet { opacity: 0.7; overflow-wrap: anywhere; }
+  .torch-compile-kit button { margin: 6px 6px 0 0; padding: 3px 10px; cursor: pointer; border-radius: 4px;
+    border: 1px solid var(--border-color, #555); background: var(--comfy-input-bg, #333); color: inherit; }
+  .torch-compile-kit meter { width: 100%; }`;
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
+
+let element;
+let timer;
+let told = ""; // what the last button did
+
+function part(tag, text, className = "") {
+  const made = document.createElement(tag);
+  made.textContent = text;
+  made.className = className;
+  return made;
+}
+
+function bytes(count) {
+  const power = count > 0 ? Math.min(UNITS.length - 1, Math.floor(Math.log2(count) / 10)) : 0;
+  const value = count / 1024 ** power;
+  return `${Number(value.toFixed(value < 10 ? 1 : 0))} ${UNITS[power]}`;
+}
+
+async function ask(path, given) {
+  const sent = given && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(given) };
+  const answer = await api.fetchApi(`/torch-compile-kit/${path}`, sent);
+  return await answer.json();
+}
+
+function button(text, press) {
+  const made = part("button", text);
+  made.onclick = async () => {
+    made.disabled = true;
+    told = (await press()) ?? told;
+    await refresh();
+  };
+  return made;
+}
+
+function state(model) {
+  if (model.being_compiled.length) return ["compiling", say("compiling", model.being_compiled.join(", "))];
+  if (model.failures.length) return ["failed", say("failed", model.failures.map(({ block }) => block).join(", "))];
+  return model.graphs ? ["ready", say("ready")] : ["", say("nothingYet")];
+}
+
+function card(model) {
+  const made = part("div", "", "model");
+  const [name, text] = state(model);
+  const dot = part("span", "● ");
+  dot.style.color = COLORS[name] ?? "";
+  const title = part("b", model.name);
+  made.append(dot, title, ` ${text}`);
+  made.append(part("div", say("graphs", model.blocks, model.graphs, model.graphs_from_disk)));
+  if (model.sizes.length) made.append(part("div", say("sizes", model.sizes.join(", "))));
+  made.append(part("div", say("spent", model.compile_seconds.toFixed(0))));
+  if (model.seconds_gained !== null) {
+    const gained = model.seconds_gained;
+    made.append(part("div", say(gained < 0 ? "lost" : "gained", Math.abs(gained).toFixed(1))));
+  }
+  for (const { message } of model.failures) made.append(part("div", message, "quiet"));
+  if (name === "compiling") {
+    made.append(button(say("wait"), async () => ((await ask("wait", {})).waiting ? say("waiting") : say("ready"))));
+  }
+  return made;
+}
+
+const dialog = () => app.extensionManager.dialog;
+
+async function clear() {
+  if (!(await dialog().confirm({ title: say("clear"), message: say("clearSure") }))) return undefined;
+  return say("cleared", bytes((await ask("cache/clear", {})).removed));
+}
+
+async function save() {
+  const filename = await dialog().prompt({ title: say("save"), message: say("saveName"), defaultValue: "compile_cache" });
+  if (!filename) return undefined;
+  const { text, error } = await ask("cache/save", { filename });
+  return text ?? error;
+}
+
+function cacheOnDisk(cache) {
+  const made = part("div", "");
+  made.append(part("h3", say("cache")));
+  if (cache.error) return made.append(cache.error), made;
+  const meter = document.createElement("meter");
+  Object.assign(meter, { max: Math.max(cache.limit, 1), value: cache.bytes });
+  made.append(meter, part("div", say("used", bytes(cache.bytes), bytes(cache.limit), cache.entries.length)));
+  made.append(part("div", cache.folder, "quiet"), button(say("clear"), clear), button(say("save"), save));
+  if (cache.files.length) {
+    const files = document.createElement("select");
+    files.style.cssText = "max-width:100%; color:inherit; background:var(--comfy-input-bg, #333);";
+    files.append(...cache.files.map((file) => part("option", file)));
+    const load = button(say("load"), async () => (await ask("cache/load", { file: files.value })).text);
+    made.append(part("div", ""), files, load);
+  }
+  return made;
+}
+
+async function refresh() {
+  if (!element || element.querySelector("select:focus")) return; // somebody chooses
+  const [{ models }, cache] = await Promise.all([ask("report"), ask("cache")]);
+  if (!element) return;
+  const chosen = element.querySelector("select")?.value;
+  const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
+  const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
+  element.replaceChildren(part("h3", say("models")), ...known, cacheOnDisk(cache), part("div", told, "quiet"));
+  const files = element.querySelector("select");
+  if (files && cache.files.includes(chosen)) files.value = chosen;
+}
+
+function show(where) {
+  const style = part("style", STYLE);
+  element = part("div", "", "torch-compile-kit");
+  where.replaceChildren(style, element);
+  told = "";
+  clearInterval(timer);
+  timer = setInterval(() => (element?.isConnected ? refresh() : hide()), EVERY);
+  wordsLoaded().then(refresh);
+}
+
+function hide() {
+  clearInterval(timer);
+  element = undefined;
+}
+
+app.registerExtension({
+  name: "torch-compile-kit.panel",
+
+  async setup() {
+    await wordsLoaded();
+    app.extensionManager?.registerSidebarTab?.({
+      id: "torch-compile-kit",
+      icon: "pi pi-bolt",
+      title: "Torch Compile",
+      tooltip: say("panel"),
+      type: "custom",
+      render: show,
+      destroy: hide,
+    });
+  },
+});

@@ -1,0 +1,60 @@
+// The pack's own page in ComfyUI's settings; names and tooltips are in locales/LANGUAGE/settings.json.
+import { app } from "/scripts/app.js";
+import { api } from "/scripts/api.js";
+
+const GROUP = ["Torch Compile Kit", "Torch Compile Kit"];
+const LIMIT = "TorchCompileKit.CacheGiB"; // engine/host/model/user_folder.py
+const COMPILE = "TorchCompileKit.Compile";
+const NOTICES = "TorchCompileKit.Notices";
+const BACKGROUND = "in the background";
+
+const valueOf = (id) => app.extensionManager?.setting?.get(id);
+export const showsNotices = () => valueOf(NOTICES) !== false;
+
+function limitCache(gib, before) {
+  if (before === undefined || gib === before) return; // the page has loaded: the server has read it by itself
+  api.fetchApi("/torch-compile-kit/cache/limit", {
+    method: "POST",
+    headers: { "Content-Type": "application/json" },
+    body: JSON.stringify({ gib }),
+  });
+}
+
+app.registerExtension({
+  name: "torch-compile-kit.settings",
+
+  settings: [
+    {
+      id: NOTICES,
+      category: [...GROUP, "Notices"],
+      name: "Tell when something was compiled while sampling",
+      type: "boolean",
+      defaultValue: true,
+    },
+    {
+      id: COMPILE,
+      category: [...GROUP, "Compile"],
+      name: "New Torch Compile Model nodes compile",
+      type: "combo",
+      options: [BACKGROUND, "at once"],
+      defaultValue: BACKGROUND,
+    },
+    {
+      id: LIMIT,
+      category: [...GROUP, "Cache"],
+      name: "Size limit of the cache on disk, in GiB",
+      tooltip: "What was not used for longest goes. The environment variable TORCH_COMPILE_KIT_CACHE_GIB goes before it.",
+      type: "number",
+      attrs: { min: 0, max: 1024, step: 1 },
+      defaultValue: 2,
+      onChange: limitCache,
+    },
+  ],
+
+  // Of a workflow that is loaded the values come afterwards.
+  nodeCreated(node) {
+    if (node.comfyClass !== "TorchCompileKitModel") return;
+    const widget = node.widgets?.find((found) => found.name === "compile");
+    if (widget) widget.value = valueOf(COMPILE) ?? BACKGROUND;
+  },
+});
