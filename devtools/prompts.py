@@ -5,7 +5,8 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ROOT / "workflows" / "flux_torch_compile.json"
+SHIPPED = ROOT / "workflows" / "Flux with Torch Compile and warmup.json"
+TEMPLATES = sorted(SHIPPED.parent.glob("*.json"))
 KIT = "TorchCompileKit"
 MODEL_NODE = KIT + "Model"
 WARMUP_NODE = KIT + "Warmup"
@@ -16,7 +17,7 @@ MODEL_FILES = {
     "clip_l": "text_encoders/tiny-clip-l.safetensors",
     "flux_vae": "vae/tiny-flux-vae.safetensors",
 }
-WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"}
+WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 NOT_EXECUTED = {"Note", "MarkdownNote"}
 
 

@@ -59,7 +59,7 @@ def test_the_zip_holds_what_a_user_needs_and_no_more(checkout):
     assert "js/node_report.js" in names and "js/docs/TorchCompileKitBenchmark.md" in names
     assert {"locales/en/nodeDefs.json", "locales/ja/nodeDefs.json", "locales/zh-TW/main.json"} <= set(names)
     assert "js/docs/TorchCompileKitModel/ja.md" in names
-    assert "workflows/flux_torch_compile.json" in names and "js/docs/TorchCompileKitModel.md" in names
+    assert "workflows/Flux with Torch Compile and warmup.json" in names and "js/docs/TorchCompileKitModel.md" in names
     unwanted = [n for n in names if n.startswith(("tests/", "devtools/", "benchmarks/", ".ci/", ".git")) or n == "dev.py"]
     assert not unwanted
 

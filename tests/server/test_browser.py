@@ -317,3 +317,51 @@ def test_the_settings_of_the_pack(page, prompt):
         page.js("() => app.extensionManager.setting.set('TorchCompileKit.CacheGiB', 2)")
         page.js("() => app.extensionManager.setting.set('TorchCompileKit.Compile', 'in the background')")
         page.window.wait_for_timeout(500)
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+@pytest.mark.parametrize("name", [file.stem for file in prompts.TEMPLATES])
+def test_a_template_opens_and_lacks_only_models(page, name):
+    """They are offered for download."""
+    templates = page.server.get("/workflow_templates")
+    (module,) = [module for module, names in templates.items() if name in names]
+    page.js(
+        """async ([module, name]) => {
+            const answer = await fetch(`/api/workflow_templates/${module}/${encodeURIComponent(name)}.json`);
+            await app.loadGraphData(await answer.json(), true, true, name);
+        }""",
+        [module, name],
+    )
+    page.window.wait_for_timeout(2000)
+    if PICTURES:
+        page.window.screenshot(path=Path(PICTURES) / f"template {name}, as it opens.png")
+    nodes = page.js("() => app.graph._nodes.map((node) => [node.type, !!node.has_errors, !!node.properties.models])")
+    assert "TorchCompileKitModel" in [kind for kind, _, _ in nodes]
+    assert not [kind for kind, lacks, offered in nodes if lacks and not offered]
+    assert page.window.get_by_text("missing node", exact=False).count() == 0
+    page.window.keyboard.press("Escape")
+    page.window.keyboard.press("Escape")
+    page.js("() => app.canvas.fitViewToSelectionAnimated?.()")
+    page.window.wait_for_timeout(800)
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+def test_the_blueprint_is_found_and_placed(page):
+    page.js("() => app.graph.clear()")
+    box = page.window.get_by_role("combobox", name="Add a node...")
+    for _try in range(20):
+        page.window.mouse.dblclick(500, 700)
+        page.window.wait_for_timeout(1000)
+        if box.count():
+            break
+    box.fill("compiled and warm")
+    found = page.window.get_by_role("option").filter(has_text="Model, compiled and warm").first
+    found.wait_for()
+    found.click()
+    page.window.wait_for_timeout(500)
+    inside = page.js("() => app.graph._nodes.flatMap((node) => (node.subgraph?.nodes ?? []).map((inner) => inner.type))")
+    if not inside:  # it hangs on the pointer until it is dropped
+        page.window.mouse.click(600, 400)
+        page.window.wait_for_timeout(500)
+        inside = page.js("() => app.graph._nodes.flatMap((node) => (node.subgraph?.nodes ?? []).map((inner) => inner.type))")
+    assert sorted(inside) == ["TorchCompileKitModel", "TorchCompileKitWarmup"]

@@ -107,13 +107,28 @@ def test_only_what_reports_is_an_output_node_and_has_an_optional_latent(object_i
         assert object_info[node]["input_order"]["optional"] == ["latent_image"]
 
 
-def test_shipped_workflow_holds_a_value_the_server_accepts_for_each_widget(object_info):
-    api = prompts.to_api(prompts.load(), object_info)
-    for node in api.values():
-        for name, kind, options in prompts.inputs_in_order(object_info[node["class_type"]]):
-            value = node["inputs"].get(name)
-            if kind == "COMBO" and not str(value).endswith(".safetensors"):
-                assert value in options["options"]
+@pytest.mark.parametrize("template", prompts.TEMPLATES, ids=lambda file: file.stem)
+def test_a_template_holds_a_value_the_server_accepts_and_says_where_its_models_are(object_info, template):
+    workflow = prompts.load(template)
+    api = prompts.to_api(workflow, object_info)
+    for node in workflow["nodes"]:
+        if str(node["id"]) not in api:
+            continue
+        offered = {model["name"]: model for model in node["properties"].get("models", [])}
+        given = api[str(node["id"])]["inputs"]
+        for name, kind, options in prompts.inputs_in_order(object_info[node["type"]]):
+            assert name in given or name in object_info[node["type"]]["input_order"].get("optional", []), (node["type"], name)
+            value = given.get(name)
+            if str(value).endswith(".safetensors"):
+                model = offered.pop(value)
+                assert model["url"].startswith("https://") and model["url"].endswith(value) and model["directory"]
+            elif kind == "COMBO" and value is not None:
+                assert value in options["options"], (node["type"], name)
+            elif kind in ("INT", "FLOAT"):
+                assert options.get("min", value) <= value <= options.get("max", value), (node["type"], name)
+        assert not offered
+    assert template.with_suffix(".jpg").is_file(), "no thumbnail"
+    assert next(node for node in workflow["nodes"] if node["type"] == "MarkdownNote")["widgets_values"][0]
 
 
 def test_shipped_workflow_runs_and_reports(server, shipped):
