@@ -123,3 +123,30 @@ def _noticed(sessions: Sessions, key: tuple) -> str:
     if not pairs or any("steps" not in of_eager for _, of_eager in pairs):
         return "-"
     return str(sum(s > NOTICED * statistics.median(other["steps"]) for row, other in pairs for s in row["steps"]))
+
+
+PACKS = {"eager": "nothing", "core": "core", "kjnodes": "KJNodes", "wanvideowrapper": "WanVideoWrapper", "ours": "ours"}
+
+
+def first_minutes_table() -> str:
+    """What a newcomer does, waits for and is told, with each pack."""
+    found, sources = rows("first minutes")
+    of = {row["variant"]: row for row in found}
+    columns = [
+        "",
+        "nodes to add",
+        "links to draw",
+        "inputs shown, all",
+        "first image, s",
+        "next",
+        "new size",
+        "again",
+        "told then",
+    ]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for variant, name in PACKS.items():
+        row = of[variant]
+        seconds = [f"{row['seconds'][prompt]:.1f}" if row["seconds"] else "-" for prompt in ("first", "next", "size", "again")]
+        counts = [str(row["nodes"]), str(row["links"]), f"{row['inputs_shown']}, {row['inputs']}"]
+        lines.append(f"| {' | '.join([name, *counts, *seconds, row['told']])} |")
+    return "\n".join([*lines, "", *sources])

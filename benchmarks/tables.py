@@ -138,6 +138,9 @@ EXCEPTIONS = {
 
 COMPATIBILITY = """# Compatibility
 
+{matrix}
+
+## Models
 {count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
 backend, fp32, `dynamic` = auto) and compared with eager by `tests/host/test_sweep.py`. Other shapes: two more sizes, another
 prompt length, batches of 1 and 3. The promise is one graph a group at the first shape, one more for all others, none when all
@@ -154,7 +157,8 @@ Blocks that are "not called" are for other inputs, or run once before the sampli
 def compatibility() -> str:
     rows_ = outcomes()
     broken = [f"- {o['name']}: {EXCEPTIONS[o['name']]}" for o in rows_ if not keeps_promise(o)]
-    text = COMPATIBILITY.format(count=len(rows_), kept=len(rows_) - len(broken), exceptions="\n".join(broken))
+    kept, exceptions = len(rows_) - len(broken), "\n".join(broken)
+    text = COMPATIBILITY.format(matrix=matrix_table(), count=len(rows_), kept=kept, exceptions=exceptions)
     return text + compatibility_table() + "\n"
 
 
@@ -169,9 +173,11 @@ def replace(text: str, name: str, table: str) -> str:
 PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
 # In the middle of a line.
 INLINE = {"set-ups": lambda: str(len(outcomes()))}
-README = {"sessions": session_tables.sessions_table, "low vram": low_vram_table, "compatibility": matrix_table, **INLINE}
+README = {"sessions": session_tables.sessions_table, **INLINE}
 FIGURES = {
     "prompts": session_tables.prompts_table,
+    "first minutes": session_tables.first_minutes_table,
+    "low vram": low_vram_table,
     "step time": step_time_table,
     "kernels": details.kernels_table,
     "cold": details.cold_table,

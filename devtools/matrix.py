@@ -78,7 +78,7 @@ def record(junit, python, host, part, command):
     merge(RESULTS, run)
     print(
         f"{RESULTS.relative_to(ROOT)}: ComfyUI {version}, PyTorch {run['torch']}, {part}: {run['passed']} passed, "
-        f"{len(run['failed'])} failed, {sum(run['skipped'].values())} skipped. README: python -m benchmarks.tables"
+        f"{len(run['failed'])} failed, {sum(run['skipped'].values())} skipped. Table: python -m benchmarks.tables"
     )
 
 

@@ -112,6 +112,7 @@ async function refresh() {
   const [{ models }, cache] = await Promise.all([ask("report"), ask("cache")]);
   if (!element) return;
   const chosen = element.querySelector("select")?.value;
+  if (told === say("waiting") && !models.some((model) => model.being_compiled.length)) told = "";
   const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
   const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
   element.replaceChildren(part("h3", say("models")), ...known, cacheOnDisk(cache), part("div", told, "quiet"));

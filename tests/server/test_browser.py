@@ -297,6 +297,7 @@ def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
     page.until_ended(before)
     model = page.server.get("/torch-compile-kit/report")["models"][-1]
     assert not model["being_compiled"] and model["graphs"] >= 2 and "64x64" in model["sizes"], model
+    assert model["seconds_gained"] is None or abs(model["seconds_gained"]) < model["compile_seconds"], "waiting is no step"
 
 
 @pytest.mark.parametrize("page", ["classic"], indirect=True)

@@ -50,10 +50,10 @@ class BlockCompiler:
         code, graphs = code_of(network), graphs_of(network)
         options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
         self.status.begins(network, options.get("sigmas"), args[0].shape)  # the sampler's object: one a step
-        before = code.eager_calls, monitor.compilations, graphs.captures
+        before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
         result = self._call(executor, *args, **kwargs)
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
-        self.status.ends(eager_calls > before[0], tuple(other) != before[1:])
+        self.status.ends(eager_calls > before[0], waits or tuple(other) != before[1:])
         sizes, shape = use_of(network).sizes, args[0].shape
         if eager_calls == before[0] and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
