@@ -6,7 +6,6 @@ import { offer } from "./node_report.js";
 import { showsNotices } from "./settings.js";
 
 const isWarmup = (node) => node?.comfyClass === "TorchCompileKitWarmup";
-const SIZE = /Add (\d+x\d+(?:x\d+)?(?: batch \d+)?) to extra_sizes/; // engine/notices/explain.py
 
 app.registerExtension({
   name: "torch-compile-kit.compile-notice",
@@ -15,12 +14,11 @@ app.registerExtension({
     const shown = new Map(); // one for a model
     const { toast } = app.extensionManager;
 
-    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text } }) => {
+    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size } }) => {
       const notice = { severity: "warn", summary: `Torch Compile Kit: ${model}`, detail: text };
       if (shown.has(model)) toast.remove(shown.get(model));
       shown.set(model, notice);
       if (showsNotices()) toast.add(notice);
-      const size = SIZE.exec(text)?.[1];
       if (size) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
     });
     // What did not run, since nothing in front of it has changed, is reported as executed too.

@@ -46,10 +46,9 @@ function show(node, text) {
   if (node.torchCompileKitShown === `${size} ${whole}`) return;
   node.torchCompileKitShown = `${size} ${whole}`;
   const [above, ...details] = whole.split(RULE);
-  if (node.comfyClass === BENCHMARK) {
-    const [first, ...rest] = above.split("\n");
-    element.replaceChildren(headline(first), rest.join("\n"));
-  } else element.textContent = above;
+  const [first, ...rest] = above.split("\n");
+  if (node.comfyClass === BENCHMARK && rest.length) element.replaceChildren(headline(first), rest.join("\n"));
+  else element.textContent = above;
   if (size) element.append(adding(node, size));
   if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;

@@ -5,9 +5,9 @@ import sys
 
 from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
-from ..engine.host.model.user_folder import get_ready, get_ready_again
+from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
 from ..engine.notices import recompile_log as watch
-from ..engine.notices import status
+from ..engine.notices import status, words
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
 from .cache_routes import post, register_cache_routes
@@ -50,8 +50,8 @@ def register_routes() -> None:
 
     post(server.routes, "/torch-compile-kit/wait", wait)
 
-    def tell_page(model: str, sentence: str) -> None:
-        server.send_sync(EVENT, {"model": model, "text": sentence})
+    def tell_page(model: str, sentence: str, size: str | None) -> None:
+        server.send_sync(EVENT, {"model": model, "text": sentence, "size": size})
 
     def tell_node(node: str, state: str, line: str) -> None:
         server.send_sync(STATUS, {"node": node, "state": state, "text": line})
@@ -74,7 +74,9 @@ def register_routes() -> None:
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued that will wait for compiling: get ready while its models load. Returns the request unchanged."""
+    """When a prompt is queued: speak the page's language, and, if it will wait for compiling, get ready while its models load.
+    Returns the request unchanged."""
+    words.speak(users_settings().get("Comfy.Locale"))
     prompt = request.get("prompt") if isinstance(request, dict) else None
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
     warms = any(node.get("class_type") == WARMS for node in nodes)

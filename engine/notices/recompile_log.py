@@ -14,7 +14,8 @@ from ..compile.stats import CompileStats
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .call_info import CallInfo
-from .explain import cause
+from .explain import cause, missing_size
+from .words import say
 
 logger = logging.getLogger("torch-compile-kit")
 NOTICES_KEPT = 20
@@ -47,30 +48,29 @@ class Watch:
         self.told = [(other, sentence) for other, sentence in self.told if other != info]
         self._know(info, settings)
 
-    def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> str | None:
-        """A sentence when a run compiled something that a warmup could have done.
+    def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> tuple[str, str | None] | None:
+        """A sentence, and a size that the warmup lacks, when a run compiled something that a warmup could have done.
 
         Args:
             settings, dynamic: of Torch Compile Model, and the input of that name.
         """
-        sentence, parts = None, info.parts()
+        told, size, parts = None, None, info.parts()
         if added.graphs:
-            sentence = f"{added.graphs} graph{'s' * (added.graphs != 1)} compiled while sampling ({added.seconds:.1f} s): "
             if not self.known:
-                sentence += "the first run. Torch Compile Warmup does this beforehand."
+                why = say("firstRun")
             elif not self.known.get(settings):
-                sentence += (
-                    "the first run with these settings of Torch Compile Model, which have code of their own. "
-                    "Torch Compile Warmup does this beforehand."
-                )
+                why = say("firstSettings")
             else:
                 guard = added.recompiles[-1].guard if added.recompiles else ""
                 known = self.known[settings]
                 nearest = min(known, key=lambda one: sum(a != b for a, b in zip(one.parts(), parts, strict=True)))
-                sentence += cause(nearest, info, dynamic, self.warmed, guard)
+                why = cause(nearest, info, dynamic, self.warmed, guard)
+                size = missing_size(nearest, info) if self.warmed else None
+            sentence = say("while1" if added.graphs == 1 else "while", added.graphs, f"{added.seconds:.1f}", why)
             self.told = [*self.told, (info, sentence)][-NOTICES_KEPT:]
+            told = sentence, size
         self._know(info, settings)
-        return sentence
+        return told
 
     @property
     def notices(self) -> list[str]:
@@ -85,7 +85,7 @@ class Watch:
 
 _state = threading.local()
 # Who wants to know besides the log: the page.
-listeners: list[Callable[[str, str], None]] = []
+listeners: list[Callable[[str, str, str | None], None]] = []
 
 
 # What a model has been compiled for.
@@ -112,8 +112,8 @@ def report_compilation(model: nn.Module, name: str, info: CallInfo, added: Compi
     if is_warming():
         watch_of(model).note_warming(info, settings.settings_key())
         return
-    sentence = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
-    if sentence:
-        logger.warning("%s: %s", name, sentence)
+    told = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
+    if told is not None:
+        logger.warning("%s: %s", name, told[0])
         for listener in listeners:
-            listener(name, sentence)
+            listener(name, *told)

@@ -15,6 +15,7 @@ from ..compile.stats import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 from .status import use_of
+from .words import say
 
 # Between what a person reads and the details.
 RULE = "-" * 24  # js/node_report.js folds what is below
@@ -81,26 +82,25 @@ class CompileReport:
 
     def _outcome(self) -> str:
         sizes = [size.label.partition(" (")[0].removesuffix(" batch 1") for size in self.sizes]
-        named = ", ".join(sizes[:SIZES_NAMED]) + (f" and {len(sizes) - SIZES_NAMED} more" if len(sizes) > SIZES_NAMED else "")
+        named = ", ".join(sizes[:SIZES_NAMED])
+        if len(sizes) > SIZES_NAMED:
+            named = say("more", named, len(sizes) - SIZES_NAMED)
         graphs, from_disk = (sum(getattr(size.added, name) for size in self.sizes) for name in ("graphs", "from_disk"))
         seconds = sum(size.added.seconds for size in self.sizes)
         if self.groups and all(group.failure for group in self.groups):
-            return f"Nothing could be compiled: {named} runs as without this pack."
+            return say("nothingCompiled", named)
         if not graphs:
-            done = "Nothing had to be compiled."
+            done = say("nothingToDo")
         elif from_disk >= graphs:
-            done = f"Read from disk in {seconds:.0f} s, nothing was compiled."
+            done = say("readFromDisk", f"{seconds:.0f}")
         else:
-            done = f"Compiled in {seconds:.0f} s{f', {from_disk} of {graphs} graphs read from disk' if from_disk else ''}."
-        return f"Ready for {named}: images start without waiting. {done}"
+            taken = f"{seconds:.0f}"
+            done = say("compiledInSome", taken, from_disk, graphs) if from_disk else say("compiledIn", taken)
+        return say("readyFor", named, done)
 
     def _to_do(self) -> list[str]:
         lines = [group.failure.message() for group in self.groups if group.failure]
-        lines += [
-            f"{group.class_name}: cache_limit reached, new shapes run eager. Set dynamic to auto, or raise cache_limit."
-            for group in self.groups
-            if group.limit_reached
-        ]
+        lines += [say("limitReached", group.class_name) for group in self.groups if group.limit_reached]
         return list(dict.fromkeys(lines))
 
     def _block_lines(self) -> list[str]:

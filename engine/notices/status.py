@@ -13,6 +13,7 @@ from torch import nn
 
 from ..compile.registry import code_of
 from ..per_model import PerModel
+from .words import say
 
 # Steps that are looked back at, and the fewest that say anything.
 KEPT, FEWEST = 40, 3
@@ -57,12 +58,12 @@ class Steps:
             return ""
         now = statistics.median(self.fast)
         if len(self.uncompiled) < FEWEST:
-            return f"{now:.3f} s a step"
+            return say("aStep", f"{now:.3f}")
         before = statistics.median(self.uncompiled)
         saved = 1 - now / before
         if abs(saved) < SAME:
-            return f"steps as fast as before, {now:.3f} s"
-        return f"steps {abs(saved):.0%} {'faster' if saved > 0 else 'slower'} ({before:.3f} -> {now:.3f} s)"
+            return say("asFast", f"{now:.3f}")
+        return say("faster" if saved > 0 else "slower", f"{abs(saved):.0%}", f"{before:.3f}", f"{now:.3f}")
 
 
 class Status:
@@ -134,18 +135,19 @@ class Status:
         making = list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled))
         if making:
             self._making_since = self._making_since or time.monotonic()
-            return "compiling", f"compiling {', '.join(making)}, {time.monotonic() - self._making_since:.0f} s; images go on"
+            return "compiling", say("compiling", ", ".join(making), f"{time.monotonic() - self._making_since:.0f}")
         self._making_since = None
         graphs = sum(group.stats.graphs for group in groups)
         failed = list(dict.fromkeys(group.class_name for group in groups if group.failure))
         if failed:
-            return "failed", f"{', '.join(failed)} runs uncompiled; the log says why"
+            return "failed", say("runsUncompiled", ", ".join(failed))
         if not graphs:
             return None
         self._graphs_when_ready = self._graphs_when_ready or graphs
         more = graphs - self._graphs_when_ready
-        words = [self._steps.get(self._shape, Steps()).in_words(), f"{more} compiled since" if more else ""]
-        return "ready", ": ".join(filter(None, ["ready", "; ".join(filter(None, words))]))
+        words = [self._steps.get(self._shape, Steps()).in_words(), say("since", more) if more else ""]
+        details = "; ".join(filter(None, words))
+        return "ready", say("readyBut", details) if details else say("ready")
 
 
 statuses: weakref.WeakValueDictionary[str, Status] = weakref.WeakValueDictionary()

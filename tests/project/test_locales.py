@@ -12,6 +12,7 @@ from devtools import locales
 
 DOCS = ROOT / "js" / "docs"
 HELP_LANGUAGES = ("ja", "zh")
+REPORT = "report.json"
 PAGES = sorted(DOCS.glob("*.md"))
 MODE = "nodeDefs.json/TorchCompileKitModel/inputs/mode/tooltip"
 
@@ -34,7 +35,10 @@ def test_english_is_what_the_schemas_say(schemas):
 
 def test_the_languages_are_the_known_ones():
     assert {folder.name for folder in locales.FOLDER.iterdir()} == {"en", *locales.LANGUAGES}
-    assert all({file.name for file in f.iterdir()} == set(locales.FILES) for f in locales.FOLDER.iterdir())
+    assert all(
+        {file.name for file in f.iterdir()} == set(locales.FILES) | ({REPORT} if f.name in ("en", *HELP_LANGUAGES) else set())
+        for f in locales.FOLDER.iterdir()
+    )
 
 
 @pytest.mark.parametrize("language", locales.LANGUAGES)
@@ -170,3 +174,39 @@ def test_each_setting_has_its_texts():
     shown = locales.read("en")["settings.json"]
     assert {name.replace(".", "_") for name in re.findall(r'"(TorchCompileKit\.\w+)"', script)} == set(shown)
     assert all(f'name: "{texts["name"]}"' in script for texts in shown.values())
+
+
+def report(language):
+    return json.loads((locales.FOLDER / language / REPORT).read_text(encoding="utf-8"))
+
+
+def test_each_sentence_of_reports_is_there_and_no_other():
+    rooms = [ROOT / "engine" / "notices", ROOT / "engine" / "host" / "nodes"]
+    code = "\n".join(file.read_text(encoding="utf-8") for room in rooms for file in room.glob("*.py"))
+    code = re.sub(r"\s+", " ", code)
+    said = {key for call in re.findall(r"\bsay\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
+    assert said - {"en"} == set(report("en"))
+
+
+@pytest.mark.parametrize("language", HELP_LANGUAGES)
+def test_reports_speak_the_language(language):
+    english, translated = report("en"), report(language)
+    assert set(translated) == set(english)
+    for key, text in translated.items():
+        assert Counter(re.findall(r"%\d", text)) == Counter(re.findall(r"%\d", english[key])), key
+        assert key in ("cure", "or", "details") or not text.isascii(), key
+        for name in ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "auto", "true"):
+            assert locales.names(english[key], name) == locales.names(text, name), (key, name)
+
+
+@pytest.mark.parametrize(
+    ("language", "expected"), [("ja", "準備完了"), ("de", "ready"), ("../x", "ready"), (None, "ready"), (7, "ready")]
+)
+def test_a_language_that_is_not_there_is_english(engine, language, expected):
+    words = engine("notices.words")
+    words.speak(language)
+    try:
+        assert words.say("ready") == expected and words.say("since", 2).replace(" ", "") != ""
+    finally:
+        words.speak(words.ENGLISH)
+    assert words.say("since", 2) == "2 compiled since"

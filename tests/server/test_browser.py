@@ -253,8 +253,12 @@ def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt, reque
 @pytest.mark.parametrize("page", ["nodes 2.0"], indirect=True)
 def test_a_japanese_page_shows_japanese(page, prompt):
     page.open(Locale="ja")
-    page.load(only_model(prompt))
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
     page.window.get_by_text("Torch Compile モデル").first.wait_for()
+    assert page.text("Warmup") == "ウォームアップ後、ここにレポートが表示されます。"
+    page.js("() => app.queuePrompt(0)")
+    page.until("() => kit.text('Warmup').startsWith('128x128 の準備ができました')")
+    page.until("() => kit.text('Model').startsWith('準備完了')")
 
 
 def open_panel(page):

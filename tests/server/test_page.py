@@ -25,11 +25,12 @@ const app = {
 };
 const document = { createElement: () => ({
   style: {},
+  replaceChildren(...parts) { this.textContent = ""; this.append(...parts); },
   append(...parts) { this.textContent = (this.textContent ?? "") + parts.map((part) => part.textContent ?? part).join("|"); },
 }) };
 const requestAnimationFrame = () => {};
 const created = (id, comfyClass) => {
-  const node = nodes[id] = { comfyClass, widgets: [], size: [200, 100] };
+  const node = nodes[id] = { comfyClass, widgets: [], size: [200, 100], setSize(size) { this.size = size; } };
   node.addDOMWidget = (name, type, element) => (node.widgets.push({ name, element }), node.widgets.at(-1));
   extension.nodeCreated(node);
   return node;
@@ -89,9 +90,9 @@ def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(
         const node = {{ comfyClass: "TorchCompileKitWarmup", widgets: [sizes], size: [1, 1] }};
         node.addDOMWidget = (name, type, element) => (node.widgets.push({{ name, element }}), node.widgets.at(-1));
         app.graph.nodes = [{{ comfyClass: "KSampler" }}, {{ subgraph: {{ nodes: [node] }} }}];
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "width changed. Set dynamic to true." }});
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "cfg changed.", size: null }});
         said.push(parts.length);
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed. Add {size} to extra_sizes." }});
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "{size}" }});
         said.push(parts.length, parts[0].textContent);
         parts[0].onclick();
         said.push(sizes.value, parts.length, node.torchCompileKitSize ?? null);
@@ -335,3 +336,13 @@ def test_presets_are_settings_of_the_node_and_in_its_help(engine):
         engine("settings").CompileSettings(**preset["sets"])
         sets = ", ".join(f"{name} `{value}`" for name, value in preset["sets"].items()) or "-"
         assert f"| {group} | {preset['name']} | {sets} |" in help_page
+
+
+def test_a_benchmark_begins_with_its_result_in_a_node_that_is_wide_enough():
+    scene = """
+        const node = created("3", "TorchCompileKitBenchmark");
+        said.push(node.size[0]);
+        node.onExecuted({ text: ["1.34x as fast\\nFlux\\n  a  b"] });
+        said.push(text(node));
+    """
+    assert play("node_report.js", scene) == [520, "1.34x as fast|Flux\n  a  b"]

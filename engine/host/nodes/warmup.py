@@ -9,6 +9,7 @@ from ...compile.binding import modules_at
 from ...compile.registry import code_of
 from ...notices.recompile_log import warming, watch_of
 from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
+from ...notices.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
 from ...warmup.plan import Size
@@ -92,7 +93,7 @@ class _Warmup:
                 progress.end(index)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
-        self.report.notes += [f"Compiled outside the warmup: {sentence}" for sentence in watch_of(self.model).notices]
+        self.report.notes += [say("outside", sentence) for sentence in watch_of(self.model).notices]
         return self.report.text()
 
     def _at_size(self, label: str, latent: dict, on_step: Callable[[], None]) -> None:

@@ -176,14 +176,15 @@ def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
 
 def test_the_page_is_told(watched, engine):
     heard = []
-    engine("notices.recompile_log").listeners.append(lambda name, sentence: heard.append((name, sentence)))
+    engine("notices.recompile_log").listeners.append(lambda name, sentence, size: heard.append((name, sentence, size)))
     try:
         runs = watched()
         runs.warm()
         runs.said(width=96)
     finally:
         engine("notices.recompile_log").listeners.pop()
-    assert [name for name, _ in heard] == ["Flux"] and "width changed" in heard[0][1]
+    ((name, sentence, size),) = heard
+    assert name == "Flux" and "width changed" in sentence and size == "96x64"
 
 
 def test_many_runs_after_one_warmup_add_nothing(watched):

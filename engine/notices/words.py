@@ -1,0 +1,34 @@
+"""Sentences for people in their language: locales/LANGUAGE/report.json, English where there is none."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "locales"
+ENGLISH = "en"
+_spoken = [ENGLISH]
+
+
+def speak(language: object) -> None:
+    """From now on in that language: what ComfyUI's setting `Comfy.Locale` is."""
+    _spoken[0] = language if isinstance(language, str) else ENGLISH
+
+
+def say(key: str, *values: object) -> str:
+    """A sentence, or a part of one, with `values` in the places of %1, %2.
+
+    Raises:
+        KeyError: there is none of that key.
+    """
+    text = _texts(_spoken[0]).get(key) or _texts(ENGLISH)[key]
+    for index, value in enumerate(values, 1):
+        text = text.replace(f"%{index}", str(value))
+    return text
+
+
+@functools.cache
+def _texts(name: str) -> dict[str, str]:
+    file = FOLDER / Path(name).name / "report.json"
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
