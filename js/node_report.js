@@ -7,6 +7,7 @@ import { say, wordsLoaded } from "./words.js";
 const MODEL = "TorchCompileKitModel";
 const BENCHMARK = "TorchCompileKitBenchmark";
 const WIDE = 520; // pixels: its table has columns, its plot text
+const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
 // Node id: the key of what stands there before the first run.
 const PLACEHOLDERS = {
@@ -103,6 +104,13 @@ function fit(node, widget) {
   });
 }
 
+// For the plot, once.
+function makeRoom(node) {
+  if (node.torchCompileKitRoom) return;
+  node.torchCompileKitRoom = true;
+  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1] + PLOT)]);
+}
+
 // Lines above a node's text.
 export function warn(node, lines) {
   node.torchCompileKitWarnings = lines;
@@ -153,15 +161,13 @@ app.registerExtension({
   nodeCreated(node) {
     if (!(node.comfyClass in PLACEHOLDERS)) return;
     reportWidget(node).serialize = false;
-    if (node.comfyClass === BENCHMARK) {
-      reportWidget(node).element.style.whiteSpace = "pre";
-      node.setSize([Math.max(node.size[0], WIDE), node.size[1]]);
-    }
+    if (node.comfyClass === BENCHMARK) node.setSize([Math.max(node.size[0], WIDE), node.size[1]]);
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
       running.delete(this);
       if (output?.text) show(this, output.text.join("\n"));
+      if (output?.images && this.comfyClass === BENCHMARK) setTimeout(() => makeRoom(this), 500); // the image is there
     };
   },
 });

@@ -1,6 +1,7 @@
 """The pack in ComfyUI's page, as a person has it: headless Chromium, in the classic renderer and in Nodes 2.0."""
 
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -288,6 +289,7 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt, req
     assert not left.exists()
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("page", ["classic"], indirect=True)
 def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
     """With inductor, which takes a while."""
@@ -302,6 +304,19 @@ def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
     model = page.server.get("/torch-compile-kit/report")["models"][-1]
     assert not model["being_compiled"] and model["graphs"] >= 2 and "64x64" in model["sizes"], model
     assert model["seconds_gained"] is None or abs(model["seconds_gained"]) < model["compile_seconds"], "waiting is no step"
+
+
+def test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown(page, prompt):
+    page.load(prompts.with_benchmark(prompt, steps=4))
+    page.run()
+    text = page.text("Benchmark")
+    assert re.match(r"[\d.]+x as fast|Slower: [\d.]+x the time|No clear difference|Too noisy: repeat", text), text
+    assert "a step, median" in text
+    assert page.js("() => kit.node('Benchmark').size[0]") >= 520
+    page.until("() => kit.node('Benchmark').imgs?.length || document.querySelector('img[src*=torch_compile], img[src*=temp]')")
+    page.until("() => kit.node('Benchmark').size[1] > 700")
+    page.js("() => app.canvas.centerOnNode(kit.node('Benchmark'))")
+    page.window.wait_for_timeout(500)
 
 
 @pytest.mark.parametrize("page", ["classic"], indirect=True)
@@ -325,29 +340,25 @@ def test_the_settings_of_the_pack(page, prompt):
 
 
 @pytest.mark.parametrize("page", ["classic"], indirect=True)
-@pytest.mark.parametrize("name", [file.stem for file in prompts.TEMPLATES])
-def test_a_template_opens_and_lacks_only_models(page, name):
+def test_templates_open_and_lack_only_models(page):
     """They are offered for download."""
-    templates = page.server.get("/workflow_templates")
-    (module,) = [module for module, names in templates.items() if name in names]
-    page.js(
-        """async ([module, name]) => {
-            const answer = await fetch(`/api/workflow_templates/${module}/${encodeURIComponent(name)}.json`);
-            await app.loadGraphData(await answer.json(), true, true, name);
-        }""",
-        [module, name],
-    )
-    page.window.wait_for_timeout(2000)
-    if PICTURES:
-        page.window.screenshot(path=Path(PICTURES) / f"template {name}, as it opens.png")
-    nodes = page.js("() => app.graph._nodes.map((node) => [node.type, !!node.has_errors, !!node.properties.models])")
-    assert "TorchCompileKitModel" in [kind for kind, _, _ in nodes]
-    assert not [kind for kind, lacks, offered in nodes if lacks and not offered]
-    assert page.window.get_by_text("missing node", exact=False).count() == 0
-    page.window.keyboard.press("Escape")
-    page.window.keyboard.press("Escape")
-    page.js("() => app.canvas.fitViewToSelectionAnimated?.()")
-    page.window.wait_for_timeout(800)
+    ((module, names),) = [found for found in page.server.get("/workflow_templates").items() if prompts.SHIPPED.stem in found[1]]
+    assert set(names) == {file.stem for file in prompts.TEMPLATES}
+    for name in names:
+        page.js(
+            """async ([module, name]) => {
+                const answer = await fetch(`/api/workflow_templates/${module}/${encodeURIComponent(name)}.json`);
+                await app.loadGraphData(await answer.json(), true, true, name);
+            }""",
+            [module, name],
+        )
+        page.window.wait_for_timeout(1500)
+        if PICTURES:
+            page.window.screenshot(path=Path(PICTURES) / f"template {name}.png")
+        nodes = page.js("() => app.graph._nodes.map((node) => [node.type, !!node.has_errors, !!node.properties.models])")
+        assert "TorchCompileKitModel" in [kind for kind, _, _ in nodes]
+        assert not [kind for kind, lacks, offered in nodes if lacks and not offered]
+        assert page.window.get_by_text("missing node", exact=False).count() == 0
 
 
 @pytest.mark.parametrize("page", ["classic"], indirect=True)

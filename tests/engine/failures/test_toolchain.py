@@ -209,7 +209,7 @@ def test_each_error_has_its_cure(machine, failure, error, here, cure, wrapped):
     assert len(found.reason) < 280 and "\n" not in found.message()
 
 
-def test_all_that_are_known_are_met_here_and_in_the_readme(engine, machine):
+def test_all_that_are_known_are_met_here_and_in_the_table(engine, machine):
     toolchain = engine("failures.toolchain")
     met = set()
     for error, here, _ in CURES:
@@ -217,8 +217,7 @@ def test_all_that_are_known_are_met_here_and_in_the_readme(engine, machine):
         met |= {t.name for t in toolchain.TROUBLES if re.search(t.pattern, f"{type(error).__name__}: {error}")}
         assert line in f"{type(error).__name__}: {error}"
     assert met == {trouble.name for trouble in toolchain.TROUBLES}
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = readme[readme.index("## When something is odd") :]
+    table = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
     assert [trouble.name for trouble in toolchain.TROUBLES if trouble.name not in table] == []
 
 

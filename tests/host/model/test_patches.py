@@ -105,7 +105,14 @@ def test_a_patch_inside_the_blocks_of_a_transformer(runs, name, how, patch, kind
     assert dit.check(options.patched_with(patch, how)) == kinds
 
 
-@pytest.mark.parametrize("name, kind", [("flux", "double_block"), ("flux", "single_block"), ("wan", "double_block")])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("flux", "double_block"),
+        pytest.param("flux", "single_block", marks=pytest.mark.rest),
+        pytest.param("wan", "double_block", marks=pytest.mark.rest),
+    ],
+)
 def test_a_replacement_around_a_block_costs_nothing(runs, name, kind):
     dit = runs(name, cfg=1.0)
     assert dit.check(options.block_replaced(options.around, kind, 1)) == 0
