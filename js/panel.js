@@ -109,7 +109,12 @@ function cacheOnDisk(cache) {
 
 async function refresh() {
   if (!element || element.querySelector("select:focus")) return; // somebody chooses
-  const [{ models }, cache] = await Promise.all([ask("report"), ask("cache")]);
+  let models, cache;
+  try {
+    [{ models }, cache] = await Promise.all([ask("report"), ask("cache")]);
+  } catch {
+    return; // the server starts anew, or is gone: what was known stays
+  }
   if (!element) return;
   const chosen = element.querySelector("select")?.value;
   if (told === say("waiting") && !models.some((model) => model.being_compiled.length)) told = "";

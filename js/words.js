@@ -14,4 +14,4 @@ let loading;
 export const wordsLoaded = () => (loading ??= load());
 
 // A text by its key, with values in the places of %1, %2.
-export const say = (key, ...values) => values.reduce((text, value, index) => text.replaceAll(`%${index + 1}`, value), words?.[key] ?? key);
+export const say = (key, ...values) => (words?.[key] ?? key).replace(/%(\d)/g, (_sign, place) => values[place - 1]);

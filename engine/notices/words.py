@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "locales"
@@ -23,9 +24,7 @@ def say(key: str, *values: object) -> str:
         KeyError: there is none of that key.
     """
     text = _texts(_spoken[0]).get(key) or _texts(ENGLISH)[key]
-    for index, value in enumerate(values, 1):
-        text = text.replace(f"%{index}", str(value))
-    return text
+    return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
 
 
 @functools.cache

@@ -209,4 +209,4 @@ def test_a_language_that_is_not_there_is_english(engine, language, expected):
         assert words.say("ready") == expected and words.say("since", 2).replace(" ", "") != ""
     finally:
         words.speak(words.ENGLISH)
-    assert words.say("since", 2) == "2 compiled since"
+    assert words.say("since", 2) == "2 compiled since" and words.say("cure", "%2 changed", "Set it") == "%2 changed. Set it."

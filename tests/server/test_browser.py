@@ -132,9 +132,8 @@ def only_model(prompt):
     return prompts.change(left, "KSampler", model=model)
 
 
-@pytest.mark.parametrize("page", ["classic"], indirect=True)
-@pytest.mark.parametrize("words", ["torch compile", "faster", "acceleration"])
-def test_the_node_is_the_first_that_a_search_finds(page, words):
+def search(page, words):
+    """For a node to add, by a double click on an empty graph."""
     box = page.window.get_by_role("combobox", name="Add a node...")
     page.js("() => app.graph.clear()")
     for _try in range(20):  # on a busy machine the page takes it for two clicks
@@ -143,6 +142,12 @@ def test_the_node_is_the_first_that_a_search_finds(page, words):
         if box.count():
             break
     box.fill(words)
+
+
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+@pytest.mark.parametrize("words", ["torch compile", "faster", "acceleration"])
+def test_the_node_is_the_first_that_a_search_finds(page, words):
+    search(page, words)
     first = page.window.get_by_role("option").first
     first.wait_for()
     page.window.wait_for_timeout(700)
@@ -363,14 +368,7 @@ def test_templates_open_and_lack_only_models(page):
 
 @pytest.mark.parametrize("page", ["classic"], indirect=True)
 def test_the_blueprint_is_found_and_placed(page):
-    page.js("() => app.graph.clear()")
-    box = page.window.get_by_role("combobox", name="Add a node...")
-    for _try in range(20):
-        page.window.mouse.dblclick(500, 700)
-        page.window.wait_for_timeout(1000)
-        if box.count():
-            break
-    box.fill("compiled and warm")
+    search(page, "compiled and warm")
     found = page.window.get_by_role("option").filter(has_text="Model, compiled and warm").first
     found.wait_for()
     found.click()

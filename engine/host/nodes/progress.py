@@ -9,6 +9,7 @@ import time
 import comfy.utils
 
 from ...compile.events import monitor
+from ...notices.words import say
 
 SECONDS_BETWEEN_TEXTS = 1.0
 # What PyTorch imports for the first compilation, which takes seconds.
@@ -51,13 +52,13 @@ class WarmupProgress:
         self._ended.set()
         if self._ticker.ident is not None:
             self._ticker.join()
-        graphs = f"{self._graphs} graph{'s' * (self._graphs != 1)} compiled" if self._graphs else "nothing to compile"
-        self._say("Stopped" if exc[0] is not None else "Warm", graphs)
+        compiled = say("graphsCompiled", self._graphs) if self._graphs > 1 else say("graphCompiled")
+        self._say(say("stopped" if exc[0] is not None else "warm"), compiled if self._graphs else say("noGraph"))
 
     def begin(self, label: str, index: int) -> None:
         """A size begins: the `index`th from 0."""
         # Without "(latent_image)": the page has room for two lines.
-        self._size = f"{label.partition(' (')[0]} ({index + 1} of {self._sizes})"
+        self._size = say("sizeOf", label.partition(" (")[0], index + 1, self._sizes)
         self._seen = []
         self._part = 0
         self._bar.update_absolute(index * self._in_each)
@@ -94,17 +95,17 @@ class WarmupProgress:
     def _tell(self) -> None:
         block = self._compiling
         if block is None:
-            how = "sampling" if self._stepped or self._seen else "loading the model"
+            how = say("sampling") if self._stepped or self._seen else say("loadingModel")
         elif self._inductor and not hasattr(sys.modules.get(COMPILER), "compile_fx"):
-            how = "loading the compiler"
+            how = say("loadingCompiler")
         else:
-            how = f"compiling {block} ({len(self._seen)} of {max(len(self._classes), len(self._seen))})"
+            how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))
         self._say(self._size, how)
 
     def _say(self, what: str, how: str) -> None:
         send = _sender()
         if send is not None and self._node_id is not None:
-            send(f"{what}: {how}, {time.perf_counter() - self._began:.0f} s", self._node_id)
+            send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), self._node_id)
 
 
 def _sender():
