@@ -22,6 +22,7 @@ def seen(server, seconds):
     return PREPARED in server.log()
 
 
+@pytest.mark.rest
 def test_it_prepares_for_a_prompt_and_by_itself_after_a_restart(model_files, engine, tmp_path, monkeypatch):
     models = Path(next(iter(model_files.values()))).parents[1]
     (tmp_path / "models").symlink_to(models, target_is_directory=True)

@@ -90,7 +90,8 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
     assert list((tmp_path / "user" / "torch-compile-kit" / "cache").glob("*/**/*.so"))
 
 
-@pytest.mark.parametrize("left", [pytest.param(0, marks=pytest.mark.rest), 100])
+@pytest.mark.rest
+@pytest.mark.parametrize("left", [0, 100])
 def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path, left):
     """What a loss of power leaves: so many bytes of each library."""
     base, before = first
