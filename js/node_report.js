@@ -21,7 +21,7 @@ const PLACEHOLDERS = {
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
-const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
+export const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);

@@ -1,10 +1,10 @@
 // A tab of the sidebar: what is compiled and what it has gained, and the cache on disk.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
+import { COLORS } from "./node_report.js";
 import { say, wordsLoaded } from "./words.js";
 
 const EVERY = 2000; // milliseconds
-const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 const STYLE = `
   .torch-compile-kit { padding: 12px; font-size: 13px; line-height: 1.5; overflow: auto; height: 100%; user-select: text; }
   .torch-compile-kit h3 { margin: 12px 0 4px; font-size: 14px; }

@@ -45,8 +45,7 @@ def register_routes() -> None:
     register_cache_routes(server.routes)
 
     async def wait(_given: dict) -> dict:
-        compiler.awaited = compiler.busy
-        return {"waiting": compiler.awaited}
+        return {"waiting": compiler.have_awaited()}
 
     post(server.routes, "/torch-compile-kit/wait", wait)
 

@@ -96,6 +96,12 @@ class Compiler:
         with self._changed:
             return self._thread is not None
 
+    def have_awaited(self) -> bool:
+        """From now on sampling waits until nothing is left to do; whether there is anything."""
+        with self._changed:  # else it may end in between, and stay awaited
+            self.awaited = self._thread is not None
+            return self.awaited
+
     def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
         """Until nothing is left to do.
 
