@@ -53,22 +53,21 @@ def casts(options) -> dict:
         positive, negative = setup.conds()
         calls = []
         network = model.diffusion_model
-        forward = network.forward
 
-        def noted(*args, forward=forward, calls=calls, **kwargs):
+        def noted(network, *args, calls=calls, **kwargs):
             counted.clear()
-            result = forward(*args, **kwargs)
+            result = network.forward(*args, **kwargs)  # which the pack exchanges for a call
             calls.append(max(counted.values(), default=0))
             return result
 
         network._forward_hooks.clear()
-        type(network).__call__, original = (lambda self, *a, call=noted, **k: call(*a, **k)), type(network).__call__
+        type(network).__call__, original = noted, type(network).__call__
         try:
             with torch.inference_mode():
                 latent = setup.latent()
                 noise = comfy.sample.prepare_noise(latent, 1)
                 comfy.sample.sample(
-                    patcher, noise, 3, 1.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=1
+                    patcher, noise, 5, 1.0, "euler", "simple", positive, negative, latent, disable_pbar=True, seed=1
                 )
         finally:
             type(network).__call__ = original

@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 
 from ..failures.describe import never_swallowed
+from .garbage import full_collections_put_off
 from .gate import gate, waiting_at_gate
 from .isolation import isolated
 from .stand_in import StandIn
@@ -138,6 +139,10 @@ class Compiler:
                 self._changed.wait(0.1)
 
     def _run(self) -> None:
+        with full_collections_put_off(lambda: gate.is_busy()):
+            self._do_all()
+
+    def _do_all(self) -> None:
         while (job := self._next()) is not None:
             try:
                 again = self._work(job)

@@ -195,7 +195,7 @@ class ModelGraphs:
             if isinstance(error, torch.OutOfMemoryError):  # a plain call needs no memory of its own beside
                 self.drop()
             self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            logger.warning("CUDA graph not captured, running without: %s", self.failures[key])
+            logger.info("CUDA graph not captured, running without: %s", self.failures[key])
             return None
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import functools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InvalidSetting
@@ -37,21 +36,16 @@ _CYCLES = 10_000_000
 _ATTEMPTS = 7
 # Of the arithmetic of all calls, what is measured.
 _SHARE = 0.9
-# Channels a head for which cuDNN has kernels; for others it compiles one for each shape, which takes up to half a second.
+# Channels a head for which cuDNN has kernels; for others it compiles one for each shape and thread, a quarter of a second each:
+# SD 1.5's first image took half as long again, for half a millisecond a step.
 _READY_WIDTHS = {64, 128}
 
 
-def override_with(priority: list[SDPBackend], widths: frozenset[int] | None = None) -> Callable:
-    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run.
-
-    Args:
-        widths: only self-attention with so many channels a head is asked for; the rest is left to the host.
-    """
+def override_with(priority: list[SDPBackend]) -> Callable:
+    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run."""
 
     def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
-        width = q.shape[-1] if skip_reshape else q.shape[-1] // heads
-        left = widths is not None and (width not in widths or not statically_known_true(q.shape[-2] == k.shape[-2]))
-        if left or func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
+        if func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
         q, k, v, mask = _as_sdpa(q, k, v, heads, mask, skip_reshape)
         with sdpa_kernel(priority, set_priority=True):
@@ -78,27 +72,18 @@ def override_for(choice: str) -> Callable | None:
     """The override that asks for a kernel first; what that cannot run, the others do.
 
     Args:
-        choice: as `AttentionSurvey.best` gives it: a kernel, and the widths that it is for if it is not for all.
+        choice: as `AttentionSurvey.best` gives it.
 
     Returns:
         None for `host`, for CHECKPOINT, and for what is no choice.
     """
-    kernel, *widths = choice.split(" ")
-    if kernel not in KERNELS or not all(width.isdecimal() for width in widths):
-        return None
-    first = KERNELS[kernel]
-    priority = [first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH]
-    return override_with(priority, frozenset(map(int, widths)) if widths else None)
+    first = KERNELS.get(choice)
+    return None if first is None else override_with([first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH])
 
 
 def in_words(choice: str) -> str:
     """A choice for the report."""
-    kernel, *widths = choice.split(" ")
-    if kernel == "host":
-        return "the kernel ComfyUI uses"
-    if kernel == CHECKPOINT:
-        return "the one that the checkpoint asks for"
-    return f"{kernel}, for self-attention with {' or '.join(widths)} channels a head" if widths else kernel
+    return {"host": "the kernel ComfyUI uses", CHECKPOINT: "the one that the checkpoint asks for"}.get(choice, choice)
 
 
 @dataclass(frozen=True)
@@ -163,16 +148,16 @@ class AttentionSurvey:
     def best(self) -> str:
         """The kernel with the least time over the calls that matter; `host` when nothing beats what the host asks for first.
 
-        What the fastest cannot run (a short prompt) is left to the next one, as the host does. One that is compiled for each
-        shape (cuDNN's at 40, 80 or 160 channels a head, half a second each) is only for what has been measured, `cudnn 40 80`.
+        What the fastest cannot run (a short prompt) is left to the next one, as the host does.
         """
         if self.wanted != "auto":
             return self.wanted
         chosen = _costliest(self.calls)
         if not chosen:
             return "host"
+        ready = {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
         try:
-            measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS}
+            measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS if ready or name != "cudnn"}
         except (torch.OutOfMemoryError, _NotMeasured) as error:
             reason = "the machine is too busy" if isinstance(error, _NotMeasured) else "there is no memory left for it"
             logger.info("attention is not measured this time, %s: ComfyUI's own is used", reason)
@@ -185,14 +170,7 @@ class AttentionSurvey:
         fastest = min(totals, key=totals.__getitem__)
         if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
             return "host"
-        if fastest != "cudnn" or _widths(self.calls) <= _READY_WIDTHS:
-            return fastest
-        return " ".join([fastest, *map(str, sorted(_widths(chosen)))])
-
-
-def _widths(calls: Iterable[_Call]) -> set[int]:
-    """Channels a head."""
-    return {call[0].shape[-1] for call in calls}
+        return fastest
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:

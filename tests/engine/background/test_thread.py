@@ -5,6 +5,7 @@ import gc
 import random
 import sys
 import threading
+import time
 import types
 import weakref
 
@@ -324,6 +325,26 @@ def test_pythons_switch_interval_is_as_found_when_the_thread_is_over(behind, mad
             seen.append(sys.getswitchinterval())
         assert sys.getswitchinterval() == before
     assert min(seen) < before
+
+
+def test_python_begins_no_full_collection_beside_the_thread_nor_until_the_host_rests(behind, made, engine, monkeypatch):
+    """One stops every thread of a server for a third of a second."""
+    compiler, gate = engine("background.thread").compiler, engine("background.gate").gate
+    before, seen, busy = gc.get_threshold(), [], [True]
+    monkeypatch.setattr(gate, "is_busy", lambda: busy[0])
+    net = Net()
+    behind(net, torch.randn(2, 4, 8))
+    gate.open()
+    while compiler.busy:
+        seen.append(gc.get_threshold())
+    put_off = (*before[:2], 2**30)
+    assert made(net) == 1 and set(seen[seen.index(put_off) :]) == {put_off}
+    assert gc.get_threshold() == put_off, "the host has not come to rest"
+    busy[0] = False
+    end = time.monotonic() + 10
+    while gc.get_threshold() != before and time.monotonic() < end:
+        time.sleep(0.01)
+    assert gc.get_threshold() == before
 
 
 def test_an_error_of_the_thread_itself_ends_nothing(behind, made, engine, monkeypatch):
