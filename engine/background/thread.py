@@ -141,6 +141,7 @@ class Compiler:
     def _run(self) -> None:
         with full_collections_put_off(lambda: gate.is_busy()):
             self._do_all()
+            threading.current_thread().name = "torch-compile-kit over"
 
     def _do_all(self) -> None:
         while (job := self._next()) is not None:

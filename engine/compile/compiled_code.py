@@ -35,6 +35,8 @@ logger = logging.getLogger("torch-compile-kit")
 _unused: list[types.CodeType] = []
 # PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
 TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
+# The host's: there may be layers in the block that would better be left out of its graphs; whether they are from now on.
+leave_out: list[Callable[[nn.Module], bool]] = []
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -112,6 +114,8 @@ class BlockCode:
                 raise
             if not changed.put_back():
                 raise
+            if any(left_out(block) for left_out in leave_out):
+                return None if beforehand else self.forward(block, *args, **kwargs)
             if beforehand and is_graph_break(error) and not self.settings.fullgraph:
                 self.must_run = True
                 return None

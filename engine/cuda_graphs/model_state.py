@@ -109,8 +109,14 @@ def _layout(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
 
 
-def _addresses(tensor: torch.Tensor) -> list[int]:
-    """Where its data are; quantised tensors are made of several."""
-    if type(tensor) in (torch.Tensor, nn.Parameter) or not hasattr(tensor, "__tensor_flatten__"):
+def _addresses(tensor: torch.Tensor) -> list[object]:
+    """Where its data are; quantised tensors are made of several, and those of other packs know more (GGUF: a LoRA)."""
+    if type(tensor) in (torch.Tensor, nn.Parameter):
         return [tensor.data_ptr()]
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor.data_ptr(), *map(_identity, vars(tensor).values())]
     return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]
+
+
+def _identity(value: object) -> object:
+    return tuple(map(_identity, value)) if isinstance(value, list | tuple) else Same(value)

@@ -1,5 +1,6 @@
 """The pack in ComfyUI's page, as a person has it: headless Chromium, in the classic renderer and in Nodes 2.0."""
 
+import itertools
 import os
 import re
 import shutil
@@ -15,8 +16,16 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: the page was not looked at"),
 ]
 RENDERERS = {"classic": False, "nodes 2.0": True}
-# A folder for pictures of each test's end; none by default.
+# A folder for pictures of each test's end, and of what the README shows; none by default.
 PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
+# The README's pictures: in which test they are taken, and of which part of the window.
+README = {
+    "page": ("test_sampling_waits_for_code_when_the_panel_is_told_so[classic]", (0, 0, 1245, 582)),
+    "notice": ("test_what_compiles_while_somebody_waits_is_told[classic]", (455, 0, 945, 310)),
+    "benchmark": ("test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown[classic]", (455, 0, 490, 760)),
+    "workflow": ("template Flux with Torch Compile and warmup", (0, 0, 1400, 850)),
+}
+_takes = itertools.count(1)
 HELPERS = """
     window.kit = {
       node: (name) => app.graph._nodes.find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
@@ -90,6 +99,16 @@ class Page:
     def until(self, expression):
         self.window.wait_for_function(expression, polling=100)
 
+    def picture(self, name):
+        """Take one, if they are wanted, and the README's part of it."""
+        if not PICTURES:
+            return
+        self.window.screenshot(path=Path(PICTURES) / f"{name.replace('/', ' ')}.png")
+        for part, (where, (x, y, width, height)) in README.items():
+            if where == name:
+                clip = {"x": x, "y": y, "width": width, "height": height}
+                self.window.screenshot(path=Path(PICTURES) / f"readme {part}.png", clip=clip)
+
     def text(self, name):
         return self.js("(name) => kit.text(name)", name)
 
@@ -106,21 +125,19 @@ def page(request, browser, server):
         **{"VueNodes.Enabled": RENDERERS[request.param], "Locale": "en", "TutorialCompleted": True}
     )
     yield opened
-    if PICTURES:
-        name = request.node.name.replace("/", " ")
-        opened.window.screenshot(path=Path(PICTURES) / f"{name}.png")
+    opened.picture(request.node.name)
     opened.context.close()
     assert not [error for error in opened.errors if "torch-compile-kit" in error], opened.errors
 
 
 @pytest.fixture
-def prompt(request, server):
+def prompt(server):
     """The shipped workflow, small, with a text of its own: the server runs nothing twice."""
     shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
     small = prompts.shrink(shipped, width=128, height=128, steps=4)
     for node in small.values():
         if node["class_type"] == "CLIPTextEncode":
-            node["inputs"]["text"] += request.node.name
+            node["inputs"]["text"] += f", take {next(_takes)}"
     return prompts.change(small, prompts.MODEL_NODE, backend="eager")
 
 
@@ -221,6 +238,7 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
     page.run()
     errors = page.js("() => Object.values(app.lastNodeErrors ?? {}).map((found) => JSON.stringify(found))")
     assert len(errors) == 1 and "extra_sizes" in errors[0] and "as big as possible" in errors[0], errors
+    assert page.js("() => kit.node('Warmup').has_errors"), "it has a red frame"
     assert page.js("() => kit.text('Warmup')").startswith("The report appears here")
 
 
@@ -358,8 +376,7 @@ def test_templates_open_and_lack_only_models(page):
             [module, name],
         )
         page.window.wait_for_timeout(1500)
-        if PICTURES:
-            page.window.screenshot(path=Path(PICTURES) / f"template {name}.png")
+        page.picture(f"template {name}")
         nodes = page.js("() => app.graph._nodes.map((node) => [node.type, !!node.has_errors, !!node.properties.models])")
         assert "TorchCompileKitModel" in [kind for kind, _, _ in nodes]
         assert not [kind for kind, lacks, offered in nodes if lacks and not offered]

@@ -20,6 +20,7 @@ from ..adapter import host
 from . import dynamic_vram as paging
 from . import partial_load as streaming
 from .eager_layers import EagerLayers, linears
+from .packed import PackedWeights, can_be_traced, is_packed, untraceable
 
 # What tells the host's layers where their weights come from. Hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
@@ -73,9 +74,12 @@ class BlockWeights:
         self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
         # On a host that pages in a way we do not know, its layers look after themselves, outside the graph.
         unknown = [] if calls is not None else paged
-        self.foreign = [m for m in block.modules() if _is_foreign(m) or m in unknown]
+        packed = {m for m in block.modules() if is_packed(m)}
+        traced = {m for m in packed.difference(unknown) if can_be_traced(m)}
+        self._packed = PackedWeights(traced, device)
+        self.foreign = [m for m in block.modules() if m in unknown or m in packed - traced]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
-        placed = {*paged, *(t.module for t in tensors), *self.foreign}
+        placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         self._undo: list[tuple[dict, dict]] = []
         self.following: BlockWeights | None = None
@@ -84,7 +88,7 @@ class BlockWeights:
     @property
     def moves(self) -> bool:
         """Whether weights travel, as opposed to being on the device."""
-        return self._paged is not None or self._streamed is not None
+        return self._paged is not None or self._streamed is not None or self._packed.move
 
     @property
     def paged(self) -> bool:
@@ -94,7 +98,7 @@ class BlockWeights:
     @property
     def in_pages(self) -> bool:
         """Whether nothing travels as long as the pages are in memory."""
-        return self._streamed is None and self._eager is None
+        return self._streamed is None and self._eager is None and not self._packed.move
 
     @property
     def needed(self) -> bool:
@@ -117,6 +121,7 @@ class BlockWeights:
         placed = self._paged.resolve() if self._paged is not None else []
         if self._streamed is not None:
             placed += self._streamed.resolve()
+        placed += self._packed.resolve()
         for module, parameters in placed:
             if "comfy_cast_weights" in module.__dict__:
                 changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
@@ -176,11 +181,6 @@ def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
         value = getattr(type(layer), name)
         layer.__dict__[name] = list(value) if isinstance(value, list) else value
     return missing
-
-
-def _is_foreign(module: nn.Module) -> bool:
-    """A layer whose weights are of another pack's class (GGUF): it knows what to do with them, graphs do not."""
-    return not all(streaming.is_known(p) for p in module._parameters.values() if p is not None)
 
 
 class ModelWeights:
@@ -281,4 +281,5 @@ def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tu
         getattr(base_model, "lowvram_patch_counter", None),
         getattr(base_model, "model_lowvram", None),
         tuple(map(id, blocks)),
+        len(untraceable),
     )
