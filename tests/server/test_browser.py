@@ -20,12 +20,13 @@ RENDERERS = {"classic": False, "nodes 2.0": True}
 PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
 # The README's pictures: in which test they are taken, and of which part of the window.
 README = {
-    "page": ("test_sampling_waits_for_code_when_the_panel_is_told_so[classic]", (0, 0, 1245, 582)),
-    "notice": ("test_what_compiles_while_somebody_waits_is_told[classic]", (455, 0, 945, 310)),
-    "benchmark": ("test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown[classic]", (455, 0, 490, 760)),
-    "workflow": ("template Flux with Torch Compile and warmup", (0, 0, 1400, 850)),
+    "page": ("test_sampling_waits_for_code_when_the_panel_is_told_so[classic]", (0, 38, 1245, 582)),
+    "notice": ("test_what_compiles_while_somebody_waits_is_told[classic]", (455, 38, 945, 310)),
+    "benchmark": ("test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown[classic]", (455, 38, 490, 780)),
 }
 _takes = itertools.count(1)
+# Near twins: the second renderer in CI's second leg.
+TWINS = pytest.mark.parametrize("page", ["classic", pytest.param("nodes 2.0", marks=pytest.mark.rest)], indirect=True)
 HELPERS = """
     window.kit = {
       node: (name) => app.graph._nodes.find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
@@ -220,6 +221,7 @@ def test_the_warmup_counts_up_and_reports(page, prompt):
     assert "<details>" in page.js("() => kit.widget('Warmup', 'torch_compile_kit_report').element.innerHTML")
 
 
+@TWINS
 def test_a_cancelled_warmup_leaves_no_old_report(page, prompt):
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
     page.run()
@@ -242,6 +244,7 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
     assert page.js("() => kit.text('Warmup')").startswith("The report appears here")
 
 
+@TWINS
 def test_what_compiles_while_somebody_waits_is_told(page, prompt, request):
     dynamic = "true" if "classic" in request.node.name else "false"  # code of its own: both are on one server
     page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, compile="at once", dynamic=dynamic))
@@ -256,6 +259,7 @@ def test_what_compiles_while_somebody_waits_is_told(page, prompt, request):
     assert below or notice["x"] >= run["x"] + run["width"], "Run stays in reach"
 
 
+@TWINS
 def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt, request):
     limit = 20 if "classic" in request.node.name else 21  # code of its own: both are on one server
     prompt = prompts.change(prompt, prompts.MODEL_NODE, compile="at once", dynamic="false", cache_limit=limit)
@@ -292,6 +296,7 @@ def open_panel(page):
     return panel
 
 
+@TWINS
 def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt, request):
     limit = 30 if "classic" in request.node.name else 31  # code of its own: both are on one server
     page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, cache_limit=limit))
@@ -329,6 +334,7 @@ def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
     assert model["seconds_gained"] is None or abs(model["seconds_gained"]) < model["compile_seconds"], "waiting is no step"
 
 
+@TWINS
 def test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown(page, prompt):
     page.load(prompts.with_benchmark(prompt, steps=4))
     page.run()

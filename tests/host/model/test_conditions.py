@@ -35,7 +35,9 @@ def test_masks(tiny, engine, name):
     assert not runs.failures
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux", "sd3", "wan", "qwen_image", "z_image"])
+@pytest.mark.parametrize(
+    "name", ["sdxl", "flux", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sd3", "wan", "qwen_image", "z_image"))]
+)
 def test_prompts_of_unequal_length(tiny, engine, name):
     runs = Runs(tiny, engine, name)
     runs.check(conditions.unpatched, positive=conditions.other_prompt(runs, tokens=60))

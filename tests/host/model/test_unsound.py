@@ -13,7 +13,7 @@ import torch._dynamo
 from patch_kinds import conditions, options, weights
 from patching import Differs, Runs, same
 
-pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+pytestmark = [pytest.mark.host, pytest.mark.rest, pytest.mark.usefixtures("inference_mode")]
 
 
 # The unsound ways. Each takes a patcher and gives a clone with the whole model compiled.

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support import TESTS
 
-pytestmark = pytest.mark.host
+pytestmark = [pytest.mark.host, pytest.mark.rest]
 RESTART = TESTS / "restart.py"
 # A user has none of them; the last is set for all other tests (conftest.py), and what is tried without it is damaged here.
 OURS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_COMPILE_KIT_CACHE_GIB", "TORCHINDUCTOR_VEC_ISA_OK")
