@@ -1,27 +1,31 @@
-"""Let Dynamo trace `range`, `sorted` and `torch.linspace` over sizes that may vary.
+"""Let Dynamo trace `range`, `sorted`, `in` and `torch.linspace` over sizes that may vary.
 
 It makes the arguments of `range` and `linspace` constants, which is a graph for each size (a block that works in chunks), and
-cannot sort what is no constant, which is a graph break (slices of tokens). While a block of ours is traced, such a call runs a
-function below instead: the same result, from steps that Dynamo can follow. The graph then depends on how often a loop runs and
-which size is the larger, no more.
+cannot sort what is no constant, which is a graph break (slices of tokens). That a constant is in a list of numbers that may
+vary (`1 in cond_or_uncond`) it denies before 2.15, without a word (pytorch#153366). While a block of ours is traced, such a
+call runs a function below instead: the same result, from steps that Dynamo can follow. The graph then depends on how often a
+loop runs and which size is the larger, no more.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
 try:
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables import BaseListVariable, SymNodeVariable, VariableTracker
+    from torch._dynamo.variables import BaseListVariable, SymNodeVariable, TupleVariable, VariableTracker, lists
 
     _call_function = InstructionTranslatorBase.call_function
 except (ImportError, AttributeError):  # another PyTorch: those blocks take a graph for each size, or a break
-    _call_function = None
+    _call_function = lists = None
 
 from ..torch_settings import SharedScope
+
+_iter_contains = getattr(lists, "iter_contains", None)
 
 
 def steps_of(start: int, stop: int, step: int = 1) -> list[int]:
@@ -50,6 +54,14 @@ def evenly_spaced(start: float, end: float, steps: int, *, dtype=None, device=No
     return torch.where(at < steps // 2, start + at * step, end - (steps - 1 - at) * step).to(dtype)
 
 
+def contains(items: tuple, wanted: object) -> bool:
+    """`wanted in items`; which item it is becomes a constant."""
+    for item in items:  # noqa: SIM110  PyTorch inlines no generators here
+        if item == wanted:
+            return True
+    return False
+
+
 _TRACED_AS: dict[int, Callable] = {id(range): steps_of, id(sorted): sorted_by_comparing, id(torch.linspace): evenly_spaced}
 
 
@@ -60,6 +72,14 @@ def _traceable_call(translator: InstructionTranslatorBase, fn: VariableTracker, 
     if traced is not None and _accepts(traced, args, kwargs) and any(map(_may_vary, (*args, *kwargs.values()))):
         fn = VariableTracker.build(translator, traced)
     _call_function(translator, fn, args, kwargs)
+
+
+def _traceable_contains(items: Iterable, search: VariableTracker, translator: InstructionTranslatorBase, *options) -> Any:
+    """In place of `iter_contains` of torch/_dynamo/variables/lists.py."""
+    found = list(items)
+    if not search.is_python_constant() or not any(map(_may_vary, found)):
+        return _iter_contains(found, search, translator, *options)
+    return VariableTracker.build(translator, contains).call_function(translator, [TupleVariable(found), search], {})
 
 
 def _accepts(function: Callable, args: list, kwargs: dict) -> bool:
@@ -79,13 +99,16 @@ def _may_vary(value: VariableTracker) -> bool:
     return isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
-# A class is the process's. Dynamo traces on one thread at a time (`compile_lock`).
+# A class and a module are the process's. Dynamo traces on one thread at a time (`compile_lock`).
 tracing_scope = SharedScope(
     {
         "call_function": (
             lambda: InstructionTranslatorBase.call_function,
             lambda value: setattr(InstructionTranslatorBase, "call_function", value),
-        )
+        ),
+        "iter_contains": (lambda: lists.iter_contains, lambda value: setattr(lists, "iter_contains", value)),
     }
 )
-TRACING = {"call_function": _traceable_call} if _call_function is not None else {}
+TRACING: dict[str, Callable] = {"call_function": _traceable_call} if _call_function is not None else {}
+if _iter_contains is not None:
+    TRACING["iter_contains"] = _traceable_contains

@@ -23,6 +23,7 @@ from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
 from .attention_choice import chosen_kernel
+from .second_model import bring_wrapper, take_wrapper
 from .user_folder import get_ready
 from .wrapper import BlockCompiler
 
@@ -78,6 +79,7 @@ def eager_clone(patcher):
 def _clean_up(patcher) -> None:
     """After each sampling run, also after one that failed."""
     gate.close()
+    take_wrapper(patcher)
     release_buffers()
     weights.forget_weights(patcher.model)
 
@@ -87,6 +89,7 @@ def _new_run(patcher, *args: object) -> None:
     network = diffusion_model(patcher)
     code_of(network).new_run()
     new_run(network, *args)
+    bring_wrapper(patcher, KEY)
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         if wrapper.status is not None:
             wrapper.status.new_run()

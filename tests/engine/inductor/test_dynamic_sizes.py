@@ -132,3 +132,27 @@ def test_even_spaces(engine, ends):
         torch.testing.assert_close(spaced(*ends, steps), torch.linspace(*ends, steps), rtol=1e-6, atol=2e-6)
         exact = torch.linspace(*ends, steps, dtype=torch.float64)
         torch.testing.assert_close(spaced(*ends, steps, dtype=torch.float64), exact)
+
+
+class Numbered(Block):
+    """What patches do with the host's `cond_or_uncond`, a list of numbers (comfy_extras/nodes_nag.py, nodes_sag.py)."""
+
+    def forward(self, x, numbers):
+        if 1 in numbers and 0 not in numbers:
+            x = x * 2
+        if 3 in numbers:
+            x = x + numbers.index(3)
+        return super().forward(x * numbers.count(5) if 5 in numbers else x)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_whether_a_number_is_among_numbers_that_vary(engine, backend):
+    """PyTorch before 2.15 says no."""
+    settings = engine("settings").CompileSettings(backend=backend, dynamic="auto")
+    for numbers in ([1, 0], [1], [0], [3, 1], [2, 3], [5, 5, 1], [4, 2], [2, 7], [1, 2]):
+        net = torch.nn.Module()
+        net.blocks = torch.nn.ModuleList([Numbered(), Numbered()])
+        x = torch.randn(2, 6, 8)
+        expected = net.blocks[1](net.blocks[0](x, numbers), numbers)
+        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
+            assert relative_error(net.blocks[1](net.blocks[0](x, list(numbers)), list(numbers)), expected) < 1e-6, numbers

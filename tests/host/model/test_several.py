@@ -132,6 +132,32 @@ def test_a_guider_of_two_models(flux, second):
         same(guided(dual_guider(flux.patcher, two, flux), flux), expected)
 
 
+def test_the_second_model_of_a_guider_alone(flux, second):
+    """Its wrapper is brought to the calls that the host makes with the first one's options, for that run."""
+    expected = guided(dual_guider(flux.patcher, second.patcher, flux), flux)
+    compiled = second.attach(second.patcher, dynamic="true")
+    for _ in range(2):
+        same(guided(dual_guider(flux.patcher, compiled, flux), flux), expected)
+    assert second.graphs == 2 and flux.graphs == 0
+    assert not any("apply_model" in runs.patcher.model.__dict__ for runs in (flux, second))
+    alone = guided(dual_guider(flux.patcher, flux.attach(flux.patcher), flux), flux)
+    same(alone, guided(dual_guider(flux.patcher, flux.patcher, flux), flux))
+    assert flux.graphs == 0, "one model for both: the first one's options say how it runs"
+
+
+def test_what_another_pack_has_put_over_the_models_method_is_called_and_stays(flux):
+    base_model, calls = flux.patcher.model, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        return type(base_model).apply_model(base_model, *args, **kwargs)
+
+    base_model.__dict__["apply_model"] = counted
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert len(calls) == flux.steps and flux.graphs == 2 and base_model.__dict__.pop("apply_model") is counted
+
+
 def test_worker_threads_as_for_several_gpus(flux, second, engine):
     """comfy/samplers.py runs each device's conditions in a thread under no_grad; a prompt runs under inference_mode."""
     import comfy.samplers

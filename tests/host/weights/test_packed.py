@@ -111,9 +111,11 @@ def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the
     packed = engine("host.weights.packed")
     expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile=compile)
     try:
-        for _ in range(3):
+        for _ in range(6):  # tried with the layers, made without them, and found to need a call
             assert relative_error(flux.run(compiled), expected) < 1e-6
             assert engine("background.thread").compiler.wait(100)
+            if breaks(flux):
+                break
         assert breaks(flux) > 0 and not flux.failures
         if compile == "in the background":  # else the block is several graphs, and nothing has failed
             assert packed.untraceable == {StubbornLinear}

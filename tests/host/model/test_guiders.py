@@ -1,0 +1,118 @@
+"""Ways of sampling beyond KSampler, with the host's own nodes: each equals eager, and adds no graph after it has run once."""
+
+import importlib
+
+import pytest
+import torch
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+def node(module, name):
+    return getattr(importlib.import_module(f"comfy_extras.nodes_{module}"), name)
+
+
+def sampled(runs, guider, sampler="euler", steps=3):
+    """As SamplerCustomAdvanced does it."""
+    import comfy.samplers
+
+    custom = node("custom_sampler", "SamplerCustomAdvanced")
+    noise = node("custom_sampler", "RandomNoise").execute(1).result[0]
+    sampling = runs.patcher.get_model_object("model_sampling")
+    sigmas = comfy.samplers.calculate_sigmas(sampling, "simple", steps)
+    found = custom.execute(noise, guider, comfy.samplers.sampler_object(sampler), sigmas, {"samples": runs.latent})
+    return found.result[0]["samples"]
+
+
+def basic(runs, patcher, sampler="euler"):
+    return sampled(runs, node("custom_sampler", "BasicGuider").execute(patcher, runs.positive).result[0], sampler)
+
+
+def cfg(runs, patcher, sampler="euler"):
+    guider = node("custom_sampler", "CFGGuider").execute(patcher, runs.positive, runs.negative, 3.0)
+    return sampled(runs, guider.result[0], sampler)
+
+
+def dual_cfg(runs, patcher, style):
+    second, _ = runs.tiny.conditioning(runs.name, seed=7)
+    guider = node("custom_sampler", "DualCFGGuider").execute(patcher, runs.positive, second, runs.negative, 4.0, 3.0, style)
+    return sampled(runs, guider.result[0])
+
+
+def perp_neg(runs, patcher):
+    empty, _ = runs.tiny.conditioning(runs.name, seed=8)
+    guider = node("perpneg", "PerpNegGuider").execute(patcher, runs.positive, runs.negative, empty, 4.0, 1.0)
+    return sampled(runs, guider.result[0])
+
+
+def patched(module, name, *args, **kwargs):
+    """KSampler behind a node that changes the guidance."""
+
+    def run(runs, patcher):
+        return runs.run(node(module, name).execute(patcher, *args, **kwargs).result[0])
+
+    return run
+
+
+def two_passes(runs, patcher):
+    """An upscaler's second pass, over half of the noise."""
+    import comfy.utils
+
+    import nodes
+
+    first = runs.run(patcher)
+    larger = comfy.utils.common_upscale(first, first.shape[-1] * 2, first.shape[-2] * 2, "bilinear", "disabled")
+    inputs = (patcher, 2, 4, runs.cfg, "euler", "simple", runs.positive, runs.negative, {"samples": larger})
+    return nodes.common_ksampler(*inputs, denoise=0.5)[0]["samples"]
+
+
+# what it is called -> (tiny model, how it samples)
+WAYS = {
+    "BasicGuider": ("flux", basic),
+    "heun": ("flux", lambda runs, patcher: cfg(runs, patcher, "heun")),
+    "dpmpp_2m_sde": ("sdxl", lambda runs, patcher: cfg(runs, patcher, "dpmpp_2m_sde")),
+    "uni_pc": ("flux", lambda runs, patcher: cfg(runs, patcher, "uni_pc")),
+    "Dual CFG": ("flux", lambda runs, patcher: dual_cfg(runs, patcher, "regular")),
+    "Dual CFG, nested": ("sdxl", lambda runs, patcher: dual_cfg(runs, patcher, "nested")),
+    "Perp-Neg": ("sdxl", perp_neg),
+    "skip layers": ("sd3", patched("slg", "SkipLayerGuidanceDiT", 3.0, 0.0, 1.0, "1", "")),
+    "perturbed attention": ("sdxl", patched("pag", "PerturbedAttentionGuidance", 3.0)),
+    "self-attention": ("sdxl", patched("sag", "SelfAttentionGuidance", 0.5, 2.0)),
+    "normalized attention": ("flux", patched("nag", "NAGuidance", 5.0, 0.5, 1.5)),
+    "two passes": ("flux", two_passes),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_equals_eager_and_adds_nothing_when_it_runs_again(tiny, engine, way):
+    name, run = WAYS[way]
+    runs = Runs(tiny, engine, name, cfg=3.0)
+    expected, compiled = run(runs, runs.patcher), runs.attach(runs.patcher)
+    same(run(runs, compiled), expected)
+    graphs = runs.graphs
+    same(run(runs, compiled), expected)
+    assert graphs and runs.graphs == graphs and not runs.failures
+
+
+def test_high_and_low_noise(tiny, engine):
+    """Wan 2.2: two models, one after the other in one schedule; they share code."""
+    import nodes
+
+    high, low = Runs(tiny, engine, "wan", cfg=3.0, size=64, length=5), Runs(tiny, engine, "wan", cfg=3.0, size=64, length=5)
+    tiny._randomise(low.patcher.model.diffusion_model, seed=97)
+
+    def sample(first, second):
+        step = nodes.KSamplerAdvanced().sample
+        given = (high.cfg, "euler", "simple", high.positive, high.negative)
+        (half,) = step(first, "enable", 1, 4, *given, {"samples": high.latent}, 0, 2, "enable")
+        (whole,) = step(second, "disable", 1, 4, *given, half, 2, 4, "disable")
+        return whole["samples"]
+
+    expected = sample(high.patcher, low.patcher)
+    compiled = high.attach(high.patcher), low.attach(low.patcher)
+    same(sample(*compiled), expected)
+    graphs = high.graphs
+    same(sample(*compiled), expected)
+    assert not torch.allclose(expected, sample(high.patcher, high.patcher), rtol=1e-3)
+    assert graphs and (high.graphs, low.graphs) == (graphs, graphs) and not high.failures
