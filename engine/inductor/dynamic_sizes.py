@@ -25,7 +25,7 @@ except (ImportError, AttributeError):  # another PyTorch: those blocks take a gr
 
 from ..torch_settings import SharedScope
 
-_iter_contains = getattr(lists, "iter_contains", None)
+_iter_contains: Any = getattr(lists, "iter_contains", None)
 
 
 def steps_of(start: int, stop: int, step: int = 1) -> list[int]:
