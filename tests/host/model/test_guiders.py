@@ -49,10 +49,11 @@ def perp_neg(runs, patcher):
 def patched(module, name, *args, **kwargs):
     """KSampler behind a node that changes the guidance."""
 
-    def run(runs, patcher):
-        return runs.run(node(module, name).execute(patcher, *args, **kwargs).result[0])
+    def run_patched(runs, patcher):
+        found = node(module, name).execute(patcher, *args, **kwargs)
+        return runs.run(getattr(found, "result", found)[0])
 
-    return run
+    return run_patched
 
 
 def two_passes(runs, patcher):
@@ -81,18 +82,32 @@ WAYS = {
     "self-attention": ("sdxl", patched("sag", "SelfAttentionGuidance", 0.5, 2.0)),
     "normalized attention": ("flux", patched("nag", "NAGuidance", 5.0, 0.5, 1.5)),
     "two passes": ("flux", two_passes),
+    "HyperTile": ("sdxl", patched("hypertile", "HyperTile", 32, 2, 2, False)),
+    "FreeU": ("sdxl", patched("freelunch", "FreeU_V2", 1.3, 1.4, 0.9, 0.2)),
+    "deep shrink": ("sdxl", patched("model_downscale", "PatchModelAddDownscale", 3, 2.0, 0.0, 1.0, True, "bicubic", "bicubic")),
+    "scaled RoPE": ("flux", patched("rope", "ScaleROPE", 1.5, 0.0, 1.5, 0.0, 1.0, 0.0)),
+    "scaled attention": ("sdxl", patched("attention_multiply", "UNetSelfAttentionMultiply", 1.2, 0.9, 1.1, 1.0)),
+    "frequencies": ("flux", patched("fresca", "FreSca", 1.0, 1.5, 2)),
 }
+# Draws numbers in the middle of a block: before 2.15 no code can be made of that, and the blocks run eager.
+RANDOM = {"HyperTile"}
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_equals_eager_and_adds_nothing_when_it_runs_again(tiny, engine, way):
     name, run = WAYS[way]
-    runs = Runs(tiny, engine, name, cfg=3.0)
+    runs = Runs(tiny, engine, name, cfg=3.0, size=128)
     expected, compiled = run(runs, runs.patcher), runs.attach(runs.patcher)
+    if run.__name__ == "run_patched":
+        assert not torch.allclose(expected, runs.run(runs.patcher), rtol=1e-3), "it does nothing here"
     same(run(runs, compiled), expected)
     graphs = runs.graphs
     same(run(runs, compiled), expected)
-    assert graphs and runs.graphs == graphs and not runs.failures
+    assert runs.graphs == graphs
+    if way in RANDOM and runs.failures:
+        assert way in runs.failures[0] and "runs eager" in runs.failures[0]
+    else:
+        assert graphs and not runs.failures
 
 
 def test_high_and_low_noise(tiny, engine):
