@@ -156,3 +156,34 @@ def test_whether_a_number_is_among_numbers_that_vary(engine, backend):
         expected = net.blocks[1](net.blocks[0](x, numbers), numbers)
         with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
             assert relative_error(net.blocks[1](net.blocks[0](x, list(numbers)), list(numbers)), expected) < 1e-6, numbers
+
+
+# What else may be done with such numbers.
+QUESTIONS = {
+    "a set": lambda n: 2 if 1 in set(n) else 1,
+    "another": lambda n: 2 if {1, 0} == set(n) else 1,
+    "a table": lambda n: {0: 3, 1: 4}.get(n[0], 10),
+    "equality": lambda n: 2 if n == [1, 0] else 1,
+    "among tuples": lambda n: 2 if tuple(n) in ((1, 0), (1,)) else 1,
+    "among constants": lambda n: 2 if n[0] in (1, 3) else 1,
+    "in a range": lambda n: 2 if n[0] in range(1, 4) else 1,
+    "not in": lambda n: 2 if 1 not in n else 1,
+    "places": lambda n: 1 + len([i for i, c in enumerate(n) if c == 1]),
+}
+
+
+class Asking(Block):
+    def forward(self, x, numbers, question):
+        return super().forward(x * QUESTIONS[question](numbers))
+
+
+@pytest.mark.parametrize("question", QUESTIONS)
+def test_questions_about_numbers_that_vary(engine, question):
+    settings, block = engine("settings").CompileSettings(backend="eager", dynamic="auto"), Asking()
+    net = torch.nn.Module()
+    net.blocks = torch.nn.ModuleList([block, Asking()])
+    for numbers in ([1, 0], [1], [0], [3, 1], [2, 3]):
+        x = torch.randn(2, 6, 8)
+        expected = block(x, numbers, question)
+        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
+            assert relative_error(block(x, list(numbers), question), expected) < 1e-6, numbers
