@@ -1,7 +1,7 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { nodeOf, rootGraph } from "./graph.js";
+import { nodeOf } from "./graph.js";
 import { say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
@@ -132,9 +132,9 @@ function stop(text) {
 }
 
 // What is made for the model of a Torch Compile Model node, and how fast its steps are.
-function tell(id, { state, text, workflow }) {
+function tell(id, { state, text }) {
   const node = nodeOf(id);
-  if (node?.comfyClass !== MODEL || (workflow && workflow !== rootGraph().id)) return;
+  if (node?.comfyClass !== MODEL) return;
   show(node, text);
   reportWidget(node).element.style.color = COLORS[state] ?? "";
 }

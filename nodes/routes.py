@@ -53,17 +53,12 @@ def register_routes() -> None:
         server.send_sync(EVENT, {"model": model, "text": sentence, "size": size})
 
     def tell_node(node: str, state: str, line: str) -> None:
-        server.send_sync(STATUS, {"node": node, "state": state, "text": line, "workflow": status.workflows.get(node)})
+        server.send_sync(STATUS, {"node": node, "state": state, "text": line})
 
     @server.routes.get("/torch-compile-kit/status")
     async def node_status(_request: web.Request) -> web.Response:
         found = {node: known.now() for node, known in list(status.statuses.items())}
-        lines = {
-            node: {"state": known[0], "text": known[1], "workflow": status.workflows.get(node)}
-            for node, known in found.items()
-            if known is not None
-        }
-        return web.json_response(lines)
+        return web.json_response({n: {"state": known[0], "text": known[1]} for n, known in found.items() if known is not None})
 
     gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
     watch.listeners.append(tell_page)
@@ -78,16 +73,11 @@ def register_routes() -> None:
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued: speak the page's language, note whose nodes they are, and, if it will wait for compiling, get
-    ready while its models load. Returns the request unchanged."""
+    """When a prompt is queued: speak the page's language, and, if it will wait for compiling, get ready while its models load.
+    Returns the request unchanged."""
     words.speak(users_settings().get("Comfy.Locale"))
     prompt = request.get("prompt") if isinstance(request, dict) else None
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
-    workflow = _workflow_of(request)
-    if workflow is not None and isinstance(prompt, dict):
-        status.workflows.update(
-            (n, workflow) for n, node in prompt.items() if isinstance(node, dict) and node.get("class_type") == COMPILES
-        )
     warms = any(node.get("class_type") == WARMS for node in nodes)
     for node in nodes:
         inputs = node.get("inputs")
@@ -100,10 +90,3 @@ def prepare_for(request: dict) -> dict:
         except Exception as error:  # the prompt is the host's to judge, and the first compilation gets ready anyway
             logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
     return request
-
-
-def _workflow_of(request: object) -> str | None:
-    """What the page calls the workflow that a prompt was made of; scripts send none."""
-    for name in ("extra_data", "extra_pnginfo", "workflow", "id"):
-        request = request.get(name) if isinstance(request, dict) else None
-    return request if isinstance(request, str) else None

@@ -151,8 +151,6 @@ class Status:
 
 
 statuses: weakref.WeakValueDictionary[str, Status] = weakref.WeakValueDictionary()
-# Node -> the workflow in which it was queued last: others have nodes of the same number.
-workflows: dict[str, str] = {}
 
 
 def status_of(node: str) -> Status:

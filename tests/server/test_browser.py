@@ -383,7 +383,6 @@ def test_templates_open_and_lack_only_models(page):
         )
         page.window.wait_for_timeout(1500)
         page.picture(f"template {name}")
-        assert page.text("Model").startswith("How it goes appears here"), "another workflow's node of that number has run"
         nodes = page.js("() => app.graph._nodes.map((node) => [node.type, !!node.has_errors, !!node.properties.models])")
         assert "TorchCompileKitModel" in [kind for kind, _, _ in nodes]
         assert not [kind for kind, lacks, offered in nodes if lacks and not offered]

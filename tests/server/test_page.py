@@ -142,7 +142,6 @@ def test_the_model_node_says_how_it_goes():
         said.push(text(inner));
         send("executing", "5");
         send("torch-compile-kit.status", { node: "7:3", state: "compiling", text: "compiling Block, 2 s; images go on" });
-        send("torch-compile-kit.status", { node: "5", state: "ready", text: "of the same number", workflow: "another" });
         said.push(text(inner), text(outer));
         api.fetchApi = async () => ({ ok: true, json: async () => ({ 5: { state: "ready", text: "ready" }, 99: {} }) });
         await extension.afterConfigureGraph();
