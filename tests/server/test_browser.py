@@ -342,6 +342,7 @@ def test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown(page, prom
     assert re.match(r"[\d.]+x as fast|Slower: [\d.]+x the time|No clear difference|Too noisy: repeat", text), text
     assert "a step, median" in text
     assert page.js("() => kit.node('Benchmark').size[0]") >= 520
+    page.js("() => { app.canvas.centerOnNode(kit.node('Benchmark')); app.graph.setDirtyCanvas(true, true); }")  # else not drawn
     page.until("() => kit.node('Benchmark').imgs?.length || document.querySelector('img[src*=torch_compile], img[src*=temp]')")
     page.until("() => kit.node('Benchmark').size[1] > 700")
     page.js("() => app.canvas.centerOnNode(kit.node('Benchmark'))")
