@@ -7,6 +7,7 @@ layers whose unpacking turned out not to compile: they run eager.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -16,6 +17,7 @@ from ...compile import compiled_code
 from .dynamic_vram import parameter
 from .partial_load import is_known
 
+logger = logging.getLogger("torch-compile-kit")
 # Classes of layers in which tracing has failed.
 untraceable: set[type] = set()
 _DISPATCH = ("__torch_function__", "__torch_dispatch__")
@@ -43,6 +45,8 @@ def _leave_out(block: nn.Module) -> bool:
     """A block could not be compiled: perhaps for its packed layers, which are not tried again; whether there are any."""
     found = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
     untraceable.update(found)
+    if found:
+        logger.info("%s could not be compiled with its packed layers: they run eager", type(block).__name__)
     return bool(found)
 
 
