@@ -114,7 +114,7 @@ class BlockCode:
                 raise
             if not changed.put_back():
                 raise
-            if any(left_out(block) for left_out in leave_out):
+            if not is_limit_hit(error) and any(left_out(block) for left_out in leave_out):
                 return None if beforehand else self.forward(block, *args, **kwargs)
             if beforehand and is_graph_break(error) and not self.settings.fullgraph:
                 self.must_run = True

@@ -124,6 +124,14 @@ def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the
         packed.untraceable.clear()
 
 
+def test_a_limit_on_variants_says_nothing_against_the_layers(flux, engine):
+    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, cache_limit=1)
+    assert relative_error(flux.run(compiled), expected) < 1e-6
+    untraceable = set(engine("host.weights.packed").untraceable)
+    engine("host.weights.packed").untraceable.clear()
+    assert any(group.limit_reached for group in flux.groups) and not untraceable
+
+
 def test_a_lora_that_such_a_tensor_carries(flux):
     compiled, generator = flux.attach(flux.patcher), torch.Generator().manual_seed(5)
     flux.run(compiled)
