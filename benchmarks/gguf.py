@@ -95,9 +95,10 @@ def measure(options, kind: str, file: Path) -> list[dict]:
 
     write(options.model, kind, file)
     patcher, rows, expected = load(options.pack, file), [], None
+    blocks = import_module(f"{session.KIT}.engine.host.weights.blocks")
+    traced = import_module(f"{session.KIT}.engine.host.weights.packed").can_be_traced
     for variant in options.variants:
-        if variant == WITHOUT_TRACING:
-            import_module(f"{session.KIT}.engine.host.weights.blocks").can_be_traced = lambda _module: False
+        blocks.can_be_traced = (lambda _module: False) if variant == WITHOUT_TRACING else traced
         settings = {"compile": "at once"} if variant.startswith("ours") else {}
         run = variants.apply(variant.partition(",")[0], patcher, session.KIT, options.kjnodes, **settings)
         before = session.counts()
