@@ -30,7 +30,7 @@ def build(name: str, device):
     generator = torch.Generator(device=device).manual_seed(3)
     for key, parameter in network.named_parameters():
         parameter.requires_grad_(False)
-        parameter.data = models._random(key, parameter.shape, model.dtype, device, generator)
+        parameter.data = models.random_weight(key, parameter.shape, model.dtype, device, generator)
     return comfy.controlnet.ControlNet(network.eval(), load_device=device)
 
 

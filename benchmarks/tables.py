@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from . import chart, details, session_tables
+from . import chart, details, part_tables, session_tables
 from .rows import NAMES, PEERS, RESULTS, ROOT, cell, error_of, newest, noise_of, number, ratio, rows
 
 
@@ -186,6 +186,8 @@ FIGURES = {
     "restart": details.restart_table,
     "fusions": details.fusions_table,
     "controlnet": details.controlnet_table,
+    "gguf": part_tables.gguf_table,
+    "vae": part_tables.vae_table,
     "cpu": details.cpu_table,
 }
 

@@ -5,7 +5,10 @@ import { nodeOf } from "./graph.js";
 import { say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
+const VAE = "TorchCompileKitVAE";
 const BENCHMARK = "TorchCompileKitBenchmark";
+// Their line comes while they are used, not when they have run.
+const HAVE_LINE = [MODEL, VAE];
 const WIDE = 520; // pixels: its table has columns, its plot text
 const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
@@ -16,11 +19,12 @@ const PLACEHOLDERS = {
   TorchCompileKitBenchmark: "emptyBenchmark",
   TorchCompileKitSaveCache: "emptySave",
   TorchCompileKitLoadCache: "emptyLoad",
+  TorchCompileKitVAE: "emptyVae",
 };
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
-const LEAST = { TorchCompileKitModel: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
+const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 export const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 
 function reportWidget(node) {
@@ -121,7 +125,7 @@ export function warn(node, lines) {
 const running = new Set();
 
 function begin(node) {
-  if (!(node?.comfyClass in PLACEHOLDERS) || node.comfyClass === MODEL) return;
+  if (!(node?.comfyClass in PLACEHOLDERS) || HAVE_LINE.includes(node.comfyClass)) return;
   running.add(node);
   show(node, say("running"));
 }
@@ -131,10 +135,10 @@ function stop(text) {
   running.clear();
 }
 
-// What is made for the model of a Torch Compile Model node, and how fast its steps are.
+// What is made for a node's model, and how fast its steps are; how fast a VAE is.
 function tell(id, { state, text }) {
   const node = nodeOf(id);
-  if (node?.comfyClass !== MODEL) return;
+  if (!HAVE_LINE.includes(node?.comfyClass)) return;
   show(node, text);
   reportWidget(node).element.style.color = COLORS[state] ?? "";
 }

@@ -7,6 +7,7 @@ from .load_cache import LoadCache
 from .routes import register_routes
 from .save_cache import SaveCache
 from .torch_compile_model import TorchCompileModel
+from .vae import CompileVAE
 from .warmup import Warmup
 
 
@@ -15,4 +16,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup, Benchmark, SaveCache, LoadCache]
+        return [TorchCompileModel, Warmup, CompileVAE, Benchmark, SaveCache, LoadCache]

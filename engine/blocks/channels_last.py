@@ -1,7 +1,8 @@
 """Run the uncompiled convolutions of a model with channels side by side in memory (channels_last), as cuDNN wants them.
 
-For models that are captured as CUDA graphs: what runs here in Python runs once per shape, what it launches is replayed. Nothing
-of the model is changed; the functions that it calls are exchanged while it runs (`torch.overrides.TorchFunctionMode`).
+For models that are captured as CUDA graphs, where what runs here in Python runs once per shape, and for VAEs, whose calls are
+long. Nothing of the model is changed; the functions that it calls are exchanged while it runs
+(`torch.overrides.TorchFunctionMode`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 SIDE_BY_SIDE = torch.channels_last
+# By dimensions: images, videos.
+_LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Tensor cores take these; others are computed as they are.
 DTYPES = {torch.float16, torch.bfloat16}
+# The kernels count an image's values in 32 bits; a decoder for 4096x4096 has more.
+MOST_VALUES = 2**31 - 1
 
 
 @dataclass
@@ -37,12 +42,13 @@ class ChannelsLast(TorchFunctionMode):
     """While it is on, 16-bit images keep channels_last through convolutions and group norms.
 
     Args:
-        kernels: the module `group_norm_kernels`.
+        kernels: the module `cuda_graphs/group_norm.py`.
+        video: so do videos `[batch, channels, frames, height, width]`.
     """
 
-    def __init__(self, kernels: types.ModuleType):
+    def __init__(self, kernels: types.ModuleType, video: bool = False):
         super().__init__()
-        self._kernels = kernels
+        self._kernels, self._video = kernels, video
         self._waiting: _Waiting | None = None
 
     def __torch_function__(self, func, _types, args=(), kwargs=None):
@@ -56,7 +62,7 @@ class ChannelsLast(TorchFunctionMode):
 
     def _silu(self, norm: _Waiting) -> torch.Tensor:
         result = torch.empty_like(norm.x)
-        self._kernels.apply_factors(norm.x, norm.factors, result, True)
+        self._kernels.apply_factors(_as_image(norm.x), norm.factors, _as_image(result), True)
         return result
 
     def _write(self, norm: _Waiting) -> None:
@@ -64,7 +70,7 @@ class ChannelsLast(TorchFunctionMode):
         self._waiting = None
         out = norm.out()
         if out is not None:
-            self._kernels.apply_factors(norm.x, norm.factors, out, False)
+            self._kernels.apply_factors(_as_image(norm.x), norm.factors, _as_image(out), False)
 
     def __enter__(self):
         _active.modes.append(self)
@@ -79,19 +85,30 @@ class ChannelsLast(TorchFunctionMode):
             _active.modes.pop()
             super().__exit__(error_type, *error)
 
-    def _conv2d(self, func: Callable, input, weight, *rest, **kwargs):
-        if not _is_image(input) or not isinstance(weight, torch.Tensor) or weight.dim() != 4 or weight.dtype != input.dtype:
+    def _takes(self, x: object) -> bool:
+        return _is_image(x) or (self._video and _is_image(x, 5))
+
+    def _convolution(self, func: Callable, input, weight, *rest, **kwargs):
+        if not self._takes(input) or not isinstance(weight, torch.Tensor) or weight.dtype != input.dtype:
             return func(input, weight, *rest, **kwargs)
-        if not weight.is_contiguous(memory_format=SIDE_BY_SIDE):
-            weight = self._kernels.channels_last_weight(weight.contiguous())
-        return func(input.contiguous(memory_format=SIDE_BY_SIDE), weight, *rest, **kwargs)
+        layout = _LAYOUTS[input.dim()]
+        if weight.dim() != input.dim():
+            return func(input, weight, *rest, **kwargs)
+        if not weight.is_contiguous(memory_format=layout):
+            weight = self._turn(weight.contiguous())
+        return func(input.contiguous(memory_format=layout), weight, *rest, **kwargs)
+
+    def _turn(self, weight: torch.Tensor) -> torch.Tensor:
+        turned = self._kernels.channels_last_weight(_as_image(weight))
+        return turned if weight.dim() == 4 else turned.unflatten(2, weight.shape[2:4])
 
     def _group_norm(self, func: Callable, input, num_groups, weight=None, bias=None, eps=1e-5):
-        if not _is_image(input) or weight is None or bias is None:
+        if not self._takes(input) or weight is None or bias is None or input[0].numel() > MOST_VALUES:
             return func(input, num_groups, weight, bias, eps)
-        x = input.contiguous(memory_format=SIDE_BY_SIDE)
+        x = input.contiguous(memory_format=_LAYOUTS[input.dim()])
         out = torch.empty_like(x)
-        self._waiting = _Waiting(x, self._kernels.factors_of(x, num_groups, weight, bias, eps), weakref.ref(out))
+        factors = self._kernels.factors_of(_as_image(x), num_groups, weight, bias, eps)
+        self._waiting = _Waiting(x, factors, weakref.ref(out))
         return out
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
@@ -102,7 +119,9 @@ class ChannelsLast(TorchFunctionMode):
 
 
 _OWN: dict[Callable, Callable] = {
-    torch.conv2d: ChannelsLast._conv2d,
+    torch.conv2d: ChannelsLast._convolution,
+    torch.conv3d: ChannelsLast._convolution,
+    torch.cudnn_convolution: ChannelsLast._convolution,  # by which the host goes around a fault of cuDNN's (comfy/ops.py)
     functional.group_norm: ChannelsLast._group_norm,
     torch.Tensor.contiguous: ChannelsLast._contiguous,
 }
@@ -148,9 +167,9 @@ def result_channels_last(result: Any) -> object:
     return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
 
 
-def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict) -> object:
+def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
     """`forward` with the mode on; its results in the layout that they have without it."""
-    with ChannelsLast(kernels):
+    with ChannelsLast(kernels, video):
         result = forward(*args, **kwargs)
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
 
@@ -159,5 +178,12 @@ def _is_in_place(args: tuple, kwargs: dict) -> bool:
     return bool(kwargs.get("inplace") or args[1:2] == (True,))
 
 
-def _is_image(x: object) -> bool:
-    return isinstance(x, torch.Tensor) and x.dim() == 4 and x.dtype in DTYPES and min(x.shape[1:]) > 1
+def _is_image(x: object, dimensions: int = 4) -> bool:
+    if not isinstance(x, torch.Tensor) or x.dim() != dimensions or x.dtype not in DTYPES:
+        return False
+    return min(x.shape[1], *x.shape[-2:]) > 1
+
+
+def _as_image(x: torch.Tensor) -> torch.Tensor:
+    """A video's frames below each other, its memory as it is; a kernel's taps likewise."""
+    return x.flatten(2, 3) if x.dim() == 5 else x

@@ -150,7 +150,34 @@ class Status:
         return "ready", say("readyBut", details) if details else say("ready")
 
 
-statuses: weakref.WeakValueDictionary[str, Status] = weakref.WeakValueDictionary()
+class Line:
+    """The line of a node that does not sample.
+
+    Args:
+        node: its id in the workflow; None: nobody looks.
+    """
+
+    def __init__(self, node: str | None):
+        self._node = node
+        self._parts: dict[str, str] = {}
+        if node is not None:
+            statuses[node] = self
+
+    def put(self, part: str, text: str) -> None:
+        """Say something, in the place of what was said of that part."""
+        self._parts[part] = text
+        self.tell()
+
+    def now(self) -> tuple[str, str]:
+        return "ready", "; ".join(self._parts.values())
+
+    def tell(self) -> None:
+        if self._node is not None:
+            for listener in listeners:
+                listener(self._node, *self.now())
+
+
+statuses: weakref.WeakValueDictionary[str, Status | Line] = weakref.WeakValueDictionary()
 
 
 def status_of(node: str) -> Status:

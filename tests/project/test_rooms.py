@@ -10,7 +10,7 @@ from support import ROOT
 FLOORS = [
     {"nodes"},
     {"engine/host/nodes"},
-    {"engine/host/model"},
+    {"engine/host/model", "engine/host/vae"},
     {"engine/host/graphs"},
     {"engine/host/weights", "engine/cuda_graphs", "engine/notices", "engine/benchmark"},
     {"engine/host", "engine/compile"},

@@ -34,6 +34,11 @@ class _NormKernels:
         if not self._asked and kernels() is not None and not torch.cuda.is_current_stream_capturing():
             call.requests.append(CodeRequest(self, None, StandIn(nn.Module(), (torch.empty(0, device=device),), {})))
 
+    def prepare(self, device: torch.device) -> None:
+        """Have them made for that device in the background, unless they are or will be."""
+        if not self._asked and kernels() is not None:
+            self.make(None, StandIn(nn.Module(), (torch.empty(0, device=device),), {}))
+
     def make(self, _variant: object, stand_in: StandIn) -> None:
         self._asked = True
         compiler.ask(self, stand_in, lambda: None)

@@ -1,0 +1,120 @@
+"""A VAE whose images lie channels_last in memory while it decodes and encodes, where that is faster.
+
+cuDNN's convolutions for 16-bit numbers want that layout and else convert at each call. Nothing is compiled: compiling the whole
+decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json).
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import comfy.model_management
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from ...blocks.channels_last import DTYPES, run_channels_last
+from ...errors import InvalidSetting
+from ...failures.describe import never_swallowed
+from ...notices.status import Line
+from ...notices.words import say
+from ..graphs.norm_kernels import kernels, norm_kernels
+from .trial import Timer, Trial
+
+logger = logging.getLogger("torch-compile-kit")
+# What of a VAE's network the host calls (comfy/sd.py), by the word for it.
+FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
+
+_TEXTS: dict[str, tuple[Callable[..., str], Callable[..., str]]] = {
+    "decoding": (lambda *values: say("decodingFaster", *values), lambda *values: say("decodingSame", *values)),
+    "encoding": (lambda *values: say("encodingFaster", *values), lambda *values: say("encodingSame", *values)),
+}
+
+
+class LaidOut:
+    """One function of a VAE's network, in whichever layout is faster.
+
+    Args:
+        function: of the network, as it was.
+        device: where the VAE runs.
+        word: of `FUNCTIONS`.
+        line: of the node in the page.
+    """
+
+    def __init__(self, function: Callable, device: torch.device, word: str, line: Line):
+        self.function, self._device, self._word, self._line = function, device, word, line
+        self.trial = Trial(lambda: Timer(device))
+        self._told = False
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        shape = (tuple(x.shape), x.dtype)
+        way = self.trial.next(shape, x.dtype in DTYPES and norm_kernels.ready)
+        self._tell()
+        if way:
+            try:
+                with self.trial.timed(shape, True):
+                    return run_channels_last(kernels(), self.function, (x, *args), kwargs, video=True)
+            except comfy.model_management.InterruptProcessingException:
+                raise
+            except Exception as error:
+                self.trial.give_up()
+                why = "out of memory" if never_swallowed(error) else f"{type(error).__name__}: {error}"
+                logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
+        with self.trial.timed(shape, False):
+            return self.function(x, *args, **kwargs)
+
+    def _tell(self) -> None:
+        """Once it is known."""
+        trial = self.trial
+        if self._told or trial.other is None or not trial.plain_seconds:
+            return
+        self._told = True
+        before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
+        share = f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
+        texts = _TEXTS[self._word]
+        self._line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now))
+
+
+def attach_vae(vae: Any, node: str | None = None) -> Any:
+    """The VAE with its functions laid out; the one given stays as it is, its weights are shared.
+
+    Args:
+        vae: of the host (comfy.sd.VAE).
+        node: whose line in the page tells what was found.
+
+    Raises:
+        InvalidSetting: it is no VAE of the host.
+    """
+    network: Any = getattr(vae, "first_stage_model", None)
+    patcher: Any = getattr(vae, "patcher", None)
+    if not isinstance(network, nn.Module) or not hasattr(patcher, "add_object_patch"):
+        raise InvalidSetting("vae", vae, "connect a VAE, such as that of Load VAE.")
+    found = copy.copy(vae)
+    found.torch_compile_kit_line = line = Line(node)
+    reason = left_alone(vae)
+    if reason is not None:
+        line.put("decoding", say("vaeLeft", reason))
+        return found
+    norm_kernels.prepare(vae.device)
+    found.patcher = patcher.clone()
+    for name, word in FUNCTIONS.items():
+        function = patcher.object_patches.get(name) or getattr(network, name, None)
+        if isinstance(function, LaidOut):  # of a node before
+            function = function.function
+        if callable(function):
+            found.patcher.add_object_patch(name, LaidOut(function, vae.device, word, line))
+    line.put("decoding", say("vaeReady"))
+    return found
+
+
+def left_alone(vae: Any) -> str | None:
+    """Why such a VAE runs as it is; None: it need not."""
+    if vae.device.type != "cuda" or kernels() is None:
+        return say("vaeNoGpu")
+    if vae.vae_dtype not in DTYPES:
+        return say("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
+    compiled = (isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules())
+    return say("vaeCompiled") if any(compiled) else None

@@ -1,0 +1,226 @@
+"""A VAE whose images lie channels_last: the host's own VAEs, with plain PyTorch in place of our Triton kernels."""
+
+import pytest
+import torch
+from reference_kernels import Reference
+from support import relative_error
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+IMAGE = {
+    "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4], "num_res_blocks": 2,
+    "attn_resolutions": [], "dropout": 0.0, "z_channels": 4,
+}  # fmt: skip
+VIDEO = {
+    "dim": 16, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
+}  # fmt: skip
+
+
+def image_network():
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+
+    part = "comfy.ldm.modules.diffusionmodules.model"
+    return AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": f"{part}.Encoder", "params": IMAGE},
+        decoder_config={"target": f"{part}.Decoder", "params": {**IMAGE, "ch": 32}},
+    )
+
+
+def video_network():
+    from comfy.ldm.wan.vae import WanVAE
+
+    return WanVAE(**VIDEO)
+
+
+LATENTS = {"image": (image_network, (1, 4, 4, 3)), "video": (video_network, (1, 16, 3, 4, 3))}
+
+
+class Kernels(Reference):
+    ready = True
+
+    def prepare(self, _device):
+        self.asked = True
+
+
+@pytest.fixture
+def kernels(engine, monkeypatch):
+    """A CPU counts as a GPU with our kernels, and fp32 as a dtype for tensor cores."""
+    found, attach = Kernels(), engine("host.vae.attach")
+    monkeypatch.setattr(attach, "kernels", lambda: found)
+    monkeypatch.setattr(attach, "norm_kernels", found)
+    monkeypatch.setattr(attach, "left_alone", lambda _vae: None)
+    for module in (attach, engine("blocks.channels_last")):
+        monkeypatch.setattr(module, "DTYPES", {torch.float32})
+    return found
+
+
+@pytest.fixture
+def clock(engine, monkeypatch):
+    """A list of the seconds that the next timed calls take."""
+    seconds = []
+
+    class Timer:
+        def __init__(self, _device):
+            self._seconds = None
+
+        def stop(self):
+            self._seconds = seconds.pop(0)
+
+        def seconds(self):
+            return self._seconds
+
+    monkeypatch.setattr(engine("host.vae.attach"), "Timer", Timer)
+    return seconds
+
+
+@pytest.fixture(params=LATENTS)
+def vae(request):
+    return make(request.param)
+
+
+def make(name):
+    import comfy.sd
+
+    network, latent = LATENTS[name]
+    torch.manual_seed(3)
+    with torch.inference_mode(False):
+        weights = {key: torch.randn_like(w) * (0.05 if w.dim() > 1 else 0.2) for key, w in network().state_dict().items()}
+    found = comfy.sd.VAE(weights)
+    return found, torch.randn(latent)
+
+
+def attached(engine, vae):
+    return engine("host.vae.attach").attach_vae(vae)
+
+
+def laid_out(vae, name="decode"):
+    return vae.patcher.object_patches[name]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_both_ways_give_the_same_and_the_faster_one_stays(vae, engine, kernels, clock, faster):
+    vae, latent = vae
+    expected, ours = vae.decode(latent), attached(engine, vae)
+    clock += [9, 9, 1 if faster else 1.96, 2]
+    used = []
+    for _ in range(6):
+        before = kernels.weights
+        assert relative_error(ours.decode(latent), expected) < 1e-5
+        used.append(kernels.weights > before)
+    assert used == [False, True, True, False, faster, faster] and not clock
+    trial = laid_out(ours).trial
+    assert (trial.other, trial.plain_seconds) == (faster, 2)
+    before = kernels.weights
+    assert relative_error(ours.decode(latent[..., :3, :2]), vae.decode(latent[..., :3, :2])) < 1e-5, "other sizes, untimed"
+    assert (kernels.weights > before) == faster
+
+
+def test_encoding_and_tiles_too(vae, engine, kernels, clock):
+    vae, latent = vae
+    ours, pixels = attached(engine, vae), vae.decode(latent)
+    pixels = pixels[0] if pixels.dim() == 5 else pixels
+    clock += [1] * 1000
+    laid_out(ours, "encode").trial.other = laid_out(ours).trial.other = True
+    for function, given in ((vae.encode, pixels), (vae.decode_tiled, latent)):
+        mine, before = getattr(ours, function.__name__), kernels.weights
+        assert relative_error(mine(given), function(given)) < 1e-5
+        assert kernels.weights > before
+
+
+def test_the_vae_that_was_given_stays_as_it_is(vae, engine, kernels, clock):
+    vae, latent = vae
+    expected, ours = vae.decode(latent), attached(engine, vae)
+    laid_out(ours).trial.other = True
+    twice = attached(engine, ours)
+    assert laid_out(twice).function == vae.first_stage_model.decode, "not one around the other"
+    for _ in range(2):
+        ours.decode(latent)
+        count = kernels.weights
+        assert count and torch.equal(vae.decode(latent), expected) and kernels.weights == count
+
+
+def test_before_the_kernels_are_there_nothing_changes(engine, kernels, clock):
+    vae, latent = make("image")
+    ours, kernels.ready = attached(engine, vae), False
+    assert kernels.asked
+    clock += [1]
+    for _ in range(3):
+        ours.decode(latent)
+    assert not kernels.weights and laid_out(ours).trial.other is None
+
+
+def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog):
+    vae, latent = make("image")
+    expected, ours = vae.decode(latent), attached(engine, vae)
+    laid_out(ours).trial.other = True
+    kernels.factors_of = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))
+    assert torch.equal(ours.decode(latent), expected)
+    assert laid_out(ours).trial.other is False and "out of memory" in caplog.text
+
+
+def test_a_cancel_ends_the_call(engine, kernels, clock):
+    import comfy.model_management
+
+    vae, latent = make("image")
+    ours, cancel = attached(engine, vae), comfy.model_management.InterruptProcessingException
+    laid_out(ours).trial.other = True
+    kernels.factors_of = lambda *_: (_ for _ in ()).throw(cancel())
+    with pytest.raises(cancel):
+        ours.decode(latent)
+    assert laid_out(ours).trial.other is True
+
+
+def test_an_image_too_large_for_the_kernels_has_its_norms_computed_by_pytorch(engine, kernels, clock, monkeypatch):
+    vae, latent = make("image")
+    expected, ours = vae.decode(latent), attached(engine, vae)
+    laid_out(ours).trial.other = True
+    monkeypatch.setattr(engine("blocks.channels_last"), "MOST_VALUES", 1000)
+    assert relative_error(ours.decode(latent), expected) < 1e-5
+    assert kernels.norms == 0 and kernels.weights
+
+
+class TestLeftAlone:
+    """With a sentence on the node, and the same result."""
+
+    @pytest.fixture
+    def told(self, engine, monkeypatch):
+        lines = []
+        monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+        return lines
+
+    def test_on_a_cpu(self, engine, told):
+        vae, latent = make("image")
+        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        assert told == [("7", "ready", "left as it is: it does not run on a GPU with Triton")]
+        assert engine("notices.status").statuses["7"].now() == told[0][1:], "for a page that is opened later"
+        assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
+
+    @pytest.mark.parametrize(("dtype", "compiled"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
+    def test_in_32_bits_or_compiled_by_another(self, engine, monkeypatch, dtype, compiled):
+        vae, _ = make("image")
+        attach = engine("host.vae.attach")
+        monkeypatch.setattr(attach, "kernels", lambda: object())
+        vae.device, vae.vae_dtype = torch.device("cuda"), dtype
+        if compiled:  # as KJNodes does it
+            vae.first_stage_model.decoder = torch.compile(vae.first_stage_model.decoder)
+        why = attach.left_alone(vae)
+        assert why == ("another node compiles it" if compiled else "it runs in float32, and only 16-bit numbers gain"
+                       if dtype is torch.float32 else None)  # fmt: skip
+
+    def test_what_is_no_vae_is_refused(self, engine):
+        with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
+            engine("host.vae.attach").attach_vae("something")
+
+
+def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
+    lines = []
+    monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+    vae, latent = make("image")
+    ours = engine("host.vae.attach").attach_vae(vae, "7")
+    clock += [9, 9, 1, 2]
+    for _ in range(7):
+        ours.decode(latent)
+    assert [text for _, _, text in lines] == [
+        "timed while it is used; the faster way stays", "decoding 50% faster (2.000 -> 1.000 s)",
+    ]  # fmt: skip
