@@ -3,6 +3,7 @@
 import copy
 
 import pytest
+from PIL import Image
 
 from devtools import prompts
 from devtools.server import PromptRejectedError, error_of, outputs_of
@@ -283,3 +284,18 @@ def test_the_page_is_told_what_compiled_while_sampling(server):
     finally:
         socket.close()
     assert heard[0]["model"] == "Flux" and "compiled while sampling" in heard[0]["text"]
+
+
+def test_a_vae_that_gains_nothing_here_decodes_the_same_and_the_page_is_told_why(server, shipped):
+    plain = prompts.without_kit(shipped)
+    given = {"vae node": {"class_type": "TorchCompileKitVAE", "inputs": {"vae": [prompts.find(plain, "VAELoader"), 0]}}}
+    images = []
+    for prompt in (plain, {**prompts.change(plain, "VAEDecode", vae=["vae node", 0]), **given}):
+        entry = server.queue(prompts.change(prompt, "KSampler", seed=77))
+        assert error_of(entry) is None
+        (path,) = outputs_of(entry, "images")
+        with Image.open(server.base / "output" / path) as image:
+            images.append(image.tobytes())
+    assert images[0] == images[1]
+    told = server.get("/torch-compile-kit/status")["vae node"]
+    assert told == {"state": "ready", "text": "left as it is: it does not run on a GPU with Triton"}
