@@ -62,6 +62,9 @@ class BlockCompiler:
     def _call(self, executor, *args, **kwargs):
         base_model, device = executor.class_obj, args[0].device
         network = base_model.diffusion_model
+        if _wants_gradients(args[0], network):
+            note(self.notes, "Training: blocks run uncompiled while gradients are wanted.")
+            return _eager(network, functools.partial(executor, *args, **kwargs))
         if compiler.awaited:
             compiler.wait(poll=raise_if_interrupted)
         with self._settings_of_a_call():
@@ -117,6 +120,11 @@ class BlockCompiler:
             return False
         note(self.notes, "Compiled at once: with --verbose DEBUG ComfyUI's memory manager bears no thread in the background.")
         return True
+
+
+def _wants_gradients(x: torch.Tensor, network: nn.Module) -> bool:
+    """Whether it is a trainer's call (comfy_extras/nodes_train.py): what is set for sampling keeps nothing for a backward."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
 
 
 def _eager(network: nn.Module, run: Callable[[], object], afterwards: Callable[[], None] = lambda: None) -> object:
