@@ -8,8 +8,10 @@ pytestmark = [pytest.mark.host]
 
 
 def train(patcher, runs, bypass):
-    """Losses and the LoRA, of the host's node as the host runs it. Without checkpointing its Flux cannot be trained at all: blocks
-    write into what a backward needs."""
+    """Losses and the LoRA, of the host's node as the host runs it.
+
+    Without checkpointing its Flux cannot be trained at all: blocks write into what a backward needs.
+    """
     from comfy_extras.nodes_train import TrainLoraNode
 
     torch.manual_seed(7)
