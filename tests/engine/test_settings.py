@@ -128,3 +128,10 @@ def test_patterns_have_a_limit(settings, engine):
         settings.CompileSettings(only_blocks="*," * 5_000_000)
     assert len(str(error.value)) < 500
     assert settings.CompileSettings(only_blocks="*," * 5000).patterns == ("*",)
+
+
+def test_one_line_says_what_was_chosen(engine):
+    settings = engine("settings").CompileSettings
+    assert settings().describe() == "inductor, dynamic auto"
+    chosen = settings(mode="max-autotune-no-cudagraphs", dynamic="true", fullgraph=True, cache_limit=32, only_blocks="a.*")
+    assert chosen.describe() == "inductor, max-autotune-no-cudagraphs, dynamic true, fullgraph, cache limit 32, only a.*"
