@@ -20,11 +20,12 @@ const PLACEHOLDERS = {
   TorchCompileKitSaveCache: "emptySave",
   TorchCompileKitLoadCache: "emptyLoad",
   TorchCompileKitVAE: "emptyVae",
+  TorchCompileKitRepair: "emptyRepair",
 };
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
-const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
+const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitRepair: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 export const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 
 function reportWidget(node) {

@@ -4,6 +4,7 @@ from comfy_api.latest import ComfyExtension, io
 
 from .benchmark import Benchmark
 from .load_cache import LoadCache
+from .repair import Repair
 from .routes import register_routes
 from .save_cache import SaveCache
 from .torch_compile_model import TorchCompileModel
@@ -16,4 +17,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup, CompileVAE, Benchmark, SaveCache, LoadCache]
+        return [TorchCompileModel, Warmup, CompileVAE, Benchmark, SaveCache, LoadCache, Repair]

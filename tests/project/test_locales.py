@@ -55,7 +55,7 @@ def test_all_nodes_inputs_and_outputs_have_texts(schemas, language):
         assert list(node["inputs"]) == [given.id for given in schema.inputs]
         assert list(node["outputs"]) == [str(index) for index in range(len(schema.outputs))]
         assert all(set(given) == {"name", "tooltip"} for part in ("inputs", "outputs") for given in node[part].values())
-    assert len(texts) == len(schemas) == 6
+    assert len(texts) == len(schemas) == 7
 
 
 def test_nodes_have_different_names_in_each_language():

@@ -1,0 +1,94 @@
+"""Files of trainers that saved a compiled model: their keys hold `_orig_mod`, which no loader of the host knows.
+
+PyTorch's wrapper of a compiled module is called so (torch/_dynamo/eval_frame.py, `OptimizedModule`). Renaming the keys is all
+that such a file needs: the header is written anew, the weights are copied as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import folder_paths
+
+from ...errors import InvalidSetting
+from ...notices.words import say
+
+KINDS = ("loras", "diffusion_models", "checkpoints")
+# In keys of modules, and in those of LoRA files, where dots are underscores.
+_WRAPPER = re.compile(r"_orig_mod[._]")
+# Longer than that of any model.
+_LONGEST_HEADER = 100 * 2**20
+
+
+def files() -> list[str]:
+    """What can be chosen: `KIND/NAME` of each .safetensors file of the host's folders."""
+    return [
+        f"{kind}/{name}" for kind in KINDS for name in folder_paths.get_filename_list(kind) if name.endswith(".safetensors")
+    ]
+
+
+def plain_key(key: str) -> str:
+    """The key without what compiling has put into it."""
+    return _WRAPPER.sub("", key)
+
+
+def repair(choice: str) -> tuple[Path, str]:
+    """Write a copy of the file with plain keys beside it, unless it has them.
+
+    Args:
+        choice: of `files`.
+
+    Returns:
+        The file that can be loaded, and a sentence.
+
+    Raises:
+        InvalidSetting: no such file, no safetensors file, two of its keys would be one, or the copy is there already.
+    """
+    path = _path_of(choice)
+    with path.open("rb") as source:
+        header = _read_header(source, choice)
+        renamed: dict[str, object] = {}
+        for key, value in header.items():
+            if plain_key(key) in renamed:
+                raise InvalidSetting("file", choice, f"it holds {plain_key(key)!r} twice, compiled and plain: save it anew.")
+            renamed[plain_key(key)] = value
+        count = sum(key not in renamed for key in header)
+        if not count:
+            return path, say("nothingToRepair", path.name)
+        target = path.with_name(f"{path.stem}_repaired{path.suffix}")
+        if target.exists():
+            raise InvalidSetting("file", choice, f"{target.name} is there already: use it, or delete it first.")
+        text = json.dumps(renamed, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)  # the weights stay aligned
+        unfinished = target.with_suffix(".partial")
+        try:
+            with unfinished.open("wb") as out:
+                out.write(len(text).to_bytes(8, "little") + text)
+                shutil.copyfileobj(source, out, 2**24)
+            os.replace(unfinished, target)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    return target, say("repaired", count, len(header) - ("__metadata__" in header), target.name)
+
+
+def _path_of(choice: str) -> Path:
+    kind, _, name = choice.partition("/")
+    found = folder_paths.get_full_path(kind, name) if kind in KINDS else None
+    if found is None or not name.endswith(".safetensors"):
+        raise InvalidSetting("file", choice, f"use a .safetensors file of {', '.join(KINDS)}.")
+    return Path(found)
+
+
+def _read_header(source, choice: str) -> dict[str, object]:
+    try:
+        length = int.from_bytes(source.read(8), "little")
+        header = json.loads(source.read(length)) if length <= _LONGEST_HEADER else None
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise InvalidSetting("file", choice, "it is no safetensors file, or damaged: fetch it again.")
+    return header
