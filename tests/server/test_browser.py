@@ -190,6 +190,24 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
     page.until("() => /^ready/.test(kit.text('Model'))")
 
 
+@pytest.mark.parametrize("page", ["classic"], indirect=True)
+def test_the_vae_node_says_what_it_does_and_a_repaired_file_what_was_renamed(page, prompt, server):
+    import safetensors.torch
+    import torch
+
+    folder = server.base / "models" / "loras"
+    folder.mkdir(exist_ok=True)
+    safetensors.torch.save_file({"_orig_mod.a.weight": torch.ones(3)}, folder / "compiled.safetensors")
+    prompt = prompts.without_kit(prompt)
+    prompt["71"] = {"class_type": "TorchCompileKitVAE", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
+    prompt["72"] = {"class_type": "TorchCompileKitRepair", "inputs": {"file": "loras/compiled.safetensors"}}
+    page.load(prompts.change(prompt, "VAEDecode", vae=["71", 0]))
+    assert page.text("VAE").startswith("How much faster") and page.text("Repair").startswith("Which keys")
+    page.run()
+    page.until("() => /GPU/.test(kit.text('VAE')) && /1 of 1/.test(kit.text('Repair'))")
+    assert (folder / "compiled_repaired.safetensors").is_file()
+
+
 def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
     page.load(only_model(prompt))
     page.set("Model", "cache_limit", 5)
