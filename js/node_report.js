@@ -9,7 +9,8 @@ const VAE = "TorchCompileKitVAE";
 const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE];
-const WIDE = 520; // pixels: its table has columns, its plot text
+// Pixels, at the least: a table has columns, a plot text, and a title is to be read.
+const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAE: 260, TorchCompileKitRepair: 300 };
 const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
 // Node id: the key of what stands there before the first run.
@@ -166,7 +167,8 @@ app.registerExtension({
   nodeCreated(node) {
     if (!(node.comfyClass in PLACEHOLDERS)) return;
     reportWidget(node).serialize = false;
-    if (node.comfyClass === BENCHMARK) node.setSize([Math.max(node.size[0], WIDE), node.size[1]]);
+    const least = WIDTHS[node.comfyClass];
+    if (least) node.setSize([Math.max(node.size[0], least), node.size[1]]);
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
