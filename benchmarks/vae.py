@@ -68,8 +68,10 @@ def change(vae, variant: str):
 
 
 def timed(call, given) -> tuple[list[float], object]:
-    """Seconds of each call, and the last one's result. Behind the first, what is made in the background is waited for: between two
-    images of a person there is time for that."""
+    """Seconds of each call, and the last one's result.
+
+    Behind the first, what is made in the background is waited for: between two images of a person there is time for that.
+    """
     import torch
 
     seconds = []
