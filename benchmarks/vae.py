@@ -1,4 +1,4 @@
-"""Decoding: whole VAEs of the host with random weights, as they are, with Torch Compile VAE, and compiled as KJNodes does.
+"""Decoding: whole VAEs of the host with random weights, as they are, with VAE Channels Last, and compiled as KJNodes does.
 
     python -m benchmarks.vae --host COMFYUI --models flux sdxl qwen wan hunyuan ltx [--variants eager ours compiled] [--tiny]
 

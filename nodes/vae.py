@@ -1,4 +1,4 @@
-"""The node Torch Compile VAE."""
+"""The node VAE Channels Last."""
 
 from comfy_api.latest import io
 
@@ -10,11 +10,11 @@ class CompileVAE(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="TorchCompileKitVAE",
-            display_name="Torch Compile VAE",
+            display_name="VAE Channels Last",
             category="torch compile",
             description="Makes decoding and encoding faster on a GPU: images lie in memory as its convolutions want them. "
             "Nothing is compiled and nothing to wait for; both ways are timed while they are used, and the faster one stays.",
-            search_aliases=["torch.compile", "compile vae", "vae decode", "speed", "faster", "channels_last"],
+            search_aliases=["compile vae", "vae decode", "channels_last"],
             inputs=[io.Vae.Input("vae", tooltip="The VAE for VAE Decode and VAE Encode, tiled or not.")],
             outputs=[
                 io.Vae.Output(display_name="vae", tooltip="The same VAE; what is connected to the first one stays plain.")
