@@ -89,11 +89,10 @@ class ChannelsLast(TorchFunctionMode):
         return _is_image(x) or (self._video and _is_image(x, 5))
 
     def _convolution(self, func: Callable, input, weight, *rest, **kwargs):
-        if not self._takes(input) or not isinstance(weight, torch.Tensor) or weight.dtype != input.dtype:
+        like_it = isinstance(weight, torch.Tensor) and weight.dtype == input.dtype and weight.dim() == input.dim()
+        if not self._takes(input) or not like_it:
             return func(input, weight, *rest, **kwargs)
         layout = _LAYOUTS[input.dim()]
-        if weight.dim() != input.dim():
-            return func(input, weight, *rest, **kwargs)
         if not weight.is_contiguous(memory_format=layout):
             weight = self._turn(weight.contiguous())
         return func(input.contiguous(memory_format=layout), weight, *rest, **kwargs)

@@ -45,7 +45,7 @@ class LaidOut:
     """
 
     def __init__(self, function: Callable, device: torch.device, word: str, line: Line):
-        self.function, self._device, self._word, self._line = function, device, word, line
+        self.function, self._word, self._line = function, word, line
         self.trial = Trial(lambda: Timer(device))
         self._told = False
 
