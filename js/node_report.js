@@ -6,11 +6,12 @@ import { say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
 const VAE = "TorchCompileKitVAE";
+const CONTROLNET = "TorchCompileKitControlNet";
 const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
-const HAVE_LINE = [MODEL, VAE];
+const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 // Pixels, at the least: a table has columns, a plot text, and a title is to be read.
-const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAE: 260, TorchCompileKitRepair: 300 };
+const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAE: 260, TorchCompileKitRepair: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
 // Node id: the key of what stands there before the first run.
@@ -22,11 +23,13 @@ const PLACEHOLDERS = {
   TorchCompileKitLoadCache: "emptyLoad",
   TorchCompileKitVAE: "emptyVae",
   TorchCompileKitRepair: "emptyRepair",
+  TorchCompileKitControlNet: "emptyControl",
+  TorchCompileKitBlockSwap: "emptySwap",
 };
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
-const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitRepair: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
+const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitRepair: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 export const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
 
 function reportWidget(node) {

@@ -3,6 +3,8 @@
 from comfy_api.latest import ComfyExtension, io
 
 from .benchmark import Benchmark
+from .block_swap import BlockSwap
+from .controlnet import CompileControlNet
 from .load_cache import LoadCache
 from .repair import Repair
 from .routes import register_routes
@@ -17,4 +19,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup, CompileVAE, Benchmark, SaveCache, LoadCache, Repair]
+        return [TorchCompileModel, Warmup, CompileControlNet, CompileVAE, BlockSwap, Benchmark, SaveCache, LoadCache, Repair]

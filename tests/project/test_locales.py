@@ -55,7 +55,7 @@ def test_all_nodes_inputs_and_outputs_have_texts(schemas, language):
         assert list(node["inputs"]) == [given.id for given in schema.inputs]
         assert list(node["outputs"]) == [str(index) for index in range(len(schema.outputs))]
         assert all(set(given) == {"name", "tooltip"} for part in ("inputs", "outputs") for given in node[part].values())
-    assert len(texts) == len(schemas) == 7
+    assert len(texts) == len(schemas) == 9
 
 
 def test_nodes_have_different_names_in_each_language():
@@ -181,7 +181,7 @@ def report(language):
 
 
 def test_each_sentence_of_reports_is_there_and_no_other():
-    rooms = [ROOT / "engine" / room for room in ("notices", "host/nodes", "host/vae")]
+    rooms = [ROOT / room for room in ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model")]
     code = "\n".join(file.read_text(encoding="utf-8") for room in rooms for file in room.glob("*.py"))
     code = re.sub(r"\s+", " ", code)
     said = {key for call in re.findall(r"\bsay\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}

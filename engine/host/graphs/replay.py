@@ -1,4 +1,4 @@
-"""Run the host's diffusion model through CUDA graphs where that is safe, and say why where it is not."""
+"""Run the host's diffusion model, or a ControlNet, through CUDA graphs where that is safe, and say why where it is not."""
 
 from __future__ import annotations
 
@@ -58,8 +58,9 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     forward = network.forward
     keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else lambda: nullcontext(True)
 
-    def run(*args, transformer_options=None, **kwargs):
-        options = transformer_options or {}
+    def run(*args, **kwargs):
+        fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
+        options = fixed.get("transformer_options", {})
         reason, key = _obstacle(network, options), None
         code = code_of(network)
         # Part of the key: a capture bears no kernel that has never run.
@@ -72,13 +73,13 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         if reason:
             note(notes, f"CUDA graphs are off: {reason}.")
             with binding.bound():
-                return forward(*args, transformer_options=options, **kwargs)
+                return forward(*args, **fixed, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
         call = functools.partial(_run_bound, binding, network, notes, fast, call)
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
-        result = graphs.call(key, call, args, kwargs, {"transformer_options": options}, keep, generation)
+        result = graphs.call(key, call, args, kwargs, fixed, keep, generation)
         _submit_behind_replays(graphs, binding.call, key)
         return result
 
@@ -156,7 +157,7 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
     """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
     if not runs_channels_last(network):
         return forward(*args, **kwargs)
-    options = {"transformer_options": kwargs["transformer_options"]}  # which the model may write to
+    options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # which it may write to
     once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
     try:
         return run_channels_last(kernels(), forward, once, given | options)

@@ -42,11 +42,8 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     """
     if not settings.enabled:
         return patcher
-    settings.check_backend()
-    opened_kernels.register()
-    compiler.makes_room, compiler.after_work = makes_room, tell_all
     plan = compile_plan(patcher, settings)
-    get_ready(settings)
+    prepare_compiling(settings)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
     status = status_of(node) if node is not None else None
@@ -63,6 +60,18 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         clone.add_callback_with_key(event, KEY, action)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
+
+
+def prepare_compiling(settings: CompileSettings) -> None:
+    """Whatever is to be compiled under `settings`; costs nothing the second time.
+
+    Raises:
+        InvalidSetting: the machine lacks what a setting needs.
+    """
+    settings.check_backend()
+    opened_kernels.register()
+    compiler.makes_room, compiler.after_work = makes_room, tell_all
+    get_ready(settings)
 
 
 def eager_clone(patcher):

@@ -21,7 +21,8 @@ from ..model.attach import (
     model_name,
     notes_about,
 )
-from ..model.wrapper import raise_if_interrupted
+from ..model.controlnet import controls_in
+from ..model.network_calls import raise_if_interrupted
 from .fingerprint import fingerprint, may_be_skipped
 from .progress import WarmupProgress
 from .sampling import (
@@ -93,6 +94,8 @@ class _Warmup:
                 progress.end(index)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
+        controls = controls_in([entry for prompts in self.conditioning for entry in prompts])
+        self.report.notes += [line for control in controls for line in control.notes()]
         self.report.notes += [say("outside", sentence) for sentence in watch_of(self.model).notices]
         return self.report.text()
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -194,9 +195,8 @@ class ModelWeights:
         InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
     """
 
-    def __init__(self, token: tuple, blocks: list[nn.Module], base_model, device: torch.device, block_swap: str):
+    def __init__(self, token: tuple, blocks: list[nn.Module], dtype: torch.dtype, device: torch.device, block_swap: str):
         self.token: tuple | None = token
-        dtype = base_model.get_dtype_inference()
         found = [BlockWeights(block, device, dtype) for block in blocks]
         self._settled = [entry for weights in found for entry in weights.settled]
         moving = [weights for weights in found if weights.moves]
@@ -249,12 +249,27 @@ class ModelWeights:
 _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDictionary()
 
 
-def weights_of(base_model, block_swap: str, device: torch.device, blocks: list[nn.Module]) -> ModelWeights:
-    """How the blocks of the host's `base_model` get their weights, as the host has them loaded now."""
-    token = (block_swap, *_load_token(base_model, blocks, device))
-    known = _weights.get(base_model)
+class Loaded(NamedTuple):
+    """A network as the host has loaded it.
+
+    Args:
+        model: what its patcher has as model.
+        network: in it or the same, whose blocks are compiled.
+        dtype, device: what it computes in, and where.
+    """
+
+    model: nn.Module
+    network: nn.Module
+    dtype: torch.dtype
+    device: torch.device
+
+
+def weights_of(loaded: Loaded, block_swap: str, blocks: list[nn.Module]) -> ModelWeights:
+    """How the blocks get their weights, as the host has them loaded now."""
+    token = (block_swap, *_load_token(loaded.model, blocks, loaded.device))
+    known = _weights.get(loaded.model)
     if known is None or known.token != token:
-        known = _weights[base_model] = ModelWeights(token, blocks, base_model, device, block_swap)
+        known = _weights[loaded.model] = ModelWeights(token, blocks, loaded.dtype, loaded.device, block_swap)
     return known
 
 

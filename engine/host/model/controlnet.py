@@ -1,0 +1,146 @@
+"""Attach compile settings to a ControlNet of the host."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import logging
+import weakref
+from typing import Any
+
+import comfy.controlnet
+from comfy.patcher_extension import CallbacksMP
+from torch import nn
+
+from ...background.gate import gate
+from ...compile.binding import plan_for
+from ...compile.events import monitor
+from ...compile.registry import code_of
+from ...errors import InvalidSetting
+from ...notices.status import Line, Status, status_of
+from ...notices.words import say
+from ...settings import CompileSettings
+from ..graphs.replay import forget_graphs, graphs_summary, new_run
+from ..weights import blocks as weights
+from ..weights.partial_load import release_buffers
+from .attach import KEY, prepare_compiling
+from .network_calls import NetworkCalls, eager
+
+logger = logging.getLogger(KEY)
+# Networks whose sampling run has begun; until the host cleans up after it.
+_running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class CompiledControl:
+    """In place of a ControlNet's network, which stays as it is; all but calls is the network's own.
+
+    The host's copies of a ControlNet take it along (comfy/controlnet.py, `copy`), its deep copies for other GPUs do not.
+
+    Args:
+        network: of the ControlNet.
+        status: of the node in the page.
+    """
+
+    def __init__(self, network: nn.Module, settings: CompileSettings, status: Status | None):
+        self.network = network
+        self._status = status
+        self._calls = NetworkCalls(settings)
+
+    def __getattr__(self, name: str) -> Any:
+        network = self.__dict__.get("network")
+        if network is None:
+            raise AttributeError(name)
+        return getattr(network, name)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        return copy.deepcopy(self.network, memo)
+
+    def __call__(self, x, **inputs: Any) -> object:
+        network = self.network
+        run = functools.partial(network, x, **inputs)
+        if self._calls.are_training(network, x):
+            return eager(network, run)
+        if network not in _running:
+            _running.add(network)
+            gate.close()
+            code_of(network).new_run()
+            new_run(network)
+        loaded = weights.Loaded(network, network, x.dtype, x.device)
+        if self._status is not None:
+            self._status.begins(network, None, x.shape)
+        before = monitor.compilations
+        with self._calls.prepared() as call:
+            result = self._calls.run(loaded, call, run)
+        if self._status is not None:
+            self._status.ends(bool(call.eager), monitor.compilations != before)
+        return result
+
+    def notes(self) -> list[str]:
+        """For the report of a warmup that ran it."""
+        code, kind = code_of(self.network), type(self.network).__name__
+        groups = list(code.groups.values())
+        graphs, breaks = (sum(getattr(g.stats, name) for g in groups) for name in ("graphs", "graph_breaks"))
+        lines = [
+            f"{graphs} graphs, {breaks} graph breaks",
+            *graphs_summary(self.network),
+            *self._calls.notes,
+        ]
+        return [f"ControlNet ({kind}): {line}" for line in [*lines, *(g.failure.message() for g in groups if g.failure)]]
+
+
+def attach_control(control: Any, settings: CompileSettings, node: str | None = None) -> Any:
+    """The ControlNet with its blocks compiled; the one given stays as it is, its weights are shared.
+
+    Args:
+        control: of the host (comfy.controlnet.ControlBase).
+        node: whose line in the page tells how it goes.
+
+    Raises:
+        InvalidSetting: it is no ControlNet of the host.
+    """
+    if not isinstance(control, comfy.controlnet.ControlBase):
+        raise InvalidSetting("control_net", control, "connect a ControlNet, such as that of Load ControlNet Model.")
+    network = getattr(control, "control_model", None)
+    if isinstance(network, CompiledControl):  # of a node before
+        network = network.network
+    found = control.copy()
+    if not settings.enabled or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
+        if settings.enabled:
+            found.torch_compile_kit_line = line = Line(node)
+            line.put("control", say("controlLeft", type(control).__name__))
+            logger.info(
+                "%s: its network runs once an image, or is made anew for each; it is left uncompiled", type(control).__name__
+            )
+        return found
+    prepare_compiling(settings)
+    found.control_model = CompiledControl(network, settings, status_of(node) if node is not None else None)
+    found.control_model_wrapped = patcher = control.control_model_wrapped.clone()
+    for event, action in ((CallbacksMP.ON_CLEANUP, _run_is_over), (CallbacksMP.ON_DETACH, _forget_graphs)):
+        patcher.remove_callbacks_with_key(event, KEY)
+        patcher.add_callback_with_key(event, KEY, action)
+    logger.info("%s: %s; %s", type(network).__name__, settings.describe(), plan_for(network).summary())
+    return found
+
+
+def controls_in(conditioning: list) -> list[CompiledControl]:
+    """Those that a sampler's conditioning brings along, each once."""
+    found: dict[int, CompiledControl] = {}
+    for _tensor, options in conditioning:
+        control = options.get("control")
+        while control is not None:
+            network = getattr(control, "control_model", None)
+            if isinstance(network, CompiledControl):
+                found[id(network.network)] = network
+            control = getattr(control, "previous_controlnet", None)
+    return list(found.values())
+
+
+def _run_is_over(patcher: Any) -> None:
+    gate.close()
+    _running.discard(patcher.model)
+    release_buffers()
+    weights.forget_weights(patcher.model)
+
+
+def _forget_graphs(patcher: Any, unpatched: bool = True) -> None:
+    forget_graphs(patcher.model, unpatched)

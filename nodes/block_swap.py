@@ -1,0 +1,40 @@
+"""The node Block Swap."""
+
+from comfy_api.latest import io
+
+from ..engine.host.weights.swap import MOST_BLOCKS, swap_blocks
+from ..engine.notices.words import say
+
+GIB = 2**30
+
+
+class BlockSwap(io.ComfyNode):
+    @classmethod
+    def define_schema(cls) -> io.Schema:
+        return io.Schema(
+            node_id="TorchCompileKitBlockSwap",
+            display_name="Block Swap",
+            category="torch compile",
+            description="Keeps some blocks of the model in RAM, for ComfyUI without dynamic VRAM. With Torch Compile Model "
+            "they are copied to the GPU while the block before computes.",
+            search_aliases=["blocks_to_swap", "low vram", "offload"],
+            inputs=[
+                io.Model.Input("model", tooltip="The diffusion model; before or after Torch Compile Model."),
+                io.Int.Input(
+                    "blocks_to_swap",
+                    default=10,
+                    min=0,
+                    max=MOST_BLOCKS,
+                    tooltip="As many average blocks' weights stay in RAM, from each block a part. 0: none.",
+                ),
+            ],
+            outputs=[io.Model.Output(display_name="model", tooltip="The same model, with less of it on the GPU.")],
+        )
+
+    @classmethod
+    def execute(cls, model, blocks_to_swap) -> io.NodeOutput:
+        swap = swap_blocks(model, blocks_to_swap)
+        if swap.size is None:
+            return io.NodeOutput(swap.patcher, ui={"text": [say("swapDynamic")]})
+        text = say("swapped", blocks_to_swap, swap.blocks, f"{swap.size / GIB:.1f}")
+        return io.NodeOutput(swap.patcher, ui={"text": [text]})

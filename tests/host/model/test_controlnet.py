@@ -1,0 +1,119 @@
+"""A ControlNet whose blocks run compiled: the host's own, with a tiny model beside it."""
+
+import pytest
+import torch
+from patch_kinds.conditions import controlnet, with_options
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+class Controlled(Runs):
+    """Samples with a ControlNet, which `compiled` compiles as the model is, by tracing only."""
+
+    def __init__(self, tiny, engine, name, **options):
+        super().__init__(tiny, engine, name, cfg=3.0, **options)
+        self.control = controlnet(tiny, name, 1)
+
+    def compiled(self, control, **settings):
+        chosen = self.engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **settings})
+        return self.engine("host.model.controlnet").attach_control(control, chosen)
+
+    def with_control(self, control, patcher=None, brightness=0.5):
+        """As Apply ControlNet hands it on."""
+        hint = torch.full((1, 3, 64, 64), brightness)
+        applied = control.copy().set_cond_hint(hint, 0.8, (0.0, 1.0))
+        return self.run(patcher or self.patcher, with_options(self.positive, control=applied, control_apply_to_uncond=True))
+
+    def of_control(self):
+        return list(self.engine("compile.registry").code_of(self.control.control_model).groups.values())
+
+
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_compiled_equals_eager_alone_and_behind_a_compiled_model(tiny, engine, name):
+    runs = Controlled(tiny, engine, name)
+    plain, expected = runs.run(runs.patcher), runs.with_control(runs.control)
+    assert not torch.allclose(plain, expected, rtol=1e-3, atol=1e-4), "the ControlNet does nothing; this proves nothing"
+    control = runs.compiled(runs.control)
+    same(runs.with_control(control), expected)
+    graphs = {kind.class_name: kind.stats.graphs for kind in runs.of_control()}
+    assert graphs and all(graphs.values()) and not any(kind.failure for kind in runs.of_control())
+    assert sum(kind.stats.graph_breaks for kind in runs.of_control()) == 0
+    same(runs.with_control(control, runs.attach(runs.patcher)), expected, "with the model compiled")
+    same(runs.with_control(control, brightness=0.1), runs.with_control(runs.control, brightness=0.1), "another hint")
+    same(runs.with_control(runs.control), expected, "without the node")
+    assert {kind.class_name: kind.stats.graphs for kind in runs.of_control()} == graphs
+    assert "forward" not in {name for m in runs.control.control_model.modules() for name in vars(m)}
+
+
+def test_two_in_a_row_and_one_of_them_compiled(tiny, engine):
+    runs = Controlled(tiny, engine, "flux")
+    hint = torch.rand(1, 3, 64, 64, generator=torch.Generator().manual_seed(3))
+
+    def both(first, second):
+        first = first.copy().set_cond_hint(hint, 0.5, (0.0, 1.0))
+        second = second.copy().set_cond_hint(1 - hint, 0.9, (0.0, 0.6)).set_previous_controlnet(first)
+        return runs.run(runs.patcher, with_options(runs.positive, control=second, control_apply_to_uncond=True))
+
+    other = controlnet(tiny, "flux", 2)
+    expected = both(runs.control, other)
+    same(both(runs.compiled(runs.control), other), expected, "the first one")
+    same(both(runs.control, runs.compiled(other)), expected, "the second one")
+    same(both(runs.compiled(runs.control), runs.compiled(other)), expected, "both")
+
+
+def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refused(tiny, engine):
+    import comfy.controlnet
+    from comfy.t2i_adapter.adapter import Adapter_light
+
+    attach, settings = engine("host.model.controlnet").attach_control, engine("settings").CompileSettings()
+    adapter = comfy.controlnet.T2IAdapter(Adapter_light(channels=[8, 8], nums_rb=1, cin=3), 3, 8, "nearest-exact")
+    left = attach(adapter, settings, "7")
+    assert type(left) is comfy.controlnet.T2IAdapter and left is not adapter
+    assert "T2IAdapter" in engine("notices.status").statuses["7"].now()[1]
+    with pytest.raises(engine("errors").InvalidSetting, match="control_net"):
+        attach(tiny.build_patcher("flux"), settings)
+    control = controlnet(tiny, "flux", 1)
+    assert attach(control, engine("settings").CompileSettings(backend="none")).control_model is control.control_model
+
+
+def test_a_second_node_replaces_the_first(tiny, engine):
+    runs = Controlled(tiny, engine, "flux")
+    twice = runs.compiled(runs.compiled(runs.control), dynamic="false")
+    assert twice.control_model.network is runs.control.control_model
+    same(runs.with_control(twice), runs.with_control(runs.control))
+
+
+def test_weights_that_are_elsewhere_are_streamed(tiny, engine):
+    """Partial loading, as with --lowvram: here, weights cast on the way."""
+
+    runs = Controlled(tiny, engine, "flux")
+    expected = runs.with_control(runs.control)
+    control = runs.compiled(runs.control)
+    for module in runs.control.control_model.modules():
+        if hasattr(module, "comfy_cast_weights"):
+            module.comfy_cast_weights = True
+    same(runs.with_control(control), expected)
+    assert sum(kind.stats.graph_breaks for kind in runs.of_control()) == 0
+
+
+def test_a_copy_for_another_gpu_is_plain(tiny, engine):
+    control = engine("host.model.controlnet").attach_control(controlnet(tiny, "flux", 1), engine("settings").CompileSettings())
+    other = control.deepclone_multigpu(torch.device("cpu"))
+    assert isinstance(other.control_model, torch.nn.Module)
+    assert {p.data_ptr() for p in other.control_model.parameters()}.isdisjoint(
+        p.data_ptr() for p in control.control_model.parameters()
+    )
+
+
+def test_a_trainer_finds_it_uncompiled_and_the_model_freed_takes_its_code(tiny, engine):
+    import gc
+    import weakref
+
+    runs = Controlled(tiny, engine, "flux")
+    control = runs.compiled(runs.control)
+    runs.with_control(control)
+    alive = weakref.ref(runs.control.control_model)
+    del control, runs
+    gc.collect()
+    assert alive() is None

@@ -1,0 +1,85 @@
+"""Block Swap: how much of a model the host loads, and that it computes the same."""
+
+import pytest
+import torch
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def runs(tiny, engine):
+    found = Runs(tiny, engine, "flux")
+    if found.patcher.is_dynamic():
+        pytest.fail("the tiny models are loaded without dynamic VRAM")
+    return found
+
+
+@pytest.fixture
+def swap(engine):
+    return engine("host.weights.swap").swap_blocks
+
+
+def of_blocks(runs, count):
+    import comfy.model_management
+
+    network = runs.patcher.model.diffusion_model
+    blocks = [*network.double_blocks, *network.single_blocks]
+    return sum(map(comfy.model_management.module_size, blocks)) * count // len(blocks)
+
+
+def loaded_by(patcher):
+    """What the host's loading leaves on the device, and what is cast on the way."""
+    patcher.partially_load(patcher.load_device, 1e32)
+    layers = [m for m in patcher.model.modules() if getattr(m, "comfy_cast_weights", False)]
+    return patcher.model.model_loaded_weight_memory, layers
+
+
+@pytest.mark.parametrize("compiled", ["before", "behind", None])
+def test_as_much_is_left_out_as_was_asked_for(runs, swap, compiled):
+    patcher = runs.attach(runs.patcher) if compiled == "before" else runs.patcher
+    found = swap(patcher, 2)
+    assert found.size == of_blocks(runs, 2) and found.patcher is not patcher
+    swapped = runs.attach(found.patcher) if compiled == "behind" else found.patcher
+    loaded, layers = loaded_by(swapped)
+    assert loaded <= runs.patcher.model_size() - found.size and layers
+    again, _ = loaded_by(swapped.clone())
+    assert again == loaded, "clones keep to it"
+    whole, layers = loaded_by(runs.patcher)
+    assert whole > loaded, "what is connected to the first one loads as ever"
+    swapped.detach()
+
+
+def test_a_model_that_was_loaded_whole_is_unloaded_to_it(runs, swap):
+    expected = runs.run(runs.patcher)
+    assert runs.patcher.model.model_loaded_weight_memory == runs.patcher.model_size()
+    found = swap(runs.attach(runs.patcher), 2)
+    same(runs.run(found.patcher), expected)
+    assert runs.patcher.model.model_loaded_weight_memory <= runs.patcher.model_size() - found.size
+    assert not runs.failures
+    same(runs.run(runs.patcher), expected, "without the node again")
+
+
+def test_nothing_to_swap_or_too_much(runs, swap, engine):
+    assert swap(runs.patcher, 0).patcher is runs.patcher
+    refused = engine("errors").InvalidSetting
+    with pytest.raises(refused, match=r"blocks_to_swap.*blocks"):
+        swap(runs.patcher, 500)
+    with pytest.raises(refused, match="model"):
+        swap(object(), 1)
+
+
+def test_dynamic_vram_is_left_alone(runs, swap, monkeypatch):
+    monkeypatch.setattr(type(runs.patcher), "is_dynamic", lambda _self: True)
+    assert swap(runs.patcher, 2) == (runs.patcher, 6, None)
+
+
+def test_a_lora_stays_right(runs, swap):
+    """Patched on the way to the layers that are left out."""
+    key = "diffusion_model.single_blocks.0.linear1.weight"
+    weight = runs.patcher.model.get_parameter(key)
+    patched = runs.patcher.clone()
+    patched.add_patches({key: (torch.randn_like(weight) * 0.2,)})
+    expected = runs.run(patched)
+    assert not torch.allclose(expected, runs.run(runs.patcher))
+    same(runs.run(swap(runs.attach(patched), 3).patcher), expected)
