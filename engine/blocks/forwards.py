@@ -24,16 +24,16 @@ def given_forward(module: nn.Module) -> object | None:
 
 
 @contextmanager
-def exchanged(forwards: Mapping[nn.Module, Callable]) -> Iterator[None]:
+def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
     """While it lasts, these modules have these forwards; all is put back at the end, also after an error."""
-    before = {module: module.__dict__.get("forward") for module in forwards}
+    before = {module: module.__dict__.get(name) for module in forwards}
     try:
         for module, forward in forwards.items():
-            module.__dict__["forward"] = forward
+            module.__dict__[name] = forward
         yield
     finally:
         for module, forward in before.items():
             if forward is None:
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(name, None)
             else:
-                module.__dict__["forward"] = forward
+                module.__dict__[name] = forward

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -31,6 +34,8 @@ from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
 logger = logging.getLogger("torch-compile-kit")
+# What the `forward` of the host's models runs inside the wrappers of other nodes.
+INNER = "_forward"
 # Calls, one after the other, that could not be captured: weights come and go.
 PLAIN_CALLS = 3
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
@@ -55,13 +60,12 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     graphs, pages = graphs_of(network), pages_of(network)
     graphs.check_model(network, device, address_of if pages else None)
     read_of(network).look(network, graphs.model.functions)
-    forward = network.forward
     keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else lambda: nullcontext(True)
 
-    def run(*args, **kwargs):
+    def graphed_call(forward, args, kwargs, wrapped=False):
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
         options = fixed.get("transformer_options", {})
-        reason, key = _obstacle(network, options), None
+        reason, key = _obstacle(network, options, wrapped), None
         code = code_of(network)
         # Part of the key: a capture bears no kernel that has never run.
         fast = binding.call.waits or code.generation(norm_kernels.ready).norms
@@ -75,7 +79,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
         call = functools.partial(_fetching, pages, forward) if pages else forward
-        call = functools.partial(_run_bound, binding, network, notes, fast, call)
+        call = functools.partial(_run_bound, binding, network, notes, fast, device, call)
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
@@ -83,8 +87,47 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         _submit_behind_replays(graphs, binding.call, key)
         return result
 
-    with exchanged({network: run}):
+    inside = functools.partial(_run_inside, network, binding, graphed_call)
+    with exchanged({network: functools.partial(inside, network.forward)}):
         yield
+
+
+def _run_inside(network: nn.Module, binding: Binding, call: Callable, forward: Callable, *args, **kwargs) -> object:
+    """A call of the model through `call(forward, args, kwargs)`. Where another node wraps it (a cache of steps), of what the
+    host runs inside of that (comfy/patcher_extension.py, `WrapperExecutor`): what the node decides stays outside.
+    """
+    names = _inner_names(type(network)) if _is_wrapped(kwargs.get("transformer_options") or {}) else None
+    if names is None:
+        return call(forward, args, kwargs)
+    inner = getattr(network, INNER)
+
+    def run_inner(*args, **kwargs):
+        replaced = {name for name, *_ in functions_of(network)} - {"forward", INNER}
+        if replaced or not binding.still_plain:  # by that node, for the length of its call
+            return inner(*args, **kwargs)
+        return call(inner, (), {**dict(zip(names, args, strict=False)), **kwargs}, wrapped=True)
+
+    with exchanged({network: run_inner}, INNER):
+        return forward(*args, **kwargs)
+
+
+@functools.cache
+def _inner_names(kind: Any) -> tuple[str, ...] | None:
+    """Names of what the host's models take in `_forward`, which their `forward` hands to wrappers; None for other models."""
+    forward: object = kind.forward
+    inner: object = getattr(kind, INNER, None)
+    if not isinstance(forward, types.FunctionType) or not isinstance(inner, types.FunctionType):
+        return None
+    if INNER not in forward.__code__.co_names:
+        return None
+    parameters = list(inspect.signature(inner).parameters.values())[1:]
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return None
+    return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
+
+
+def _is_wrapped(options: dict) -> bool:
+    return bool(options.get("wrappers", {}).get("diffusion_model"))
 
 
 def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
@@ -99,14 +142,14 @@ def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) ->
 
 
 def _run_bound(
-    binding: Binding, network: nn.Module, notes: list[str], fast: bool, forward: Callable, *args, **kwargs
+    binding: Binding, network: nn.Module, notes: list[str], fast: bool, device: torch.device, forward: Callable, *args, **kwargs
 ) -> object:
     with binding.bound():
         if code_of(network).left_out:
             if fast:
                 norm_kernels.ready = True  # from here on
                 return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
-            norm_kernels.ask(binding.call, args[0].device)
+            norm_kernels.ask(binding.call, device)
         return forward(*args, **kwargs)
 
 
@@ -209,9 +252,9 @@ def graphs_summary(network: nn.Module) -> list[str]:
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
 
-def _obstacle(network: nn.Module, options: dict) -> str | None:
-    """Why a replay might not do what a call does."""
-    if options.get("wrappers", {}).get("diffusion_model"):
+def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
+    """Why a replay might not do what a call does; `inside`: the call is one that the model's wrappers make."""
+    if _is_wrapped(options) and not inside:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from capturing import capture_again
+from patch_kinds.conditions import cached
 from patching import Runs, same
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -153,3 +154,59 @@ def test_an_input_that_is_elsewhere_is_no_constant_of_a_graph(engine):
     for _ in range(3):
         assert graphs.call("key", lambda x: x + 1, (torch.ones(()),), {}, {}).item() == 2
     assert not graphs.seen and "another device" in " ".join(graphs.failures.values())
+
+
+@pytest.mark.parametrize("name", ["flux", "sdxl", "wan"])
+def test_a_cache_of_steps_skips_as_many_and_the_others_are_replayed(name, tiny, engine, monkeypatch):
+    """EasyCache wraps the model; what it calls is captured, what it decides is not."""
+    capture_again(engine, monkeypatch)
+    runs = Runs(tiny, engine, name, cfg=1.0, steps=8)
+    network = runs.patcher.model.diffusion_model
+    calls, own = [], type(network)._forward
+
+    def counted(self, *args, **kwargs):
+        calls.append(1)
+        return own(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(network), "_forward", counted)
+        expected = runs.run(cached("EasyCacheNode")(runs.patcher))
+    ran = len(calls)
+    assert 1 < ran < 8, "it skips nothing, or all; this proves nothing"
+    graphs = engine("cuda_graphs.capture").graphs_of(network)
+    same(runs.run(cached("EasyCacheNode")(runs.attach(runs.patcher))), expected)
+    assert (graphs.captures, graphs.replays) == (1, ran - 2), "one plain, one captured, all others replayed"
+    same(runs.run(runs.attach(cached("EasyCacheNode")(runs.patcher))), expected, "with the cache upstream")
+    assert (graphs.captures, graphs.replays) == (1, 2 * ran - 2)
+    same(runs.run(runs.attach(runs.patcher)), runs.run(runs.patcher), "without the cache")
+
+
+@pytest.mark.parametrize("where", ["a block", "the model"])
+def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, where):
+    from comfy.patcher_extension import WrappersMP
+
+    network = flux.patcher.model.diffusion_model
+    target, method = (network.single_blocks[1], "forward") if where == "a block" else (network, "forward_orig")
+
+    def wrapper(executor, *args, **kwargs):
+        own = getattr(type(target), method)
+        setattr(target, method, lambda *given, **more: own(target, *given, **more) * 1.5)
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            delattr(target, method)
+
+    def wrapped(patcher):
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+        return clone
+
+    compiled = flux.attach(flux.patcher)
+    plain = flux.run(compiled)
+    assert counts() == (1, 1)
+    expected = flux.run(wrapped(flux.patcher))
+    assert not torch.allclose(expected, plain, rtol=1e-2)
+    same(flux.run(wrapped(compiled)), expected)
+    assert counts() == (0, 0)
+    same(flux.run(compiled), plain, "without the wrapper")
+    assert counts()[1] > 0
