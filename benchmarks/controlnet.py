@@ -1,4 +1,4 @@
-"""A UNet with a ControlNet of its own size in CUDA graphs: latents against eager, what is captured, and seconds per step.
+"""A model with a ControlNet, each compiled or not: seconds per step, latents against eager, what is captured.
 
 python -m benchmarks.controlnet --host COMFYUI --model sdxl
 """
@@ -11,6 +11,7 @@ from importlib import import_module
 from . import models, session, variants
 
 STRENGTH = 0.8
+RUNS = 3
 # Options of the UNet that a ControlNet has not.
 LEFT_OUT = ("out_channels", "transformer_depth_output", "use_temporal_resblock", "use_temporal_attention")
 
@@ -19,6 +20,7 @@ def build(name: str, device):
     """The host's ControlNet for the model, random weights."""
     import comfy.cldm.cldm
     import comfy.controlnet
+    import comfy.ldm.flux.controlnet
     import comfy.ops
     import torch
 
@@ -26,15 +28,29 @@ def build(name: str, device):
     config = {key: value for key, value in model.config.items() if key not in LEFT_OUT}
     made = {"device": device, "dtype": model.dtype, "operations": comfy.ops.disable_weight_init}
     with torch.device(device):
-        network = comfy.cldm.cldm.ControlNet(hint_channels=3, **made, **config)
+        if name.startswith("flux"):  # the size of InstantX's union
+            config = {**model.config, "depth": min(5, model.config["depth"]), "depth_single_blocks": 0}
+            network = comfy.ldm.flux.controlnet.ControlNetFlux(**config, **made)
+        else:
+            network = comfy.cldm.cldm.ControlNet(hint_channels=3, **made, **config)
     generator = torch.Generator(device=device).manual_seed(3)
     for key, parameter in network.named_parameters():
         parameter.requires_grad_(False)
         parameter.data = models.random_weight(key, parameter.shape, model.dtype, device, generator)
-    return comfy.controlnet.ControlNet(network.eval(), load_device=device)
+    extra = ["y", "guidance"] if name.startswith("flux") else ["y"]
+    return comfy.controlnet.ControlNet(network.eval(), load_device=device, extra_conds=extra)
 
 
-def measure(options) -> dict:
+def compiled_whole(control):
+    """As KJNodes' TorchCompileControlNet."""
+    import torch
+
+    found = control.copy()
+    found.control_model = torch.compile(control.control_model)
+    return found
+
+
+def measure(options) -> list[dict]:
     import torch
 
     name, device = options.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -44,50 +60,62 @@ def measure(options) -> dict:
     hint = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(5))
     plain = models.conditioning
 
-    def controlled(*given):
-        applied = control.copy().set_cond_hint(hint, STRENGTH, (0.0, 1.0))
-        positive, negative = plain(*given)
-        for _, entry in (*positive, *negative):
-            entry.update(control=applied, control_apply_to_uncond=True)
-        return positive, negative
+    def controlled(control):
+        def conditioning(*given):
+            applied = control.copy().set_cond_hint(hint, STRENGTH, (0.0, 1.0))
+            positive, negative = plain(*given)
+            for _, entry in (*positive, *negative):
+                entry.update(control=applied, control_apply_to_uncond=True)
+            return positive, negative
+
+        return conditioning
 
     def sample(model, conditioning):
         models.conditioning = conditioning
-        return session.sample(model, name, options.steps)
+        result = session.sample(model, name, options.steps)
+        models.conditioning = plain
+        import_module(f"{session.KIT}.engine.background.thread").compiler.wait(200)
+        return result
 
+    settings = json.loads(options.settings)
+    attach = import_module(f"{session.KIT}.engine.host.model.controlnet").attach_control
+    chosen = import_module(f"{session.KIT}.engine.settings").CompileSettings(**settings)
+    graphs_of = import_module(f"{session.KIT}.engine.cuda_graphs.capture").graphs_of
     without, _ = sample(patcher, plain)
-    expected, eager = sample(patcher, controlled)
-    ours = variants.apply("ours", patcher, session.KIT, **json.loads(options.settings))
-    runs = [sample(ours, conditioning) for conditioning in (controlled, controlled, plain, controlled)]
-    graphs = import_module(f"{session.KIT}.engine.cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
-    return {
-        "kind": "controlnet",
-        "model": name,
-        "settings": json.loads(options.settings),
-        "changes_image": session.relative_error(expected, without),
-        "errors": [session.relative_error(latent, expected) for latent, _ in (runs[0], runs[1], runs[3])],
-        "without": session.relative_error(runs[2][0], without),
-        "captured": graphs.captures,
-        "replayed": graphs.replays,
-        "failures": list(graphs.failures.values()),
-        "graphs": session.counts(),
-        "eager": round(session.median(eager[1:]), 5),
-        "first": round(runs[0][1][0], 5),
-        "step": round(session.median(runs[1][1][1:]), 5),
-        "step_again": round(session.median(runs[3][1][1:]), 5),
-        "notes": import_module(f"{session.KIT}.engine.host.model.attach").notes_about(ours),
+    expected, eager = sample(patcher, controlled(control))
+    ours = variants.apply("ours", patcher, session.KIT, **settings)
+    rows = [{"variant": "eager", "step": session.median(eager[1:]), "changes_image": session.relative_error(expected, without)}]
+    ways = {
+        "model alone": (ours, control),
+        "both": (ours, attach(control, chosen)),
+        "controlnet alone": (patcher, attach(control, chosen)),
+        "controlnet whole": (patcher, compiled_whole(control)),
     }
+    for variant, (model, given) in ways.items():
+        before, row = session.counts(), {"variant": variant}
+        try:
+            runs = [sample(model, controlled(given)) for _ in range(RUNS)]
+            row |= {"first": runs[0][1][0], "step": session.median(runs[-1][1][1:])}
+            row["errors"] = [session.relative_error(latent, expected) for latent, _ in runs]
+            row |= {key: count - before[key] for key, count in session.counts().items()}
+            row["captured"] = [graphs_of(n).captures for n in (patcher.model.diffusion_model, control.control_model)]
+            row["replayed"] = [graphs_of(n).replays for n in (patcher.model.diffusion_model, control.control_model)]
+        except Exception as error:
+            row["died"] = f"{type(error).__name__}: {error}"[:300]
+        rows.append(row)
+    return [{"kind": "controlnet_node", "model": name, **row} for row in rows]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", required=True)
-    parser.add_argument("--model", default="sdxl", choices=["sdxl", "sd15", "sdxl_small"])
-    parser.add_argument("--settings", default='{"mode": "reduce-overhead"}')
+    parser.add_argument("--model", default="sdxl", choices=["sdxl", "sd15", "sdxl_small", "flux", "flux_small"])
+    parser.add_argument("--settings", default="{}")
     parser.add_argument("--steps", type=int, default=6)
     options = parser.parse_args()
     session.enter(options.host)
-    print("ROW", json.dumps(measure(options)), flush=True)
+    for row in measure(options):
+        print("ROW", json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     os._exit(0)
 
 

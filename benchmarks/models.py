@@ -152,14 +152,14 @@ def _quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, to
     return {name: t.cpu() for name, t in stored.items()} | {key.removesuffix("weight") + "comfy_quant": marker}
 
 
-def build(name: str, device: torch.device):
-    """A patcher whose weights are on `device` from the start."""
+def build(name: str, device: torch.device, inference: bool = True):
+    """A patcher whose weights are on `device` from the start; `inference`: they are inference tensors, as in sampling."""
     import comfy.model_patcher
 
     if MODELS[name].quantization is not None:
         return _load_quantised(name, device)
     config = MODELS[name].host_config()
-    with torch.inference_mode(), torch.device(device):
+    with torch.inference_mode(inference), torch.device(device):
         base_model = config.get_model({}, "", device=device)
         generator = torch.Generator(device=device).manual_seed(1)
         for key, parameter in base_model.named_parameters():

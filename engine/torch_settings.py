@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 import torch.fx.experimental._config as shape_config
 import torch.utils._triton
@@ -119,6 +120,7 @@ compile_scope = SharedScope(
         **_attributes(shape_config, ("use_duck_shape",)),
         **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
+        **_attributes(functorch_config, ("force_non_lazy_backward_lowering",)),
     },
     of_thread=_config_is_of_thread(),
 )

@@ -177,6 +177,14 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
             return channels_last.result_channels_last(result)
 
 
+def chosen_modules(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
+    """What is compiled of a model: blocks, or of blocks of convolutions their parts."""
+    blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
+    if settings.compiles_convolutions or all(map(is_convolutional, blocks)):
+        return blocks
+    return [m for block in blocks for m in (parts_of(block) or [block]) if not is_convolutional(m)]
+
+
 def is_ours(forward: object) -> bool:
     """Whether a module's `forward` is one that `Binding` has put there; others may be partials too."""
     return isinstance(forward, functools.partial) and forward.func is _run_block

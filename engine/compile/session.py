@@ -24,6 +24,7 @@ COMPILE_SWITCHES = {
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    "force_non_lazy_backward_lowering": True,  # a trainer's: with the forward, under these settings
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 # One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so

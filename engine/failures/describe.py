@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 from torch._dynamo import exc as dynamo_errors
+from torch.utils.checkpoint import _StopRecomputationError
 
 from .machine import Machine
 from .toolchain import diagnose
@@ -61,8 +62,9 @@ def _unwrapped(error: BaseException) -> BaseException:
 
 
 def never_swallowed(error: BaseException) -> bool:
-    """Out of memory is the host's to handle: it frees models and tries again."""
-    return any(isinstance(e, torch.OutOfMemoryError | MemoryError) for e in chain(error))
+    """Out of memory is the host's to handle: it frees models and tries again. Gradient checkpointing ends a block's second run
+    so, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
+    return any(isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError) for e in chain(error))
 
 
 def is_limit_hit(error: BaseException) -> bool:

@@ -38,7 +38,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
         table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
         options = {**_as_eager_rounds(), **options}
         # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
-        own = options.get("max_autotune") or _needs_gradients(example_inputs)
+        own = options.get("max_autotune") or needs_gradients(example_inputs)
         rewrites = REWRITES if own else [*REWRITES, gelu_in_linear]
         rewritten = [rewrite(graph.graph) for rewrite in rewrites]
         if any(rewritten):
@@ -82,7 +82,8 @@ def _as_eager_rounds() -> dict:
     return {name: True} if hasattr(config, name) else {}
 
 
-def _needs_gradients(inputs: Sequence) -> bool:
+def needs_gradients(inputs: Sequence) -> bool:
+    """Whether a backward through what is compiled is wanted."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
 
 

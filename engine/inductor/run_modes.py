@@ -13,7 +13,8 @@ import torch
 from torch._dynamo import convert_frame
 
 from ..failures.describe import never_swallowed
-from .backend import inductor
+from .backend import inductor, needs_gradients
+from .out_of_place import out_of_place
 
 logger = logging.getLogger("torch-compile-kit")
 
@@ -85,6 +86,8 @@ def backend_of(name: str) -> Callable:
     """
 
     def backend(graph: torch.fx.GraphModule, example_inputs: list, **options: Any) -> Callable:
+        if needs_gradients(example_inputs) and out_of_place(graph.graph):
+            graph.recompile()
         make = inductor if name == "inductor" else torch._dynamo.lookup_backend(name)
         compiled = make(graph, example_inputs, **options)
         if state.ahead and not state.locked:

@@ -96,7 +96,8 @@ def _run_inside(network: nn.Module, binding: Binding, call: Callable, forward: C
     """A call of the model through `call(forward, args, kwargs)`. Where another node wraps it (a cache of steps), of what the
     host runs inside of that (comfy/patcher_extension.py, `WrapperExecutor`): what the node decides stays outside.
     """
-    names = _inner_names(type(network)) if _is_wrapped(kwargs.get("transformer_options") or {}) else None
+    kind: Any = type(network)
+    names = _inner_names(kind) if _is_wrapped(kwargs.get("transformer_options") or {}) else None
     if names is None:
         return call(forward, args, kwargs)
     inner = getattr(network, INNER)

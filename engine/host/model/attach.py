@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import Counter
 
@@ -24,6 +25,7 @@ from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
 from .attention_choice import chosen_kernel
 from .second_model import bring_wrapper, take_wrapper
+from .training import train_compiled
 from .user_folder import get_ready
 from .wrapper import BlockCompiler
 
@@ -55,7 +57,12 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         keep_even(clone)
-    for event, action in ((CallbacksMP.ON_PRE_RUN, _new_run), (CallbacksMP.ON_DETACH, _forget_graphs)):
+    events = {
+        CallbacksMP.ON_PRE_RUN: _new_run,
+        CallbacksMP.ON_DETACH: _forget_graphs,
+        CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
+    }
+    for event, action in events.items():
         clone.remove_callbacks_with_key(event, KEY)
         clone.add_callback_with_key(event, KEY, action)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())

@@ -39,10 +39,7 @@ class NetworkCalls:
 
     def are_training(self, network: nn.Module, x: torch.Tensor) -> bool:
         """Whether it is a trainer's call (comfy_extras/nodes_train.py): settings of sampling keep nothing for a backward."""
-        wants = torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
-        if wants:
-            note(self.notes, "Training: blocks run uncompiled while gradients are wanted.")
-        return wants
+        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
 
     @contextmanager
     def prepared(self) -> Iterator[ModelCall]:

@@ -14,10 +14,12 @@ from ...notices.recompile_log import is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
 from ...notices.status import Status, use_of
 from ...settings import CompileSettings
+from ..graphs.policy import note
 from ..weights.blocks import Loaded
 from .attention_choice import with_attention
 from .call_info import OPTIONS_AT, call_info_of
 from .network_calls import NetworkCalls, eager
+from .training import begin_step
 
 
 class BlockCompiler:
@@ -53,6 +55,7 @@ class BlockCompiler:
         base_model = executor.class_obj
         network = base_model.diffusion_model
         if self._calls.are_training(network, args[0]):
+            note(self.notes, begin_step(network, args[0]))
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.waits)

@@ -1,0 +1,94 @@
+"""Compile the blocks of a model that a trainer makes of ours (comfy_extras/nodes_train.py, `TrainLoraNode`).
+
+It trains a model of its own, loaded again from the file, whose modules it wraps for gradient checkpointing before the first
+call: what is compiled must be in the blocks by then, and stay there until the trainer is done, since its backward runs them
+again. So their forwards are exchanged when the trainer's model is made, and go with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...background.model_call import ModelCall
+from ...blocks.forwards import OwnForward
+from ...compile.binding import chosen_modules
+from ...compile.events import watching
+from ...compile.registry import ModelCode, code_of
+from ...settings import CompileSettings
+from ..adapter import without_hosts_compiler
+from .network_calls import raise_if_interrupted
+
+
+@dataclass
+class Trained:
+    """The blocks of one trainer's model.
+
+    Args:
+        code: of the model.
+        settings: of Torch Compile Model.
+        obstacle: why they run uncompiled; None: they do not. Decided before a step begins.
+        threads: how many PyTorch uses in the thread that trains; that of a backward has its own number, which guards compare.
+    """
+
+    code: ModelCode
+    settings: CompileSettings
+    obstacle: str | None = None
+    threads: int = field(default_factory=torch.get_num_threads)
+
+
+# By the trainer's network.
+_trained: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
+
+
+def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
+    """An ON_CLONE callback: where the clone's model is another one, its blocks run compiled while gradients are wanted."""
+    network = clone.model.diffusion_model
+    if network is patcher.model.diffusion_model:
+        return
+    trained = _trained[network] = Trained(code_of(network), settings)
+    for block in chosen_modules(network, settings):
+        if "forward" not in block.__dict__:
+            block.__dict__["forward"] = OwnForward(_run_trained, trained, weakref.ref(block))
+
+
+def begin_step(network: nn.Module, x: torch.Tensor) -> str:
+    """A trainer calls its model; says how its blocks run."""
+    trained = _trained.get(network)
+    if trained is None:
+        return "Training: blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
+    trained.threads = torch.get_num_threads()
+    if any(p.device != x.device for p in network.parameters()):
+        trained.obstacle = "weights are offloaded"
+        return f"Training: blocks run uncompiled, since {trained.obstacle}."
+    trained.obstacle = None
+    return "Training: blocks run compiled, forwards and backwards."
+
+
+def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: object, **kwargs: object) -> object:
+    """A block's forward."""
+    block: Any = reference()  # alive: this is called as its method
+    group = None
+    if trained.obstacle is None and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+        group = trained.code.group_of(block, trained.settings)
+    if group is None:
+        return type(block).forward(block, *args, **kwargs)
+    before = torch.get_num_threads()
+    try:
+        if before != trained.threads:
+            torch.set_num_threads(trained.threads)
+        with watching, without_hosts_compiler():
+            given = tuple(map(_no_view, args)), {name: _no_view(value) for name, value in kwargs.items()}
+            return group(block, ModelCall(True, raise_if_interrupted), *given)
+    finally:
+        if before != trained.threads:
+            torch.set_num_threads(before)
+
+
+def _no_view(value: Any) -> Any:
+    """What the first block is given lies in a layer's output, which guards would ask of all others too."""
+    return value.clone() if isinstance(value, torch.Tensor) and value.requires_grad and value._is_view() else value
