@@ -43,7 +43,7 @@ def main() -> None:
     patcher = models.build(options.model, device)
     swap = import_module(f"{session.KIT}.engine.host.weights.swap").swap_blocks
     expected = None
-    for variant in ("resident", "hooks", "swap eager", "swap ours"):
+    for variant in ("resident", "swap eager", "swap ours", "hooks"):
         model, end = patcher, lambda: None
         if variant == "hooks":
             end = with_hooks(patcher, options.blocks, device)

@@ -41,13 +41,15 @@ def measure(options, variant: str, patcher, device) -> dict:
     latents = [{"samples": torch.randn(size.shape, generator=torch.Generator().manual_seed(n))} for n in range(options.batch)]
     inputs = {
         "model": model, "batch_size": options.batch, "steps": STEPS, "grad_accumulation_steps": 1,
-        "learning_rate": 1e-4, "rank": 16,        "optimizer": "AdamW", "loss_function": "MSE", "seed": 3, "training_dtype": options.dtype, "lora_dtype": options.dtype,
+        "learning_rate": 1e-4, "rank": 16, "optimizer": "AdamW", "loss_function": "MSE", "seed": 3,
+        "training_dtype": options.dtype, "lora_dtype": options.dtype,
         "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": options.depth > 0,
         "checkpoint_depth": options.depth or 1, "offloading": False, "existing_lora": "[None]", "bucket_mode": False,
         "bypass_mode": options.bypass,
     }  # fmt: skip
     row = {"kind": "training", "variant": variant, "model": options.model, "batch": options.batch, "depth": options.depth}
     row["bypass"], before = options.bypass, session.counts()
+    patcher.model.to("cpu")  # a trainer needs the room, and the host's loader would give it back
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

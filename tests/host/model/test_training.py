@@ -11,14 +11,14 @@ from patching import Runs
 pytestmark = [pytest.mark.host]
 
 
-def train(patcher, runs, bypass, depth=1):
+def train(patcher, runs, bypass, depth=1, steps=4):
     """Losses and the LoRA, of the host's node as the host runs it; `depth` of checkpointing, None without."""
     from comfy_extras.nodes_train import TrainLoraNode
 
     torch.manual_seed(7)
     latents = [{"samples": torch.randn(runs.latent.shape, generator=torch.Generator().manual_seed(n))} for n in range(2)]
     inputs = {
-        "model": patcher, "batch_size": 1, "steps": 4, "grad_accumulation_steps": 1, "learning_rate": 1e-3, "rank": 4,
+        "model": patcher, "batch_size": 1, "steps": steps, "grad_accumulation_steps": 1, "learning_rate": 1e-3, "rank": 4,
         "optimizer": "AdamW", "loss_function": "MSE", "seed": 3, "training_dtype": "fp32", "lora_dtype": "fp32",
         "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": depth is not None,
         "checkpoint_depth": depth or 1,
@@ -110,6 +110,25 @@ def test_without_checkpointing_too(flux, compiled_groups):
     ours = train(flux.attach(flux.patcher, backend="aot_eager"), flux, False, None)
     check_groups(compiled_groups, 2)
     assert max(far(ours, train(flux.attach(flux.patcher, backend="eager"), flux, False, 2))) < 1e-4
+
+
+@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize("name", ["sdxl", "wan"])
+def test_other_models_train_as_the_host_trains_them(tiny, engine, compiled_groups, name, bypass):
+    runs = Runs(tiny, engine, name, cfg=1.0)
+    runs.patcher.cached_patcher_init = (lambda name, disable_dynamic=False: tiny.build_patcher(name), (name,))
+    compiled = runs.attach(runs.patcher)
+    ours = train(compiled, runs, bypass, steps=3)
+    groups = compiled_groups.values()
+    assert groups and not [group.failure.message() for group in groups if group.failure]
+    graphs = sum(group.stats.graphs for group in groups)
+    assert graphs and all(group.stats.graph_breaks == 0 for group in groups)
+    assert max(far(ours, train(runs.patcher, runs, bypass, steps=3))) < 1e-5 and len(set(ours[0])) > 1
+    assert any(value.any() for value in ours[1].values())
+    runs.latent = tiny.empty_latent(name, 96, 128)
+    assert max(far(train(compiled, runs, bypass, steps=3), train(runs.patcher, runs, bypass, steps=3))) < 1e-5
+    assert sum(group.stats.graphs for group in groups) == graphs, "another size needs another graph"
+    assert not [group.failure.message() for group in groups if group.failure]
 
 
 def test_sampling_between_two_trainings_runs_compiled(flux):
