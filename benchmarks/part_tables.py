@@ -1,4 +1,4 @@
-"""The tables of what is not the plain denoiser: packed weights (GGUF), VAEs."""
+"""The tables of what is not the plain denoiser: GGUF, VAEs, ControlNets, caches of steps, block swap, training."""
 
 from .rows import NAMES, cell, newest, rows
 
@@ -54,3 +54,71 @@ def vae_table() -> str:
             f"| {name} | {taken['eager']['seconds']:.3f} | {shares['channels_last']} | {first} | {shares['ours']} | {keeps} |"
         )
     return "\n".join([*lines, "", *sources])
+
+
+def _lines(head: list[str], lines: list[str], sources: list[str]) -> str:
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines, "", *sources])
+
+
+def controlnet_node_table() -> str:
+    """A line a model, each variant against eager's steps of its process."""
+    found, sources = rows("controlnet_node")
+    variants = ("eager", "model alone", "both", "controlnet alone", "controlnet whole")
+    lines = []
+    for model in sorted({row["model"] for row in found}):
+        taken = {v: newest(found, model=model, variant=v) for v in variants}
+        cells = [cell(taken[v], taken["eager"]) for v in variants]
+        errors = [f"{max(taken[v]['errors']):.4f}" for v in variants[1:]]
+        lines.append(f"| {NAMES[model]} | {' | '.join(cells)} | {', '.join(errors)} |")
+    head = ["seconds per step", "eager", "model compiled", "both", "ControlNet", "ControlNet as KJNodes compiles it", "errors"]
+    return _lines(head, lines, sources)
+
+
+def step_caches_table() -> str:
+    """A line a cache, against the same model without one."""
+    found, sources = rows("step_caches")
+    lines = []
+    for model in sorted({row["model"] for row in found}):
+        plain = newest(found, model=model, cache="none", variant="eager")
+        for cache in ("none", "EasyCache", "LazyCache"):
+            eager, ours = (newest(found, model=model, cache=cache, variant=v) for v in ("eager", "ours"))
+            counts = f"{eager['ran']}, {ours['replayed']}"
+            lines.append(
+                f"| {NAMES[model]} | {cache} | {cell(eager, plain)} | {cell(ours, plain)} | {counts} | {ours['error']:.4f} |"
+            )
+    return _lines(
+        ["seconds of a run by its 24 steps", "cache", "eager", "ours", "steps run: eager, ours", "error"], lines, sources
+    )
+
+
+def block_swap_table() -> str:
+    """A line a way."""
+    found, sources = rows("block_swap")
+    names = {
+        "resident": "all on the GPU, eager", "hooks": "24 blocks moved by hooks, eager",
+        "swap eager": "Block Swap, eager", "swap ours": "Block Swap, Torch Compile Model",
+    }  # fmt: skip
+    lines = []
+    for variant, name in names.items():
+        row = newest(found, variant=variant)
+        hooks = newest(found, variant="hooks")
+        lines.append(f"| {name} | {cell(row, hooks)} | {row['peak_gib']} | {row['error']:.4f} |")
+    return _lines(["Flux-dev 12B, 24 of 57 blocks", "seconds per step", "peak GiB", "error"], lines, sources)
+
+
+def training_table() -> str:
+    """A line a run of the trainer."""
+    found, sources = rows("training")
+    lines = []
+    for run in dict.fromkeys(row["run"] for row in found):
+        eager, ours = (newest(found, run=run, variant=v) for v in ("eager", "ours"))
+        row = ours or eager
+        what = f"batch {row['batch']}, depth {row['depth']}{', bypass' if row['bypass'] else ''}"
+        attention = "cuDNN" if row.get("cudnn", True) else "others"
+        first = f"{ours['first']:.0f}" if ours and "first" in ours else "-"
+        peaks = ", ".join(f"{r['peak_gib']:.0f}" if r and "step" in r else "-" for r in (eager, ours))
+        lines.append(
+            f"| {NAMES[row['model']]} | {what} | {attention} | {cell(eager, eager)} | {cell(ours, eager)} | {first} | {peaks} |"
+        )
+    head = ["seconds per step of LoRA training", "trainer", "attention", "eager", "ours", "first step", "peak GiB: eager, ours"]
+    return _lines(head, lines, sources)

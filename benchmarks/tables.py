@@ -188,6 +188,10 @@ FIGURES = {
     "controlnet": details.controlnet_table,
     "gguf": part_tables.gguf_table,
     "vae": part_tables.vae_table,
+    "controlnet_node": part_tables.controlnet_node_table,
+    "step_caches": part_tables.step_caches_table,
+    "block_swap": part_tables.block_swap_table,
+    "training": part_tables.training_table,
     "cpu": details.cpu_table,
 }
 

@@ -48,7 +48,8 @@ def measure(options, variant: str, patcher, device) -> dict:
         "bypass_mode": options.bypass,
     }  # fmt: skip
     row = {"kind": "training", "variant": variant, "model": options.model, "batch": options.batch, "depth": options.depth}
-    row["bypass"], before = options.bypass, session.counts()
+    row |= {"bypass": options.bypass, "cudnn": not options.without_cudnn}
+    before = session.counts()
     patcher.model.to("cpu")  # a trainer needs the room, and the host's loader would give it back
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -81,11 +82,18 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--bypass", action="store_true")
+    parser.add_argument(
+        "--without-cudnn", action="store_true", help="attention of other kernels: with cuDNN's eager ends in an error"
+    )
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--variants", nargs="+", default=["eager", "ours"])
     options = parser.parse_args()
     torch = session.enter(options.host)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if options.without_cudnn:
+        import comfy.ops
+
+        comfy.ops.SDPA_BACKEND_PRIORITY[:] = [b for b in comfy.ops.SDPA_BACKEND_PRIORITY if "CUDNN" not in b.name]
     patcher = models.build(options.model, device)
     with torch.inference_mode(False):
         patcher.cached_patcher_init = (lambda _name, disable_dynamic=False: _again(options.model, device), (options.model,))

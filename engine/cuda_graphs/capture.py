@@ -172,7 +172,7 @@ class ModelGraphs:
         stream = capture_stream(device)
         try:
             with torch.cuda.device(device):
-                if not self.graphs:  # PyTorch gives up a pool with its last graph, and refuses it then (CUDACachingAllocator.cpp)
+                if not self.graphs:  # PyTorch gives up a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
