@@ -13,8 +13,8 @@ import torch
 from torch._dynamo import convert_frame
 
 from ..failures.describe import never_swallowed
+from ..out_of_place import out_of_place
 from .backend import inductor, needs_gradients
-from .out_of_place import out_of_place
 
 logger = logging.getLogger("torch-compile-kit")
 
