@@ -175,9 +175,10 @@ def test_a_cache_of_steps_skips_as_many_and_the_others_are_replayed(name, tiny, 
     assert 1 < ran < 8, "it skips nothing, or all; this proves nothing"
     graphs = engine("cuda_graphs.capture").graphs_of(network)
     same(runs.run(cached("EasyCacheNode")(runs.attach(runs.patcher))), expected)
-    assert (graphs.captures, graphs.replays) == (1, ran - 2), "one plain, one captured, all others replayed"
     same(runs.run(runs.attach(cached("EasyCacheNode")(runs.patcher))), expected, "with the cache upstream")
-    assert (graphs.captures, graphs.replays) == (1, 2 * ran - 2)
+    before = graphs.replays
+    same(runs.run(runs.attach(cached("EasyCacheNode")(runs.patcher))), expected, "when all is captured")
+    assert graphs.replays - before == ran
     same(runs.run(runs.attach(runs.patcher)), runs.run(runs.patcher), "without the cache")
 
 
