@@ -210,7 +210,7 @@ def test_nothing_is_compiled_in_what_the_hosts_compiler_records(flux, planner, e
     assert relative_error(flux.run(attached), expected) < 1e-5 and flux.graphs == 2
     assert planner.taken() == (0, 0), "not for calls with our blocks"
     assert torch.equal(flux.run(flux.patcher), expected) and planner.taken() == (flux.steps, 0)
-    monkeypatch.setattr(engine("host.model.wrapper"), "without_hosts_compiler", nullcontext)
+    monkeypatch.setattr(engine("host.model.network_calls"), "without_hosts_compiler", nullcontext)
     flux.run(flux.attach(flux.patcher, backend="aot_eager"))
     assert planner.taken()[1] > 0, "else this proves nothing"
 

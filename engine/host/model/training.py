@@ -31,13 +31,13 @@ class Trained:
     Args:
         code: of the model.
         settings: of Torch Compile Model.
-        obstacle: why they run uncompiled; None: they do not. Decided before a step begins.
+        compiles: a step's blocks, as decided before it begins.
         threads: how many PyTorch uses in the thread that trains; that of a backward has its own number, which guards compare.
     """
 
     code: ModelCode
     settings: CompileSettings
-    obstacle: str | None = None
+    compiles: bool = False
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -62,10 +62,9 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     if trained is None:
         return "Training: blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
     trained.threads = torch.get_num_threads()
-    if any(p.device != x.device for p in network.parameters()):
-        trained.obstacle = "weights are offloaded"
-        return f"Training: blocks run uncompiled, since {trained.obstacle}."
-    trained.obstacle = None
+    trained.compiles = all(p.device == x.device for p in network.parameters())
+    if not trained.compiles:
+        return "Training: blocks run uncompiled, since weights are offloaded."
     return "Training: blocks run compiled, forwards and backwards."
 
 
@@ -73,7 +72,7 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
     """A block's forward."""
     block: Any = reference()  # alive: this is called as its method
     group = None
-    if trained.obstacle is None and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
+    if trained.compiles and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
         group = trained.code.group_of(block, trained.settings)
     if group is None:
         return type(block).forward(block, *args, **kwargs)

@@ -79,8 +79,14 @@ def check_groups(groups, count):
     assert all(g.stats.graphs == 1 and g.stats.graph_breaks == 0 for g in groups.values())
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("bypass", [False, True])
+@pytest.mark.parametrize(
+    "depth, bypass",
+    [
+        (1, False),
+        (3, True),
+        *(pytest.param(*case, marks=pytest.mark.rest) for case in [(1, True), (2, False), (2, True), (3, False)]),
+    ],
+)
 def test_flux_trains_as_with_sums_out_of_place(flux, monkeypatch, compiled_groups, depth, bypass):
     compiled = flux.attach(flux.patcher, backend="eager")
     ours = train(compiled, flux, bypass, depth)
@@ -147,6 +153,20 @@ def test_a_trainer_that_does_not_copy_the_model_runs_uncompiled(flux, engine):
     said = engine("host.model.training").begin_step(network, torch.zeros(1))
     assert "uncompiled" in said and not any("forward" in vars(m) for m in network.modules())
     assert compiled.clone().model is flux.patcher.model
+
+
+def test_with_weights_elsewhere_blocks_run_uncompiled_and_it_is_said(flux, engine, compiled_groups):
+    again = flux.attach(flux.patcher).clone(force_deepcopy=True)
+    network, begin_step = again.model.diffusion_model, engine("host.model.training").begin_step
+    block = next(module for module in network.modules() if "forward" in vars(module))
+    assert begin_step(network, torch.zeros(1, device="meta")) == "Training: blocks run uncompiled, since weights are offloaded."
+    with pytest.raises(TypeError):
+        block()
+    assert not compiled_groups
+    assert begin_step(network, torch.zeros(1)) == "Training: blocks run compiled, forwards and backwards."
+    with pytest.raises(TypeError):
+        block()
+    assert compiled_groups
 
 
 def test_a_copy_of_the_model_for_another_gpu_samples_compiled(flux):
