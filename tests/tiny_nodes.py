@@ -18,7 +18,10 @@ class TinyModel:
     CATEGORY = "tests"
 
     def load(self, name):
-        return (tiny_models.build_patcher(name),)
+        patcher = tiny_models.build_patcher(name)
+        # A trainer loads it again, as the host's loaders have it.
+        patcher.cached_patcher_init = (lambda name, disable_dynamic=False: tiny_models.build_patcher(name), (name,))
+        return (patcher,)
 
 
 class TinyPrompts:
@@ -33,6 +36,44 @@ class TinyPrompts:
         positive, _ = tiny_models.conditioning(name, positive_tokens, seed)
         _, negative = tiny_models.conditioning(name, negative_tokens, seed)
         return positive, negative
+
+
+class TrainingData:
+    """One latent and one prompt for each of `sizes`, such as "64x64 96x64".
+
+    Runs each time, after the model is loaded, and sets the seed of a trainer's new weights, which the host leaves to chance.
+    """
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {**NAME, "sizes": ("STRING",), "model": ("MODEL",)}})
+    IS_CHANGED = classmethod(lambda cls, **_: float("nan"))
+    RETURN_TYPES = ("LATENT", "CONDITIONING")
+    OUTPUT_IS_LIST = (True, True)
+    FUNCTION = "make"
+    CATEGORY = "tests"
+
+    def make(self, name, sizes, model):
+        torch.manual_seed(7)
+        generator, latents, prompts = torch.Generator().manual_seed(5), [], []
+        for number, size in enumerate(sizes.split()):
+            shape = tiny_models.empty_latent(name, *map(int, size.split("x"))).shape
+            latents.append({"samples": torch.randn(shape, generator=generator)})
+            prompts.append(tiny_models.conditioning(name, 24, number)[0])
+        return latents, prompts
+
+
+class Losses:
+    """Tells a training's losses and how many graphs this process has compiled."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"losses": ("LOSS_MAP",)}})
+    RETURN_TYPES = ()
+    OUTPUT_NODE = True
+    FUNCTION = "tell"
+    CATEGORY = "tests"
+
+    def tell(self, losses):
+        from torch._dynamo.utils import counters
+
+        return {"ui": {"losses": losses["loss"], "graphs": [counters["stats"]["unique_graphs"]]}}
 
 
 class Anything(str):
@@ -82,4 +123,10 @@ class Value:
         return (VALUES[value],)
 
 
-NODE_CLASS_MAPPINGS = {"TestTinyModel": TinyModel, "TestTinyPrompts": TinyPrompts, "TestValue": Value}
+NODE_CLASS_MAPPINGS = {
+    "TestTinyModel": TinyModel,
+    "TestTinyPrompts": TinyPrompts,
+    "TestTrainingData": TrainingData,
+    "TestLosses": Losses,
+    "TestValue": Value,
+}
