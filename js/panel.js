@@ -10,6 +10,7 @@ const STYLE = `
   .torch-compile-kit h3 { margin: 12px 0 4px; font-size: 14px; }
   .torch-compile-kit .model { border: 1px solid var(--border-color, #555); border-radius: 6px; padding: 8px; margin: 6px 0; }
   .torch-compile-kit .quiet { opacity: 0.7; overflow-wrap: anywhere; }
+  .torch-compile-kit .told { white-space: pre-line; overflow-wrap: anywhere; margin-top: 8px; }
   .torch-compile-kit button { margin: 6px 6px 0 0; padding: 3px 10px; cursor: pointer; border-radius: 4px;
     border: 1px solid var(--border-color, #555); background: var(--comfy-input-bg, #333); color: inherit; }
   .torch-compile-kit meter { width: 100%; }`;
@@ -107,6 +108,12 @@ function cacheOnDisk(cache) {
   return made;
 }
 
+// What compiling needs and this machine lacks, each with its cure.
+async function check() {
+  const { here, missing } = await ask("machine");
+  return [here, ...(missing.length ? missing : [say("machineReady")])].join("\n\n");
+}
+
 async function refresh() {
   if (!element || element.querySelector("select:focus")) return; // somebody chooses
   let models, cache;
@@ -120,7 +127,8 @@ async function refresh() {
   if (told === say("waiting") && !models.some((model) => model.being_compiled.length)) told = "";
   const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
   const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
-  element.replaceChildren(part("h3", say("models")), ...known, cacheOnDisk(cache), part("div", told, "quiet"));
+  const machine = button(say("machine"), check);
+  element.replaceChildren(part("h3", say("models")), ...known, cacheOnDisk(cache), machine, part("div", told, "told"));
   const files = element.querySelector("select");
   if (files && cache.files.includes(chosen)) files.value = chosen;
 }

@@ -1,10 +1,12 @@
 """What the page and scripts can ask the server."""
 
+import asyncio
 import logging
 import sys
 
 from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
+from ..engine.failures.preflight import preflight_here
 from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
@@ -24,8 +26,9 @@ IDLE = 5.0
 def register_routes() -> None:
     """What is compiled right now, the cache on disk, and events: a run compiled something unexpected, news of a node.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), POST /torch-compile-kit/wait
-    (sampling stands still until what is being compiled is there), and those of the cache: `cache_routes.py`.
+    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), GET /torch-compile-kit/machine (what
+    compiling needs and this machine lacks), POST /torch-compile-kit/wait (sampling stands still until what is being compiled is
+    there), and those of the cache: `cache_routes.py`.
 
     Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
     this user has compiled before and nothing is queued.
@@ -43,6 +46,11 @@ def register_routes() -> None:
         return web.json_response(report_json())
 
     register_cache_routes(server.routes)
+
+    @server.routes.get("/torch-compile-kit/machine")
+    async def machine(_request: web.Request) -> web.Response:
+        here, missing = await asyncio.to_thread(preflight_here)
+        return web.json_response({"here": here, "missing": missing})
 
     async def wait(_given: dict) -> dict:
         return {"waiting": compiler.have_awaited()}

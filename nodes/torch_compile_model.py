@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..engine import settings as choices
-from ..engine.host.model.attach import attach
+from ..engine.host.model.attach import attach, check_machine
 from ..engine.settings import CompileSettings
 from ..engine.user_input import check_model, refusal
 
@@ -115,10 +115,11 @@ class TorchCompileModel(io.ComfyNode):
         )
 
     @classmethod
-    def validate_inputs(cls, backend, mode) -> bool | str:
-        if backend is None or mode is None:  # linked: not known yet
+    def validate_inputs(cls, backend, mode, fullgraph, attention) -> bool | str:
+        given = {"backend": backend, "mode": mode, "fullgraph": fullgraph, "attention": attention}
+        if None in given.values():  # linked: not known yet
             return True
-        return refusal(lambda: CompileSettings(backend=backend, mode=mode).check_backend())
+        return refusal(lambda: check_machine(CompileSettings(**given)))
 
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:

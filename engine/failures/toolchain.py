@@ -23,7 +23,7 @@ def _no_fp8(machine: Machine) -> str:
     return f"On RTX 30 and A100 update PyTorch to 2.13 or newer{on_windows}, or {other}."
 
 
-def _python_files(machine: Machine) -> str:
+def python_files(machine: Machine) -> str:
     version = dotted(machine.python)
     if machine.system == "Windows":
         return (
@@ -35,7 +35,7 @@ def _python_files(machine: Machine) -> str:
 
 def _bundled_compiler(machine: Machine) -> str:
     if machine.missing:
-        return _python_files(machine)
+        return python_files(machine)
     return (
         f"The log has what tcc.exe said. Python's folders include and libs must be those of Python {dotted(machine.python)}; "
         f"keep the antivirus off {machine.folder} and Temp; reinstall Triton: {machine.fitting_triton()}"
@@ -43,21 +43,21 @@ def _bundled_compiler(machine: Machine) -> str:
 
 
 def _linux_compiler(machine: Machine) -> str:
-    return _python_files(machine) if machine.missing else "The C compiler failed; the log has what it said."
+    return python_files(machine) if machine.missing else "The C compiler failed; the log has what it said."
 
 
 def _stale_launcher(machine: Machine) -> str:
-    files = f" {_python_files(machine)}" if machine.missing else ""
+    files = f" {python_files(machine)}" if machine.missing else ""
     return f"Delete the folder .triton in your user folder: it was made with another Python or Triton.{files}"
 
 
-def _c_compiler(machine: Machine) -> str:
+def c_compiler(machine: Machine) -> str:
     if machine.system == "Windows":
         return f"triton-windows brings one since 3.2: {machine.fitting_triton()}"
     return "Install one (Debian, Ubuntu: sudo apt install build-essential; Fedora: gcc)."
 
 
-def _cpp_compiler(machine: Machine) -> str:
+def cpp_compiler(machine: Machine) -> str:
     if machine.system == "Windows":
         return (
             "Install the Visual Studio Build Tools with the C++ workload; if cl is still not found, start ComfyUI from their "
@@ -67,7 +67,7 @@ def _cpp_compiler(machine: Machine) -> str:
     return f"Install a C++ compiler ({'xcode-select --install' if machine.system == 'Darwin' else on_linux})."
 
 
-def _misfit(machine: Machine) -> str:
+def misfit(machine: Machine) -> str:
     wanted = TRITON_FOR.get(machine.pytorch)
     if wanted is None or machine.triton == wanted:
         return f"Reinstall Triton: {machine.fitting_triton()}"
@@ -75,15 +75,15 @@ def _misfit(machine: Machine) -> str:
     return f"PyTorch {dotted(machine.pytorch)} goes with Triton {dotted(wanted)}{here}: {machine.fitting_triton()}"
 
 
-def _no_triton(machine: Machine) -> str:
-    return _misfit(machine) if machine.triton else f"Install Triton: {machine.fitting_triton()}"
+def no_triton(machine: Machine) -> str:
+    return misfit(machine) if machine.triton else f"Install Triton: {machine.fitting_triton()}"
 
 
 def _no_driver(machine: Machine) -> str:
-    return f"This Triton has no driver for this GPU; is it one for another maker's? {_misfit(machine)}"
+    return f"This Triton has no driver for this GPU; is it one for another maker's? {misfit(machine)}"
 
 
-def _no_code_for_gpu(machine: Machine) -> str:
+def no_code_for_gpu(machine: Machine) -> str:
     if machine.gpu != "AMD":
         return "This PyTorch is not made for your GPU: install the newest from pytorch.org, with the Triton that it brings."
     return (
@@ -136,19 +136,19 @@ _FILE = r"(Python\.h|pyconfig\.h|python3\d*\.lib)"
 # The most specific first.
 TROUBLES = (
     Trouble("fp8e4nv", r"fp8e4nv [^\n]*not supported", _no_fp8),
-    Trouble("Python.h", rf"{_FILE}\W{{1,4}}(No such file|(file )?not found)|LNK1104[^\n]*{_FILE}", _python_files),
+    Trouble("Python.h", rf"{_FILE}\W{{1,4}}(No such file|(file )?not found)|LNK1104[^\n]*{_FILE}", python_files),
     Trouble("ze_api.h", r"level_zero/ze_api\.h|sycl/sycl\.hpp|sycl headers not found|spirv_utils|\[ZE\]|ZE_RESULT_ERROR", _xpu),
     Trouble("tcc.exe", r"\btcc\.exe'", _bundled_compiler),
     Trouble("ptxas", r"ptxas\S*\s+fatal\s*: Value 'sm_\w+'|ptxas'[^\n]*--gpu-name=sm_\w+", _OLD_TRITON),
     Trouble("libtriton", r"DLL load failed while importing libtriton", _RUNTIME),
     Trouble("cuda_utils", r"DLL load failed while importing (cuda_utils|hip_utils|__triton_launcher)", _stale_launcher),
-    Trouble("triton_key", r"cannot import name '\w+' from 'triton\b|No module named 'triton\.", _misfit),
-    Trouble("CompiledKernel", r"(KernelMetadata|CompiledKernel)'? (object )?(has no|does not has)", _misfit),
+    Trouble("triton_key", r"cannot import name '\w+' from 'triton\b|No module named 'triton\.", misfit),
+    Trouble("CompiledKernel", r"(KernelMetadata|CompiledKernel)'? (object )?(has no|does not has)", misfit),
     Trouble("active drivers", r"\b0 active drivers", _no_driver),
-    Trouble("TritonMissing", r"TritonMissing|Cannot find a working triton|No module named 'triton'", _no_triton),
-    Trouble("Failed to find C compiler", r"Failed to find C compiler", _c_compiler),
-    Trouble("cl is not found", r"Compiler: .+ is not found|InvalidCxxCompiler:", _cpp_compiler),
-    Trouble("HIP error", r"hipErrorNoBinaryForGpu|HIP error: invalid device function|no kernel image is", _no_code_for_gpu),
+    Trouble("TritonMissing", r"TritonMissing|Cannot find a working triton|No module named 'triton'", no_triton),
+    Trouble("Failed to find C compiler", r"Failed to find C compiler", c_compiler),
+    Trouble("cl is not found", r"Compiler: .+ is not found|InvalidCxxCompiler:", cpp_compiler),
+    Trouble("HIP error", r"hipErrorNoBinaryForGpu|HIP error: invalid device function|no kernel image is", no_code_for_gpu),
     Trouble("TRITON_HIP_LLD_PATH", r"TRITON_HIP_LLD_PATH", _ROCM_LINKER),
     Trouble("metal", r"failed to compile\s+#include <c10/metal", _METAL),
     Trouble("No such file or directory", r"No such file or directory: '[A-Za-z]:[^'\n]{200,}'|WinError 206", _LONG_PATH),

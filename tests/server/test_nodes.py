@@ -1,6 +1,8 @@
 """The pack in a real server: what the page is told, what the shipped workflow does, what bad input gets."""
 
 import copy
+import platform
+from importlib.metadata import version
 
 import pytest
 from PIL import Image
@@ -213,6 +215,14 @@ def test_what_cannot_work_is_refused_before_anything_loads(server, shipped, node
     errors = refused.value.node_errors[prompts.find(prompt, node)]["errors"]
     assert {error["extra_info"]["input_name"] for error in errors} >= set(inputs)
     assert all(said in error["details"] for error in errors)
+
+
+def test_the_server_tells_what_compiling_lacks_here(server):
+    told = server.get("/torch-compile-kit/machine")
+    assert (
+        told["here"].startswith(platform.system()) and f"PyTorch {'.'.join(version('torch').split('.')[:2])}," in told["here"]
+    )
+    assert told["missing"] == [], "these tests compile, so nothing is"
 
 
 def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):

@@ -23,7 +23,7 @@ from ..graphs.replay import forget_graphs, graphs_summary, new_run, runs_channel
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
-from .attention_choice import chosen_kernel
+from .attention_choice import check_fullgraph, chosen_kernel
 from .second_model import bring_wrapper, take_wrapper
 from .training import train_compiled
 from .user_folder import get_ready
@@ -69,13 +69,19 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     return clone
 
 
+def check_machine(settings: CompileSettings) -> None:
+    """Raise InvalidSetting when the machine, or the host as it was started, lacks what a setting needs."""
+    settings.check_backend()
+    check_fullgraph(settings)
+
+
 def prepare_compiling(settings: CompileSettings) -> None:
     """Whatever is to be compiled under `settings`; costs nothing the second time.
 
     Raises:
-        InvalidSetting: the machine lacks what a setting needs.
+        InvalidSetting: the machine, or the host as it was started, lacks what a setting needs.
     """
-    settings.check_backend()
+    check_machine(settings)
     opened_kernels.register()
     compiler.makes_room, compiler.after_work = makes_room, tell_all
     get_ready(settings)

@@ -6,15 +6,18 @@ import functools
 import logging
 from collections.abc import Callable
 
+import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
 from ...blocks.structure import structure_of
 from ...cache.disk import current, folder_name
 from ...compile.call_shapes import copied_containers
+from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, AttentionSurvey, in_words, override_for
 from ...options.patches import OVERRIDE
 from ...per_model import PerModel
+from ...settings import CompileSettings
 from .call_info import OPTIONS_AT
 
 MEMORY = "attention"
@@ -26,6 +29,19 @@ _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 _preferences: PerModel[list[nn.Module]] = PerModel(
     lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
 )
+
+
+def check_fullgraph(settings: CompileSettings) -> None:
+    """Raise InvalidSetting where no block can be one graph: with attention of the host's that asks for the free memory."""
+    flags = {host_attention.attention_split: "split", host_attention.attention_sub_quad: "quad"}
+    name = flags.get(host_attention.optimized_attention)
+    if settings.enabled and settings.fullgraph and name and (settings.attention == "host" or not torch.cuda.is_available()):
+        raise InvalidSetting(
+            "fullgraph",
+            True,
+            f"the attention that ComfyUI uses here (--use-{name}-cross-attention) asks for the free memory at each call, which "
+            "no graph can contain; set fullgraph to false, or start ComfyUI with --use-pytorch-cross-attention.",
+        )
 
 
 def chosen_kernel(network: nn.Module, wanted: str) -> str | None:

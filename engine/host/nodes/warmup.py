@@ -12,6 +12,7 @@ from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
 from ...notices.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
+from ...warmup.memory import MemoryPeaks
 from ...warmup.plan import Size
 from ..model.attach import (
     KEY,
@@ -83,6 +84,7 @@ class _Warmup:
         self.steps = STEPS
 
     def run(self, latents: _Latents, node_id: str | None) -> str:
+        memory = MemoryPeaks(self.patcher.load_device)
         in_each = STEPS * ranges_of(self.conditioning)
         classes = list(dict.fromkeys(block.class_name for block in self.report.plan.blocks))
         with WarmupProgress(len(latents), in_each, classes, self.settings.backend == "inductor", node_id) as progress:
@@ -96,6 +98,8 @@ class _Warmup:
         self.report.notes += notes_about(self.patcher)
         controls = controls_in([entry for prompts in self.conditioning for entry in prompts])
         self.report.notes += [line for control in controls for line in control.notes()]
+        if any(size.added.graphs for size in self.report.sizes):
+            self.report.notes.append(memory.text())
         self.report.notes += [say("outside", sentence) for sentence in watch_of(self.model).notices]
         return self.report.text()
 

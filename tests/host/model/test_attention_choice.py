@@ -214,3 +214,22 @@ def test_containers_compile_with_our_kernel(engine):
     x = torch.randn(2, 8, 3 * 64)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(block, backend="eager", fullgraph=True)(x), block(x))
+
+
+@pytest.mark.parametrize("name", ["attention_split", "attention_sub_quad"])
+def test_fullgraph_is_refused_where_the_hosts_attention_cannot_be_in_a_graph(tiny, engine, monkeypatch, name):
+    import comfy.ldm.modules.attention as attention
+
+    choice, settings = engine("host.model.attention_choice"), engine("settings").CompileSettings
+    tensors = [torch.randn(1, 32, 64) for _ in range(3)]
+    unwrapped = getattr(attention, name)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(unwrapped, backend="eager", fullgraph=True)(*tensors, 4)
+    torch._dynamo.reset()
+    choice.check_fullgraph(settings(fullgraph=True))
+    monkeypatch.setattr(attention, "optimized_attention", unwrapped)
+    choice.check_fullgraph(settings())
+    choice.check_fullgraph(settings(fullgraph=True, backend="none"))
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    with pytest.raises(engine("errors").InvalidSetting, match=r"fullgraph.*-cross-attention.*set fullgraph to false"):
+        runs.attach(runs.patcher, fullgraph=True, attention="host")

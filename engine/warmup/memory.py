@@ -1,0 +1,53 @@
+"""How much memory compiling took at most: RAM of this process and of its compile workers, VRAM of the GPU that samples."""
+
+from __future__ import annotations
+
+import sys
+
+import psutil  # type: ignore[import-untyped]
+import torch
+
+GIB = 2**30
+
+
+class MemoryPeaks:
+    """Since it was made; nothing is reset, as others may watch the same counters.
+
+    Args:
+        device: that samples.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._used, self._before = psutil.Process().memory_info().rss, peak_of_ram()
+
+    def text(self) -> str:
+        """A sentence for the report."""
+        peak = peak_of_ram()
+        # What was freed before it began can be used again: only a new peak says how much it took.
+        taken = (
+            f"{(peak - self._used) / GIB:.1f} GiB taken by this warmup" if peak > self._before else "not raised by this warmup"
+        )
+        parts = [f"up to {peak / GIB:.1f} GiB of RAM, {taken}"]
+        workers = psutil.Process().children(recursive=True)
+        if workers:
+            parts.append(f"{sum(map(_size, workers)) / GIB:.1f} GiB in {len(workers)} processes that compile beside it")
+        if self._device.type == "cuda":
+            parts.append(f"up to {torch.cuda.max_memory_allocated(self._device) / GIB:.1f} GiB of VRAM")
+        return f"Memory since the start: {'; '.join(parts)}."
+
+
+def peak_of_ram() -> int:
+    """Of this process since its start, in bytes."""
+    if sys.platform == "win32":
+        return psutil.Process().memory_info().peak_wset
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _size(process: psutil.Process) -> int:
+    try:
+        return process.memory_info().rss
+    except psutil.Error:  # it has just ended
+        return 0

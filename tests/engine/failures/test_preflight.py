@@ -1,0 +1,81 @@
+"""What is told of a machine before anything is compiled."""
+
+import pytest
+
+COMPILERS = {"C": "gcc", "C++": "g++"}
+
+
+@pytest.fixture
+def preflight(engine):
+    return engine("failures.preflight")
+
+
+@pytest.fixture
+def machine(engine):
+    found = engine("failures.machine")
+
+    def made(**other):
+        known = {"system": "Linux", "gpu": "NVIDIA", "pytorch": (2, 11), "python": (3, 12), "triton": (3, 6), "folder": "/usr"}
+        return found.Machine(**{**known, **other})
+
+    return made
+
+
+def test_of_a_machine_that_has_all_nothing_is_missing(preflight, machine):
+    here, missing = preflight.preflight(machine(), preflight.Gpu("RTX 4090", (8, 9)), COMPILERS)
+    assert not missing
+    assert here == "Linux, RTX 4090, PyTorch 2.11, Triton 3.6, Python 3.12, C: gcc, C++: g++"
+    # Without a GPU neither Triton nor a C compiler is needed.
+    assert preflight.preflight(machine(triton=None, gpu=""), None, {"C": None, "C++": "clang++"})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("other", "gpu", "compilers", "said"),
+    [
+        ({"triton": None}, {}, {}, 'Install Triton: python -m pip install -U "triton==3.6.*"'),
+        ({"triton": (3, 2)}, {}, {}, "PyTorch 2.11 goes with Triton 3.6, not with 3.2"),
+        ({"triton": None, "system": "Windows"}, {}, {}, "triton-windows==3.6"),
+        ({"missing": ("/usr/include/python3.12/Python.h",)}, {}, {}, "sudo apt install python3.12-dev"),
+        ({}, {}, {"C": None}, "sudo apt install build-essential"),
+        ({}, {"capability": (6, 1)}, {}, "compute capability 6.1, and Triton needs 7.0: set backend to aot_eager"),
+        ({}, {"has_code": False}, {}, "not made for your GPU"),
+    ],
+)
+def test_what_is_missing_is_told_with_its_cure(preflight, machine, other, gpu, compilers, said):
+    found = preflight.Gpu(**{"name": "GPU", "capability": (9, 0), **gpu})
+    (missing,) = preflight.preflight(machine(**other), found, {**COMPILERS, **compilers})[1]
+    assert said in missing
+
+
+def test_the_cpu_needs_a_cpp_compiler(preflight, machine):
+    assert "sudo apt install g++" in preflight.preflight(machine(), None, {"C": "gcc", "C++": None})[1][0]
+    on_windows = preflight.preflight(machine(system="Windows"), None, {"C": None, "C++": None})[1]
+    assert len(on_windows) == 1 and "Visual Studio Build Tools" in on_windows[0]
+
+
+def test_windows_has_triton_bring_its_c_compiler(preflight, machine):
+    assert preflight.preflight(machine(system="Windows"), preflight.Gpu("GPU", (8, 6)), {"C": None, "C++": None})[1] == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "capability", "has_code"),
+    [
+        (["sm_80", "sm_90"], (9, 0), True),
+        (["sm_80", "sm_90a"], (8, 6), True),
+        (["sm_86", "sm_90"], (8, 0), False),
+        (["sm_90"], (12, 0), False),
+        (["sm_90", "compute_90"], (12, 0), True),
+        (["sm_100", "sm_120"], (12, 0), True),
+    ],
+)
+def test_kernels_of_pytorch_for_a_gpu(preflight, monkeypatch, kinds, capability, has_code):
+    monkeypatch.setattr(preflight.torch.cuda, "get_arch_list", lambda: kinds)
+    assert preflight._has_code(capability) is has_code
+
+
+def test_this_machine_can_compile(preflight, monkeypatch):
+    here, missing = preflight.preflight_here()
+    assert "PyTorch" in here and missing == []
+    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+    if preflight.Gpu.this() is None:
+        assert "C++: none" in preflight.preflight_here()[0] and preflight.preflight_here()[1]

@@ -1,0 +1,30 @@
+"""How much memory compiling takes, as the warmup's report tells it."""
+
+import re
+import subprocess
+import sys
+
+import torch
+
+
+def test_a_new_peak_is_told_and_an_old_one_is_not(engine):
+    memory = engine("warmup.memory")
+    peaks = memory.MemoryPeaks(torch.device("cpu"))
+    above = memory.peak_of_ram() - peaks._used + 2**29  # of this process's highest so far
+    held = torch.ones(above, dtype=torch.uint8)
+    text = peaks.text()
+    assert re.match(r"Memory since the start: up to [\d.]+ GiB of RAM, ([\d.]+) GiB taken by this warmup", text), text
+    assert abs(float(re.search(r"([\d.]+) GiB taken", text)[1]) - above / 2**30) < 0.2
+    del held
+    assert "not raised by this warmup" in memory.MemoryPeaks(torch.device("cpu")).text()
+
+
+def test_processes_that_compile_are_counted(engine):
+    peaks = engine("warmup.memory").MemoryPeaks(torch.device("cpu"))
+    before = peaks.text()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    try:
+        count = int((re.search(r"GiB in (\d+) processes", before) or [0, 0])[1])
+        assert f"GiB in {count + 1} processes that compile beside it" in peaks.text()
+    finally:
+        child.communicate(b"\n")
