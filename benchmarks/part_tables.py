@@ -1,10 +1,15 @@
-"""The tables of what is not the plain denoiser: GGUF, VAEs, ControlNets, caches of steps, block swap, training."""
+"""The tables of what is not the plain denoiser: GGUF, VAEs, ControlNets, caches of steps, block swap, training, encoders."""
 
 from .rows import NAMES, cell, newest, rows
 
 VAES = {
     "flux": "Flux, 1024x1024", "sdxl": "SDXL, 1024x1024", "qwen": "Qwen-Image, 1328x1328", "wan": "Wan 2.1, 832x480x33",
     "ltx": "LTX, 768x512x97", "hunyuan": "HunyuanVideo, 832x480x33",
+}  # fmt: skip
+ENCODERS = {
+    "flux": "CLIP-L, T5-XXL, 256 tokens (Flux)", "flux, long prompt": "CLIP-L, T5-XXL, 512 tokens (Flux)",
+    "sdxl": "CLIP-L, CLIP-G, 77 tokens (SDXL)", "sd15": "CLIP-L, 77 tokens (SD 1.5)",
+    "z_image": "Qwen3 4B, 200 tokens (Z-Image)", "qwen_image": "Qwen2.5-VL 7B, 200 tokens (Qwen-Image)",
 }  # fmt: skip
 KEPT = {True: "channels last", False: "as it was", None: "not decided in 8 calls"}
 
@@ -122,3 +127,18 @@ def training_table() -> str:
         )
     head = ["seconds per step of LoRA training", "trainer", "attention", "eager", "ours", "first step", "peak GiB: eager, ours"]
     return _lines(head, lines, sources)
+
+
+def text_encoder_table() -> str:
+    """A line an encoder and task, by device."""
+    found, sources = rows("text_encoder")
+    lines = []
+    for file, model, task in dict.fromkeys((row["file"], row["model"], row["task"]) for row in found):
+        eager, ours = (newest(found, file=file, model=model, task=task, variant=v) for v in ("eager", "compiled"))
+        device = "GPU" if file.startswith("h200") else "CPU"
+        unit = "a token" if task == "generate" else "a prompt"
+        lines.append(
+            f"| {ENCODERS[model]} | {device} | {unit} | {eager['seconds']:.4f} "
+            f"| {ours['seconds']:.4f} ({ours['seconds'] / eager['seconds']:.2f}) | {ours['first']:.1f} |"
+        )
+    return _lines(["text encoder", "on", "seconds for", "eager", "compiled", "the first compiled"], lines, sources)

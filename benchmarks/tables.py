@@ -192,6 +192,7 @@ FIGURES = {
     "step_caches": part_tables.step_caches_table,
     "block_swap": part_tables.block_swap_table,
     "training": part_tables.training_table,
+    "text_encoder": part_tables.text_encoder_table,
     "cpu": details.cpu_table,
 }
 
