@@ -128,16 +128,50 @@ def test_a_model_that_ends_leaves_another_ones_buffer_alone(slots, computing, en
     assert computing.waited[-1] is slot._ready and torch.equal(kept, source)
 
 
-def test_a_new_tensor_at_the_address_of_an_old_one_is_not_taken_for_it(engine, computing, slots, monkeypatch):
-    """What was fetched is known by `id`, which is only safe while the source is alive."""
+@pytest.fixture
+def streamed(engine, slots, monkeypatch):
+    """The weight of a layer that travels."""
     streaming = engine("host.weights.partial_load")
     layer = torch.nn.Linear(4, 4).requires_grad_(False)
-    streamed = streaming.StreamedTensors([streaming.Elsewhere(layer, "weight")], CPU, torch.float32)
-    monkeypatch.setattr(streamed, "_device", torch.device("cuda", 0))
+    found = streaming.StreamedTensors([streaming.Elsewhere(layer, "weight")], CPU, torch.float32)
+    monkeypatch.setattr(found, "_device", torch.device("cuda", 0))
     monkeypatch.setattr(streaming, "_slots_on", lambda _device: slots)
-    streamed.bytes = layer.weight.nbytes
+    found.bytes, found.layer = layer.weight.nbytes, layer
+    return found
+
+
+def test_a_new_tensor_at_the_address_of_an_old_one_is_not_taken_for_it(streamed):
+    """What was fetched is known by `id`, which is only safe while the source is alive."""
     streamed.fetch()
-    fetched_weight = weakref.ref(layer.weight)
-    layer.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
+    fetched_weight = weakref.ref(streamed.layer.weight)
+    streamed.layer.weight = torch.nn.Parameter(torch.ones(4, 4), requires_grad=False)
     assert fetched_weight() is not None
     streamed.drop()
+
+
+def test_a_copy_waits_for_the_last_use_of_its_buffer(slots, computing):
+    slot, _ = fetched(slots, Owner())
+    slot.free()
+    assert slot._free.stream is computing, "the last use ends when the computing stream gets here"
+    slot._stream.waited.clear()
+    slot.copy([torch.zeros(2)])
+    assert slot._stream.waited == [slot._free], "else it writes over weights that are still read"
+
+
+def test_a_copy_into_a_new_buffer_waits_for_who_had_its_memory_before(slots, computing):
+    slot, _ = fetched(slots, Owner())
+    slot._free.stream = None
+    slot.grow(1)
+    assert slot._free.stream is None, "it is large enough"
+    slot.grow(2**20)
+    assert slot._free.stream is computing
+
+
+def test_what_was_dropped_gives_its_buffer_back_and_is_fetched_again(slots, streamed, computing):
+    streamed.fetch()
+    slot = streamed._slot
+    assert slot.owner() is streamed
+    streamed.drop()
+    assert slot.owner is None and slot._ready in computing.waited and not streamed._arrived
+    streamed.fetch()
+    assert streamed._slot is not None and list(streamed._arrived) == [id(streamed.layer.weight)]
