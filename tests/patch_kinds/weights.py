@@ -1,5 +1,7 @@
 """LoRA, merged models and exchanged modules: functions that take a clone of a patcher and patch it, or make one."""
 
+import json
+
 import torch
 
 from .options import scaled_output
@@ -139,3 +141,20 @@ def place_reading_forward(m):
         return original(*args, **kwargs) * (2.0 + kwargs["transformer_options"].get("block_index", -1))
 
     m.add_object_patch(key, forward)
+
+
+def quantised(state_dict, format_name):
+    """The state dict as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
+    import comfy.quant_ops as quant_ops
+
+    layout = quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
+    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
+    result = {}
+    for key, weight in state_dict.items():
+        if key.endswith(".weight") and weight.dim() == 2 and "blocks" in key:
+            tensor = quant_ops.QuantizedTensor.from_float(weight.bfloat16(), layout)
+            result |= tensor.state_dict(key)
+            result[key.removesuffix("weight") + "comfy_quant"] = marker
+        else:
+            result[key] = weight.bfloat16()
+    return result

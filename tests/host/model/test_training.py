@@ -6,13 +6,18 @@ import textwrap
 
 import pytest
 import torch
+from patch_kinds.weights import quantised
 from patching import Runs
 
 pytestmark = [pytest.mark.host]
 
 
-def train(patcher, runs, bypass, depth=1, steps=4):
-    """Losses and the LoRA, of the host's node as the host runs it; `depth` of checkpointing, None without."""
+def train(patcher, runs, bypass, depth=1, steps=4, **other):
+    """Losses and the LoRA, of the host's node as the host runs it; `depth` of checkpointing, None without.
+
+    Args:
+        other: inputs of the node.
+    """
     from comfy_extras.nodes_train import TrainLoraNode
 
     torch.manual_seed(7)
@@ -22,7 +27,7 @@ def train(patcher, runs, bypass, depth=1, steps=4):
         "optimizer": "AdamW", "loss_function": "MSE", "seed": 3, "training_dtype": "fp32", "lora_dtype": "fp32",
         "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": depth is not None,
         "checkpoint_depth": depth or 1,
-        "offloading": False, "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": bypass,
+        "offloading": False, "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": bypass, **other,
     }  # fmt: skip
     with torch.inference_mode():
         given = {name: [value] for name, value in inputs.items()}
@@ -107,6 +112,30 @@ def test_backwards_are_compiled_by_inductor_too(flux, monkeypatch, compiled_grou
         expected = train(flux.patcher, flux, False, 2)
     losses, lora = far(ours, expected)
     assert losses < 1e-5 and lora < 1e-3, "a step of AdamW is 1e-3"
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("bypass", [False, True])
+def test_a_model_in_fp8_trains_with_quantised_products_both_ways(flux, monkeypatch, compiled_groups, bypass):
+    import comfy.model_management
+    import comfy.sd
+
+    state_dict = quantised(flux.patcher.model.diffusion_model.state_dict(), "float8_e4m3fn")
+
+    def load(_name="", disable_dynamic=False):
+        return comfy.sd.load_diffusion_model_state_dict({key: value.clone() for key, value in state_dict.items()})
+
+    monkeypatch.setattr(comfy.model_management, "supports_fp8_compute", lambda *_: True)
+    with torch.inference_mode():
+        flux.patcher = load()
+    flux.patcher.cached_patcher_init = (load, ("",))
+    inputs = {"training_dtype": "none", "quantized_backward": True}
+    ours = train(flux.attach(flux.patcher, backend="eager"), flux, bypass, 2, **inputs)
+    check_groups(compiled_groups, 2)
+    with monkeypatch.context() as patch:
+        with_sums_out_of_place(patch)
+        expected = train(flux.patcher, flux, bypass, 2, **inputs)
+    assert max(far(ours, expected)) < 1e-6 and len(set(ours[0])) > 1
 
 
 def test_without_checkpointing_too(flux, compiled_groups):

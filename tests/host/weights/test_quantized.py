@@ -1,31 +1,12 @@
 """Quantised models: no graph breaks, and the host's results, emulated and with native matrix products (on the CPU: the
 host's own fallback behind the same code)."""
 
-import json
-
 import pytest
-import torch
+from patch_kinds.weights import quantised
 from patching import Runs
 from support import relative_error
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-
-
-def quantised(state_dict, format_name):
-    """The state dict as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
-    import comfy.quant_ops as quant_ops
-
-    layout = quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
-    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
-    result = {}
-    for key, weight in state_dict.items():
-        if key.endswith(".weight") and weight.dim() == 2 and "blocks" in key:
-            tensor = quant_ops.QuantizedTensor.from_float(weight.bfloat16(), layout)
-            result |= tensor.state_dict(key)
-            result[key.removesuffix("weight") + "comfy_quant"] = marker
-        else:
-            result[key] = weight.bfloat16()
-    return result
 
 
 @pytest.mark.parametrize("native", [False, True])
