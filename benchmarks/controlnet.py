@@ -1,6 +1,9 @@
 """A model with a ControlNet, each compiled or not: seconds per step, latents against eager, what is captured.
 
-python -m benchmarks.controlnet --host COMFYUI --model sdxl
+python -m benchmarks.controlnet --host COMFYUI --model sdxl [--free 5 [--vram dynamic]]
+
+With `--free` so many GiB of the GPU are left (the model is read from the file that `benchmarks.low_vram --make` makes), and the
+host loads both partly, or streams them with dynamic VRAM.
 """
 
 import argparse
@@ -8,7 +11,7 @@ import json
 import os
 from importlib import import_module
 
-from . import models, session, variants
+from . import low_vram, models, session, variants
 
 STRENGTH = 0.8
 RUNS = 3
@@ -16,8 +19,8 @@ RUNS = 3
 LEFT_OUT = ("out_channels", "transformer_depth_output", "use_temporal_resblock", "use_temporal_attention")
 
 
-def build(name: str, device):
-    """The host's ControlNet for the model, random weights."""
+def build(name: str, device, load_device=None):
+    """The host's ControlNet for the model, random weights on `device`."""
     import comfy.cldm.cldm
     import comfy.controlnet
     import comfy.ldm.flux.controlnet
@@ -38,7 +41,7 @@ def build(name: str, device):
         parameter.requires_grad_(False)
         parameter.data = models.random_weight(key, parameter.shape, model.dtype, device, generator)
     extra = ["y", "guidance"] if name.startswith("flux") else ["y"]
-    return comfy.controlnet.ControlNet(network.eval(), load_device=device, extra_conds=extra)
+    return comfy.controlnet.ControlNet(network.eval(), load_device=load_device or device, extra_conds=extra)
 
 
 def compiled_whole(control):
@@ -54,8 +57,18 @@ def measure(options) -> list[dict]:
     import torch
 
     name, device = options.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    ballast = []
     with torch.inference_mode():
-        patcher, control = models.build(name, device), build(name, device)
+        if options.free:
+            import comfy.sd
+
+            start = torch.cuda.mem_get_info()[0]
+            patcher = comfy.sd.load_diffusion_model(str(low_vram.weights_file(name)))
+            control = build(name, torch.device("cpu"), load_device=device)
+            torch.cuda.empty_cache()
+            ballast.append(torch.empty(int(start - options.free * low_vram.GIB), dtype=torch.uint8, device=device))
+        else:
+            patcher, control = models.build(name, device), build(name, device)
     width, height, _ = models.MODELS[name].size
     hint = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(5))
     plain = models.conditioning
@@ -103,7 +116,8 @@ def measure(options) -> list[dict]:
         except Exception as error:
             row["died"] = f"{type(error).__name__}: {error}"[:300]
         rows.append(row)
-    return [{"kind": "controlnet_node", "model": name, **row} for row in rows]
+    memory = {"free_gib": options.free, "vram": options.vram} if options.free else {}
+    return [{"kind": "controlnet_node", "model": name, **memory, **row} for row in rows]
 
 
 def main() -> None:
@@ -112,8 +126,10 @@ def main() -> None:
     parser.add_argument("--model", default="sdxl", choices=["sdxl", "sd15", "sdxl_small", "flux", "flux_small"])
     parser.add_argument("--settings", default="{}")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--free", type=float, help="GiB of the GPU that are left")
+    parser.add_argument("--vram", choices=["dynamic", "legacy"], default="legacy")
     options = parser.parse_args()
-    session.enter(options.host)
+    session.enter(options.host, dynamic_vram=options.vram == "dynamic")
     for row in measure(options):
         print("ROW", json.dumps({k: round(v, 5) if isinstance(v, float) else v for k, v in row.items()}), flush=True)
     os._exit(0)

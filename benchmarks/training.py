@@ -10,6 +10,8 @@ import argparse
 import itertools
 import json
 import os
+import subprocess
+import sys
 import time
 
 from . import models, session, variants
@@ -86,8 +88,13 @@ def main() -> None:
         "--without-cudnn", action="store_true", help="attention of other kernels: with cuDNN's eager ends in an error"
     )
     parser.add_argument("--settings", default="{}")
-    parser.add_argument("--variants", nargs="+", default=["eager", "ours"])
+    parser.add_argument("--variants", nargs="+", default=["eager", "ours"], help="the last option; a process each")
     options = parser.parse_args()
+    if len(options.variants) > 1:  # what one that died has left in memory is not the next one's
+        given = sys.argv[1 : sys.argv.index("--variants")] if "--variants" in sys.argv else sys.argv[1:]
+        for variant in options.variants:
+            subprocess.run([sys.executable, "-m", "benchmarks.training", *given, "--variants", variant], check=False)
+        return
     torch = session.enter(options.host)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if options.without_cudnn:
@@ -97,8 +104,7 @@ def main() -> None:
     patcher = models.build(options.model, device)
     with torch.inference_mode(False):
         patcher.cached_patcher_init = (lambda _name, disable_dynamic=False: _again(options.model, device), (options.model,))
-    for variant in options.variants:
-        print("ROW", json.dumps(measure(options, variant, patcher, device)), flush=True)
+    print("ROW", json.dumps(measure(options, options.variants[0], patcher, device)), flush=True)
     os._exit(0)
 
 

@@ -22,7 +22,8 @@ LATENTS = {
     "flux": (1, 16, 128, 128), "sdxl": (1, 4, 128, 128), "qwen": (1, 16, 1, 166, 166), "wan": (1, 16, 9, 60, 104),
     "hunyuan": (1, 16, 9, 60, 104), "ltx": (1, 128, 13, 16, 24),
 }  # fmt: skip
-CALLS = 8
+CALLS = 13
+LAST = 5
 
 
 def network(name: str, tiny: bool):
@@ -67,46 +68,74 @@ def change(vae, variant: str):
     return vae
 
 
-def timed(call, given) -> tuple[list[float], object]:
-    """Seconds of each call, and the last one's result.
+class Measured:
+    """One VAE, used in its way; what it took."""
 
-    Behind the first, what is made in the background is waited for: between two images of a person there is time for that.
-    """
-    import torch
+    def __init__(self, name: str, variant: str, device, tiny: bool):
+        self.variant, self.vae = variant, change(make(name, device, tiny), variant)
+        self.decodes: list[float] = []
+        self.encodes: list[float] = []
+        self.row = {
+            "kind": "vae",
+            "model": name,
+            "variant": variant,
+            "dtype": str(self.vae.vae_dtype),
+            "graphs": 0,
+            "breaks": 0,
+        }
 
-    seconds = []
-    for number in range(CALLS):
-        if number == 1:
-            import_module(f"{session.KIT}.engine.background.thread").compiler.wait(60)
-        began = time.perf_counter()
+    def call(self, method: str, given):
+        """What the VAE's method gives; its seconds are added to `decodes` or `encodes`."""
+        import torch
+
+        on_gpu, before, began = torch.cuda.is_available(), session.counts(), time.perf_counter()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         with torch.inference_mode():
-            result = call(given)
-        seconds.append(time.perf_counter() - began)
-    return seconds, result
+            result = getattr(self.vae, method)(given)
+        getattr(self, f"{method}s").append(time.perf_counter() - began)
+        for key, count in session.counts().items():
+            self.row[key] += count - before[key]
+        if on_gpu and method == "decode":
+            self.row["peak_gib"] = max(self.row.get("peak_gib", 0.0), round(torch.cuda.max_memory_allocated() / 2**30, 2))
+        return result
+
+    def finish(self) -> dict:
+        """The row: seconds are the median of the last calls of each way."""
+        for key, seconds in (("seconds", self.decodes), ("encode", self.encodes)):
+            if seconds:
+                self.row[key] = round(statistics.median(seconds[-LAST:]), 4)
+        self.row |= {"first": round(self.decodes[0], 3), "calls": [round(s, 4) for s in self.decodes]}
+        if self.variant == "ours":
+            trials = {n: getattr(p, "trial", None) for n, p in self.vae.patcher.object_patches.items()}
+            self.row["channels_last"] = {n: trial.other for n, trial in trials.items() if trial is not None}
+        return self.row
 
 
-def measure(name: str, variant: str, device, tiny: bool) -> tuple[dict, object]:
+def measure(name: str, chosen: list[str], device, tiny: bool):
+    """Rows of the variants, which take turns call by call, so that what the GPU's clock does falls on each alike."""
     import torch
 
-    on_gpu, before = device.type == "cuda", session.counts()
-    vae = change(make(name, device, tiny), variant)
     shape = [min(n, 8) if tiny and i > 1 else n for i, n in enumerate(LATENTS[name])]
     latent = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
-    seconds, image = timed(vae.decode, latent)
-    row = {"kind": "vae", "model": name, "variant": variant, "latent": shape, "dtype": str(vae.vae_dtype)}
-    row |= {"first": round(seconds[0], 3), "seconds": round(statistics.median(seconds[-3:]), 4)}
-    row |= {key: count - before[key] for key, count in session.counts().items()}
-    if on_gpu:
-        row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    if variant in ("eager", "ours"):
-        pixels = image[0] if image.dim() == 5 else image
-        row["encode"] = round(statistics.median(timed(vae.encode, pixels)[0][-3:]), 4)
-    if variant == "ours":
-        trials = {n: getattr(p, "trial", None) for n, p in vae.patcher.object_patches.items()}
-        row["channels_last"] = {n: trial.other for n, trial in trials.items() if trial is not None}
-    return row, image.float()
+    running, expected = [Measured(name, variant, device, tiny) for variant in chosen], None
+    for number in range(CALLS):
+        if number == 1:  # between two images of a person there is time for what is made in the background
+            import_module(f"{session.KIT}.engine.background.thread").compiler.wait(60)
+        for one in list(running):
+            try:
+                image = one.call("decode", latent).float()
+                if one.variant in ("eager", "ours"):
+                    one.call("encode", image[0] if image.dim() == 5 else image)
+            except Exception as error:
+                running.remove(one)
+                yield one.row | {"died": f"{type(error).__name__}: {error}"[:300]}
+                continue
+            expected = image if expected is None else expected
+            one.row["largest_error"] = round(float((image - expected).abs().max()), 4)  # of an image from 0 to 1
+            one.row["mean_error"] = round(float((image - expected).abs().mean()), 5)
+    for one in running:
+        yield one.finish() | {"latent": shape}
 
 
 def main() -> None:
@@ -119,15 +148,7 @@ def main() -> None:
     torch = session.enter(options.host)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in options.models:
-        expected = None
-        for variant in options.variants:
-            try:
-                row, image = measure(model, variant, device, options.tiny)
-                expected = image if expected is None else expected
-                row["largest_error"] = round(float((image - expected).abs().max()), 4)  # of an image from 0 to 1
-                row["mean_error"] = round(float((image - expected).abs().mean()), 5)
-            except Exception as error:
-                row = {"kind": "vae", "model": model, "variant": variant, "died": f"{type(error).__name__}: {error}"[:300]}
+        for row in measure(model, options.variants, device, options.tiny):
             print("ROW", json.dumps(row), flush=True)
     os._exit(0)  # a process that made a CUDA context takes seconds to end
 
