@@ -9,6 +9,7 @@ host loads both partly, or streams them with dynamic VRAM.
 import argparse
 import json
 import os
+from collections.abc import Iterator
 from importlib import import_module
 
 from . import low_vram, models, session, variants
@@ -29,17 +30,24 @@ def build(name: str, device, load_device=None):
 
     model = models.MODELS[name]
     config = {key: value for key, value in model.config.items() if key not in LEFT_OUT}
-    made = {"device": device, "dtype": model.dtype, "operations": comfy.ops.disable_weight_init}
-    with torch.device(device):
-        if name.startswith("flux"):  # the size of InstantX's union
-            config = {**model.config, "depth": min(5, model.config["depth"]), "depth_single_blocks": 0}
-            network = comfy.ldm.flux.controlnet.ControlNetFlux(**config, **made)
-        else:
-            network = comfy.cldm.cldm.ControlNet(hint_channels=3, **made, **config)
+
+    def network(device, operations):
+        made = {"device": device, "dtype": model.dtype, "operations": operations}
+        with torch.device(device):
+            if name.startswith("flux"):  # the size of InstantX's union
+                sizes = {**model.config, "depth": min(5, model.config["depth"]), "depth_single_blocks": 0}
+                return comfy.ldm.flux.controlnet.ControlNetFlux(**sizes, **made)
+            return comfy.cldm.cldm.ControlNet(hint_channels=3, **made, **config)
+
+    # With dynamic VRAM the host's layers have no weights before they are loaded: as from a file.
     generator = torch.Generator(device=device).manual_seed(3)
-    for key, parameter in network.named_parameters():
+    weights = {
+        key: models.random_weight(key, parameter.shape, model.dtype, device, generator)
+        for key, parameter in network(torch.device("meta"), torch.nn).named_parameters()
+    }
+    network = comfy.controlnet.controlnet_load_state_dict(network(device, comfy.ops.disable_weight_init), weights)
+    for parameter in network.parameters():
         parameter.requires_grad_(False)
-        parameter.data = models.random_weight(key, parameter.shape, model.dtype, device, generator)
     extra = ["y", "guidance"] if name.startswith("flux") else ["y"]
     return comfy.controlnet.ControlNet(network.eval(), load_device=load_device or device, extra_conds=extra)
 
@@ -53,10 +61,10 @@ def compiled_whole(control):
     return found
 
 
-def measure(options) -> list[dict]:
+def measure(options) -> Iterator[dict]:
     import torch
 
-    name, device = options.model, torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name, device = options.model, torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     ballast = []
     with torch.inference_mode():
         if options.free:
@@ -97,14 +105,18 @@ def measure(options) -> list[dict]:
     without, _ = sample(patcher, plain)
     expected, eager = sample(patcher, controlled(control))
     ours = variants.apply("ours", patcher, session.KIT, **settings)
-    rows = [{"variant": "eager", "step": session.median(eager[1:]), "changes_image": session.relative_error(expected, without)}]
+    memory = {"free_gib": options.free, "vram": options.vram} if options.free else {}
+    common = {"kind": "controlnet_node", "model": name, **memory}
+    changes = session.relative_error(expected, without)
+    yield {**common, "variant": "eager", "step": session.median(eager[1:]), "changes_image": changes}
     ways = {
         "model alone": (ours, control),
         "both": (ours, attach(control, chosen)),
         "controlnet alone": (patcher, attach(control, chosen)),
         "controlnet whole": (patcher, compiled_whole(control)),
     }
-    for variant, (model, given) in ways.items():
+    for variant in options.ways or ways:
+        model, given = ways[variant]
         before, row = session.counts(), {"variant": variant}
         try:
             runs = [sample(model, controlled(given)) for _ in range(RUNS)]
@@ -115,9 +127,7 @@ def measure(options) -> list[dict]:
             row["replayed"] = [graphs_of(n).replays for n in (patcher.model.diffusion_model, control.control_model)]
         except Exception as error:
             row["died"] = f"{type(error).__name__}: {error}"[:300]
-        rows.append(row)
-    memory = {"free_gib": options.free, "vram": options.vram} if options.free else {}
-    return [{"kind": "controlnet_node", "model": name, **memory, **row} for row in rows]
+        yield {**common, **row}
 
 
 def main() -> None:
@@ -128,6 +138,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--free", type=float, help="GiB of the GPU that are left")
     parser.add_argument("--vram", choices=["dynamic", "legacy"], default="legacy")
+    parser.add_argument("--ways", nargs="+", help="of: model alone, both, controlnet alone, controlnet whole")
     options = parser.parse_args()
     session.enter(options.host, dynamic_vram=options.vram == "dynamic")
     for row in measure(options):

@@ -35,6 +35,7 @@ def measure(options, variant: str, patcher, device) -> dict:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             times.append(time.perf_counter())
+            print(f"step {len(times)} after {times[-1] - began:.1f} s", flush=True)
 
     training.ProgressBar = Bar
     model = variants.apply(variant, patcher, session.KIT, **json.loads(options.settings))
@@ -56,7 +57,9 @@ def measure(options, variant: str, patcher, device) -> dict:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+    steps = []
     began = time.perf_counter()
+    print("training begins", flush=True)
     try:
         with torch.inference_mode():
             given = {name: [value] for name, value in inputs.items()}
@@ -66,8 +69,10 @@ def measure(options, variant: str, patcher, device) -> dict:
     except Exception as error:
         row["died"] = f"{type(error).__name__}: {error}"[:300]
     row |= {key: count - before[key] for key, count in session.counts().items()}
+    row["steps"] = [round(seconds, 3) for seconds in steps]
     if torch.cuda.is_available():
         row["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
     if variant == "ours":
         from importlib import import_module
 
