@@ -16,8 +16,6 @@ import time
 
 from . import models, session, variants
 
-STEPS = 6
-
 
 def measure(options, variant: str, patcher, device) -> dict:
     import comfy_extras.nodes_train as training
@@ -43,7 +41,7 @@ def measure(options, variant: str, patcher, device) -> dict:
     size = models.latent(options.model, options.size and (options.size, options.size, 1))
     latents = [{"samples": torch.randn(size.shape, generator=torch.Generator().manual_seed(n))} for n in range(options.batch)]
     inputs = {
-        "model": model, "batch_size": options.batch, "steps": STEPS, "grad_accumulation_steps": 1,
+        "model": model, "batch_size": options.batch, "steps": options.steps, "grad_accumulation_steps": 1,
         "learning_rate": 1e-4, "rank": 16, "optimizer": "AdamW", "loss_function": "MSE", "seed": 3,
         "training_dtype": options.dtype, "lora_dtype": options.dtype,
         "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": options.depth > 0,
@@ -87,6 +85,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--depth", type=int, default=2)
     parser.add_argument("--size", type=int)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--dtype", default="bf16")
     parser.add_argument("--bypass", action="store_true")
     parser.add_argument(

@@ -1,10 +1,10 @@
-"""Decoding: whole VAEs of the host with random weights, as they are, with VAE Channels Last, and compiled as KJNodes does.
+"""Decoding: whole VAEs of the host with random weights, as they are, with VAE Channels Last, and compiled by KJNodes' node.
 
-    python -m benchmarks.vae --host COMFYUI --models flux sdxl qwen wan hunyuan ltx [--variants eager ours compiled] [--tiny]
+    python -m benchmarks.vae --host COMFYUI --models flux sdxl [--variants eager ours kjnodes --kjnodes FILE] [--tiny]
 
 Through `VAE.decode`, so with the host's casts and memory management; each variant has a VAE of its own. `ours` is the node's
-way from the first call on: the first is plain, then both ways are timed, then the faster one stays (`channels_last`). `weights`
-turns only the weights, as `both` does before it compiles. `encode` is timed for `ours` and `eager`.
+way from the first call on: the first is plain, then both ways are timed, then the faster one stays (`channels_last`).
+`encode` is timed for `ours` and `eager`. Rows of `compiled`, `weights` and `both` in results files are of earlier versions.
 """
 
 import argparse
@@ -14,9 +14,9 @@ import statistics
 import time
 from importlib import import_module
 
-from . import models, session, session_files
+from . import models, session, session_files, variants
 
-VARIANTS = ("eager", "ours", "compiled", "weights", "both")
+VARIANTS = ("eager", "ours", "kjnodes")
 # Latents of 1024x1024, 1328x1328, and videos: 832x480 with 33 frames, 768x512 with 97.
 LATENTS = {
     "flux": (1, 16, 128, 128), "sdxl": (1, 4, 128, 128), "qwen": (1, 16, 1, 166, 166), "wan": (1, 16, 9, 60, 104),
@@ -53,26 +53,18 @@ def make(name: str, device, tiny: bool):
     return comfy.sd.VAE({k: models.random_weight(k, s.shape, dtype, device, generator).cpu() for k, s in shapes.items()})
 
 
-def change(vae, variant: str):
+def change(vae, variant: str, kjnodes: str | None):
     """The VAE to be used."""
-    import torch
-
-    decoder = vae.first_stage_model
     if variant == "ours":
         return import_module(f"{session.KIT}.engine.host.vae.attach").attach_vae(vae)
-    if variant in ("weights", "both"):
-        video = any(p.dim() == 5 for p in decoder.parameters())
-        decoder.to(memory_format=torch.channels_last_3d if video else torch.channels_last)
-    if variant in ("compiled", "both"):
-        decoder.decoder.forward = torch.compile(decoder.decoder.forward, dynamic=True)
-    return vae
+    return variants.kjnodes_vae(vae, kjnodes) if variant == "kjnodes" else vae
 
 
 class Measured:
     """One VAE, used in its way; what it took."""
 
-    def __init__(self, name: str, variant: str, device, tiny: bool):
-        self.variant, self.vae = variant, change(make(name, device, tiny), variant)
+    def __init__(self, name: str, variant: str, device, options):
+        self.variant, self.vae = variant, change(make(name, device, options.tiny), variant, options.kjnodes)
         self.decodes: list[float] = []
         self.encodes: list[float] = []
         self.row = {
@@ -112,13 +104,13 @@ class Measured:
         return self.row
 
 
-def measure(name: str, chosen: list[str], device, tiny: bool):
+def measure(name: str, device, options):
     """Rows of the variants, which take turns call by call, so that what the GPU's clock does falls on each alike."""
     import torch
 
-    shape = [min(n, 8) if tiny and i > 1 else n for i, n in enumerate(LATENTS[name])]
+    shape = [min(n, 8) if options.tiny and i > 1 else n for i, n in enumerate(LATENTS[name])]
     latent = torch.randn(shape, generator=torch.Generator().manual_seed(4))
-    running, expected = [Measured(name, variant, device, tiny) for variant in chosen], None
+    running, expected = [Measured(name, variant, device, options) for variant in options.variants], None
     for number in range(CALLS):
         if number == 1:  # between two images of a person there is time for what is made in the background
             import_module(f"{session.KIT}.engine.background.thread").compiler.wait(60)
@@ -143,12 +135,14 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--models", nargs="+", choices=list(LATENTS), default=list(LATENTS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["eager", "ours"])
+    parser.add_argument("--kjnodes", help="its nodes/model_optimization_nodes.py, for the variant kjnodes")
+    parser.add_argument("--vram", choices=["dynamic", "legacy"], default="dynamic", help="dynamic: as the host manages a GPU")
     parser.add_argument("--tiny", action="store_true", help="narrow networks and small latents, for a CPU")
     options = parser.parse_args()
-    torch = session.enter(options.host)
+    torch = session.enter(options.host, dynamic_vram=options.vram == "dynamic" and os.path.exists("/dev/nvidia0"))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for model in options.models:
-        for row in measure(model, options.variants, device, options.tiny):
+        for row in measure(model, device, options):
             print("ROW", json.dumps(row), flush=True)
     os._exit(0)  # a process that made a CUDA context takes seconds to end
 

@@ -44,12 +44,25 @@ def _core(patcher):
 
 
 def _kjnodes(patcher, file: str):
-    """TorchCompileModelAdvanced with its defaults; only its own definitions of the file are run, the rest needs other packs."""
-    tree = ast.parse(Path(file).read_text())
+    """TorchCompileModelAdvanced with its defaults."""
     wanted = {
         "patch_aimdo_for_compile", "skip_torch_compile_dict", "build_compile_kwargs", "_kj_apply_torch_compile_wrapper",
         "kj_set_torch_compile_wrapper", "TorchCompileModelAdvanced",
     }  # fmt: skip
+    node = _of_kjnodes(file, wanted)["TorchCompileModelAdvanced"]()
+    (model,) = node.patch(patcher, "inductor", False, "default", "false", 64, True, False)
+    return model
+
+
+def kjnodes_vae(vae, file: str):
+    """TorchCompileVAE with its defaults, but for the encoder, which stays as it is."""
+    (vae,) = _of_kjnodes(file, {"TorchCompileVAE"})["TorchCompileVAE"]().compile(vae, "inductor", "default", False, False, True)
+    return vae
+
+
+def _of_kjnodes(file: str, wanted: set[str]) -> dict:
+    """Only these definitions of the file are run, the rest needs other packs."""
+    tree = ast.parse(Path(file).read_text())
     body = []
     for node in tree.body:
         named = getattr(node, "name", None) in wanted
@@ -66,5 +79,4 @@ def _kjnodes(patcher, file: str):
 
     space = {"torch": torch, "comfy": comfy, "logging": logging}
     exec(compile(ast.Module(body, []), file, "exec"), space)  # noqa: S102  the peer's own code
-    (model,) = space["TorchCompileModelAdvanced"]().patch(patcher, "inductor", False, "default", "false", 64, True, False)
-    return model
+    return space
