@@ -1,6 +1,6 @@
 """The tables of what is not the plain denoiser: GGUF, VAEs, ControlNets, caches of steps, block swap, training, encoders."""
 
-from .rows import NAMES, cell, newest, rows
+from .rows import NAMES, cell, newest, ratio, rows
 
 VAES = {
     "flux": "Flux, 1024x1024", "sdxl": "SDXL, 1024x1024", "qwen": "Qwen-Image, 1328x1328", "wan": "Wan 2.1, 832x480x33",
@@ -11,7 +11,7 @@ ENCODERS = {
     "sdxl": "CLIP-L, CLIP-G, 77 tokens (SDXL)", "sd15": "CLIP-L, 77 tokens (SD 1.5)",
     "z_image": "Qwen3 4B, 200 tokens (Z-Image)", "qwen_image": "Qwen2.5-VL 7B, 200 tokens (Qwen-Image)",
 }  # fmt: skip
-KEPT = {True: "channels last", False: "as it was", None: "not decided in 8 calls"}
+KEPT = {True: "channels last", False: "as it was"}
 
 
 def gguf_table() -> str:
@@ -37,28 +37,31 @@ def gguf_table() -> str:
     return "\n".join([*lines, "", *sources])
 
 
-def _share(row: dict | None, eager: dict | None) -> str:
-    return f"{row['seconds']:.3f} ({row['seconds'] / eager['seconds']:.2f})" if row and eager else "-"
+def _seconds(row: dict | None, eager: dict) -> str:
+    if row is None or "died" in row:
+        return cell(row, None)
+    return f"{row['seconds']:.3f}" + (f" ({row['seconds'] / eager['seconds']:.2f})" if row is not eager else "")
 
 
 def vae_table() -> str:
-    """A line a VAE: seconds of a decode, each against eager's of the same file."""
+    """A line a VAE, from the newest file with a peer beside it: seconds of a decode, and what the first one took."""
     found, sources = rows("vae")
-    lines = [
-        "| seconds to decode | eager | channels last, by itself | compiled whole, its first | with the node | it keeps |",
-        "|---" * 6 + "|",
-    ]
+    file = newest(found, variant="kjnodes")["file"]
+    variants = ("eager", "kjnodes", "ours")
+    lines = []
     for model, name in VAES.items():
-        taken = {v: newest(found, model=model, variant=v) for v in ("eager", "channels_last", "compiled", "ours")}
-        eager = {row["file"]: row for row in found if row["model"] == model and row["variant"] == "eager"}
-        shares = {v: _share(row, row and eager[row["file"]]) for v, row in taken.items()}
-        compiled, ours = taken["compiled"], taken["ours"]
-        first = f"{shares['compiled']}, {compiled['first']:.0f}" if compiled else "-"
-        keeps = KEPT[ours["channels_last"]["decode"]] if ours else "-"
-        lines.append(
-            f"| {name} | {taken['eager']['seconds']:.3f} | {shares['channels_last']} | {first} | {shares['ours']} | {keeps} |"
-        )
-    return "\n".join([*lines, "", *sources])
+        taken = {}
+        for vram in ("legacy", "dynamic"):  # the latter, if it decoded so
+            of = {v: newest(found, file=file, model=model, vram=vram, variant=v) for v in variants}
+            if of["eager"] and "seconds" in of["eager"]:
+                taken, loaded = of, "" if vram == "dynamic" else ", partial loading"
+        cells = [_seconds(taken[v], taken["eager"]) for v in variants]
+        firsts = ", ".join(f"{taken[v]['first']:.1f}" if "first" in taken[v] else "-" for v in variants)
+        kept = KEPT[taken["ours"]["channels_last"]["decode"]]
+        lines.append(f"| {name}{loaded} | {' | '.join(cells)} | {kept} | {firsts} |")
+    head = ["seconds to decode", "eager", "KJNodes", "VAE Channels Last", "it keeps", "the first decode: eager, KJNodes, ours"]
+    where = next(line for line in sources if file in line)
+    return _lines(head, lines, [f"{where.partition(', `')[0]}, `benchmarks/results/{file}`"])
 
 
 def _lines(head: list[str], lines: list[str], sources: list[str]) -> str:
@@ -142,3 +145,48 @@ def text_encoder_table() -> str:
             f"| {ours['seconds']:.4f} ({ours['seconds'] / eager['seconds']:.2f}) | {ours['first']:.1f} |"
         )
     return _lines(["text encoder", "on", "seconds for", "eager", "compiled", "the first compiled"], lines, sources)
+
+
+def parts_table() -> str:
+    """The README's: a line a part, what it gains (newest shares of eager's time) and where it does not."""
+    packed, decoded, controlled = rows("gguf")[0], rows("vae")[0], rows("controlnet_node")[0]
+    cached, trained, swapped = rows("step_caches")[0], rows("training")[0], rows("block_swap")[0]
+
+    def gguf(packing: str) -> str:
+        ours = newest(packed, model="flux", packing=packing, variant="ours")
+        return ratio(ours, newest(packed, model="flux", packing=packing, variant="eager", run=ours["run"]))
+
+    def vae(model: str) -> str:
+        ours = newest(decoded, model=model, variant="ours")
+        eager = newest(decoded, file=ours["file"], model=model, vram=ours["vram"], variant="eager")
+        return f"{ours['seconds'] / eager['seconds']:.2f}"
+
+    def both(model: str) -> str:
+        return ratio(*(newest(controlled, model=model, variant=v) for v in ("both", "eager")))
+
+    def cache(variant: str) -> str:
+        plain = newest(cached, model="sdxl", cache="none", variant="eager")
+        taken = (newest(cached, model="sdxl", cache=c, variant=variant) for c in ("EasyCache", "LazyCache"))
+        return " and ".join(ratio(row, plain) for row in taken)
+
+    def training(model: str) -> str:
+        return ratio(*(newest(trained, model=model, batch=1, depth=2, cudnn=False, variant=v) for v in ("ours", "eager")))
+
+    swap = ratio(*(newest(swapped, variant=v) for v in ("swap ours", "hooks")))
+    kinds = ", ".join(f"{kind} {gguf(kind)}" for kind in ("Q4_K", "Q5_K", "Q8_0"))
+    lines = [
+        f"| GGUF | Torch Compile Model | steps of Flux: {kinds} | layers whose unpacking PyTorch cannot trace run eager |",
+        f"| VAE | VAE Channels Last | decoding: Flux {vae('flux')}, SDXL {vae('sdxl')}, Wan {vae('wan')}; nothing is compiled "
+        "| Qwen-Image, LTX and HunyuanVideo are left as they are |",
+        f"| ControlNet | Torch Compile ControlNet | steps of SDXL {both('sdxl')}, Flux {both('flux')}, the model compiled too "
+        "| T2I adapters and Control LoRA are left as they are |",
+        f"| EasyCache, LazyCache | Torch Compile Model | SDXL {cache('ours')} of a run without cache, "
+        f"which is {cache('eager')} in eager | caches that replace methods (TeaCache) run without CUDA graphs |",
+        f"| LoRA training | Torch Compile Model | steps of Train LoRA: Flux {training('flux')}, SDXL {training('sdxl')}; "
+        "the first takes half a minute | offloaded weights train uncompiled |",
+        f"| block swap | Block Swap | Flux with 24 of 57 blocks in RAM {swap} of blocks moved by hooks "
+        "| with dynamic VRAM, ComfyUI's default on NVIDIA, the model is left as it is |",
+        "| text encoder | no node | nothing on a GPU, 0.79 on a CPU: 0.3 s an image "
+        "| a token or a short prompt takes up to twice as long compiled |",
+    ]
+    return _lines(["part", "with", "gains", "does not"], lines, [])[:-1]

@@ -173,7 +173,7 @@ def replace(text: str, name: str, table: str) -> str:
 PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
 # In the middle of a line.
 INLINE = {"set-ups": lambda: str(len(outcomes()))}
-README = {"sessions": session_tables.sessions_table, **INLINE}
+README = {"sessions": session_tables.sessions_table, "parts": part_tables.parts_table, **INLINE}
 FIGURES = {
     "prompts": session_tables.prompts_table,
     "first minutes": session_tables.first_minutes_table,
