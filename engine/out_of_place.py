@@ -61,8 +61,9 @@ def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
         return False
     if target.op != "placeholder" and value._is_view():
         return False
-    views = (_value(node) for node in graph.nodes)
-    return not any(isinstance(v, torch.Tensor) and v._is_view() and v._base is value for v in views)
+    root = value._base if value._is_view() else value
+    others = (_value(node) for node in graph.nodes)
+    return not any(isinstance(v, torch.Tensor) and v is not value and v._is_view() and v._base is root for v in others)
 
 
 def _nodes_behind(node: fx.Node) -> set[fx.Node]:

@@ -7,6 +7,7 @@ import sys
 from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
 from ..engine.failures.preflight import preflight_here
+from ..engine.host.adapter import device_type
 from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
@@ -49,7 +50,7 @@ def register_routes() -> None:
 
     @server.routes.get("/torch-compile-kit/machine")
     async def machine(_request: web.Request) -> web.Response:
-        here, missing = await asyncio.to_thread(preflight_here)
+        here, missing = await asyncio.to_thread(preflight_here, device_type() != "cpu")
         return web.json_response({"here": here, "missing": missing})
 
     async def wait(_given: dict) -> dict:

@@ -79,11 +79,6 @@ class Binding:
         return whole and not hooked and (self._weights is None or self._weights.may_stay)
 
     @property
-    def still_plain(self) -> bool:
-        """Whether nobody has put another forward into a block since the call began."""
-        return all(map(_is_free, self._free))
-
-    @property
     def paged(self) -> bool:
         """Whether blocks get weights that the host pages."""
         return self._weights is not None and self._weights.paged

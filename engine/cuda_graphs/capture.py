@@ -180,7 +180,7 @@ class ModelGraphs:
                 with as_numbers(), capture:
                     try:
                         output, failed = forward(*args, **kwargs, **fixed), None
-                    except Exception as error:
+                    except BaseException as error:  # the host's cancel is no Exception
                         failed = error
                 if failed is not None:
                     # What the error keeps alive was never allocated, and giving that back would end the process

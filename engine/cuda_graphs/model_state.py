@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +13,13 @@ from torch import nn
 from ..blocks.forwards import is_of_class
 from ..compile.binding import is_ours
 from ..identity import Same
+from .keys import value_key
 
 # The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
 SMALL = 2**20
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
+# Packages whose layers keep nothing that a call changes.
+_OURS_OR_HOSTS = ("torch", "comfy")
 
 
 @dataclass
@@ -33,13 +36,28 @@ class ModelState:
     obstacle: str | None = None
     functions: list | None = None
     _checked: bool = False
+    _foreign: list[nn.Module] = field(default_factory=list)
+    _held: Hashable = None
     _known: list | None = None
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
         """A sampling run begins: weights may have moved since the last."""
         self._checked = False
-        self.obstacle = None
+        self.obstacle = self._held = None
+
+    def held_by_others(self) -> Hashable:
+        """A key of what other nodes' layers hold beside weights: some set the step there before each call (DyPE), which is an
+        obstacle then.
+
+        Raises:
+            NoKey: something whose changes cannot be seen.
+        """
+        held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in self._foreign])
+        if self._held is not None and held != self._held:
+            self.obstacle = "a layer of another node changes from call to call"
+        self._held = held
+        return held
 
     def forget(self) -> None:
         """There are no graphs."""
@@ -62,7 +80,10 @@ class ModelState:
         addresses: list[object] = [device]
         functions: list[object] = []
         copies: dict[tuple[str, str], torch.Tensor] = {}
+        self._foreign = []
         for path, module in model.named_modules():
+            if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _OURS_OR_HOSTS:
+                self._foreign.append(module)
             place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():

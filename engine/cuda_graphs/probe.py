@@ -111,7 +111,7 @@ def main() -> None:
         out = torch.empty_like(y)
         kernels.apply_factors(y, kernels.factors_of(y, 8, weight, weight, 1e-5), out, True)
         if fails and torch.cuda.is_current_stream_capturing():
-            raise ValueError("as a cancelled run does")
+            raise ValueError("in the middle of a capture")
         return compiled(out, scale) + x
 
     def check(graphs: ModelGraphs, size: int, step: int) -> None:

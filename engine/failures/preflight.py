@@ -71,9 +71,13 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     return here, missing
 
 
-def preflight_here() -> tuple[str, list[str]]:
-    """`preflight` of this machine; where Triton is there and does not load, why."""
-    machine, gpu = Machine.this(), Gpu.this()
+def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
+    """`preflight` of this machine; where Triton is there and does not load, why.
+
+    Args:
+        on_gpu: models run on the GPU, if there is one.
+    """
+    machine, gpu = Machine.this(), Gpu.this() if on_gpu else None
     here, missing = preflight(machine, gpu)
     if gpu is not None and machine.triton is not None:
         try:
@@ -89,9 +93,9 @@ def _has_code(capability: tuple[int, int] | None) -> bool:
     known = torch.cuda.get_arch_list()
     if capability is None:
         return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0] in known
-    binaries = [name.removeprefix("sm_").rstrip("af") for name in known if name.startswith("sm_")]
-    has_binary = any(int(name[:-1]) == capability[0] and int(name[-1]) <= capability[1] for name in binaries)
-    return has_binary or any(name.startswith("compute_") for name in known)
+    kinds = [(kind, (int(number[:-1]), int(number[-1]))) for kind, _, number in (n.rstrip("af").partition("_") for n in known)]
+    same = any(kind == "sm" and of[0] == capability[0] and of[1] <= capability[1] for kind, of in kinds)
+    return same or any(kind == "compute" and of <= capability for kind, of in kinds)
 
 
 def _found(variable: str, names: tuple[str, ...]) -> str | None:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import comfy.cli_args
+import comfy.model_management
 import torch
 
 from ..torch_settings import SharedScope
@@ -122,6 +123,11 @@ def _page_calls() -> PageCalls | None:
 def _has_pages() -> bool:
     """Whether the host has dynamic VRAM of any kind."""
     return hasattr(_module("comfy.model_patcher"), "ModelPatcherDynamic")
+
+
+def device_type() -> str:
+    """Of where models run: "cuda", "cpu" or another of PyTorch's."""
+    return comfy.model_management.get_torch_device().type
 
 
 def makes_room() -> bool:

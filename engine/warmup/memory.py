@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -15,10 +16,11 @@ class MemoryPeaks:
 
     Args:
         device: that samples.
+        paged: tells the bytes of weights there that PyTorch's allocator does not count, as the host pages them.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, device: torch.device, paged: Callable[[], int] = lambda: 0):
+        self._device, self._paged = device, paged
         self._used, self._before = psutil.Process().memory_info().rss, peak_of_ram()
 
     def text(self) -> str:
@@ -29,11 +31,12 @@ class MemoryPeaks:
             f"{(peak - self._used) / GIB:.1f} GiB taken by this warmup" if peak > self._before else "not raised by this warmup"
         )
         parts = [f"up to {peak / GIB:.1f} GiB of RAM, {taken}"]
-        workers = psutil.Process().children(recursive=True)
+        workers = [child for child in psutil.Process().children(recursive=True) if _compiles(child)]
         if workers:
             parts.append(f"{sum(map(_size, workers)) / GIB:.1f} GiB in {len(workers)} processes that compile beside it")
         if self._device.type == "cuda":
-            parts.append(f"up to {torch.cuda.max_memory_allocated(self._device) / GIB:.1f} GiB of VRAM")
+            paged = f" and {self._paged() / GIB:.1f} GiB of weights that ComfyUI pages" if self._paged() else ""
+            parts.append(f"up to {torch.cuda.max_memory_allocated(self._device) / GIB:.1f} GiB of VRAM{paged}")
         return f"Memory since the start: {'; '.join(parts)}."
 
 
@@ -44,6 +47,14 @@ def peak_of_ram() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _compiles(process: psutil.Process) -> bool:
+    """Whether it is one of inductor's workers (torch/_inductor/compile_worker)."""
+    try:
+        return any("compile_worker" in word for word in process.cmdline())
+    except psutil.Error:  # it has just ended
+        return False
 
 
 def _size(process: psutil.Process) -> int:

@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import comfy.model_management
@@ -40,6 +41,8 @@ INNER = "_forward"
 PLAIN_CALLS = 3
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
+# File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.
+_KNOWN_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper")}
 
 
 @contextmanager
@@ -71,7 +74,9 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         fast = binding.call.waits or code.generation(norm_kernels.ready).norms
         if reason is None:
             try:
-                key = fast, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                held = graphs.model.held_by_others()
+                key = fast, held, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
         if reason:
@@ -87,25 +92,23 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         _submit_behind_replays(graphs, binding.call, key)
         return result
 
-    inside = functools.partial(_run_inside, network, binding, graphed_call)
+    inside = functools.partial(_run_inside, network, graphed_call)
     with exchanged({network: functools.partial(inside, network.forward)}):
         yield
 
 
-def _run_inside(network: nn.Module, binding: Binding, call: Callable, forward: Callable, *args, **kwargs) -> object:
-    """A call of the model through `call(forward, args, kwargs)`. Where another node wraps it (a cache of steps), of what the
-    host runs inside of that (comfy/patcher_extension.py, `WrapperExecutor`): what the node decides stays outside.
+def _run_inside(network: nn.Module, call: Callable, forward: Callable, *args, **kwargs) -> object:
+    """A call of the model through `call(forward, args, kwargs)`. Where a cache of steps wraps it, of what the host runs inside
+    of that (comfy/patcher_extension.py, `WrapperExecutor`): what the cache decides stays outside.
     """
     kind: Any = type(network)
-    names = _inner_names(kind) if _is_wrapped(kwargs.get("transformer_options") or {}) else None
+    wrappers = _wrappers(kwargs.get("transformer_options") or {})
+    names = _inner_names(kind) if wrappers and all(map(_is_known, wrappers)) else None
     if names is None:
         return call(forward, args, kwargs)
     inner = getattr(network, INNER)
 
     def run_inner(*args, **kwargs):
-        replaced = {name for name, *_ in functions_of(network)} - {"forward", INNER}
-        if replaced or not binding.still_plain:  # by that node, for the length of its call
-            return inner(*args, **kwargs)
         return call(inner, (), {**dict(zip(names, args, strict=False)), **kwargs}, wrapped=True)
 
     with exchanged({network: run_inner}, INNER):
@@ -127,8 +130,14 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
-def _is_wrapped(options: dict) -> bool:
-    return bool(options.get("wrappers", {}).get("diffusion_model"))
+def _wrappers(options: dict) -> list[object]:
+    """Of other nodes, around the model."""
+    return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
+
+
+def _is_known(wrapper: object) -> bool:
+    code = getattr(wrapper, "__code__", None)
+    return code is not None and (Path(code.co_filename).name, code.co_name) in _KNOWN_WRAPPERS
 
 
 def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
@@ -255,7 +264,7 @@ def graphs_summary(network: nn.Module) -> list[str]:
 
 def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
     """Why a replay might not do what a call does; `inside`: the call is one that the model's wrappers make."""
-    if _is_wrapped(options) and not inside:
+    if _wrappers(options) and not inside:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"

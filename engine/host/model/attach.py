@@ -60,6 +60,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     events = {
         CallbacksMP.ON_PRE_RUN: _new_run,
         CallbacksMP.ON_DETACH: _forget_graphs,
+        CallbacksMP.ON_LOAD: _loaded,
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
     for event, action in events.items():
@@ -115,6 +116,11 @@ def _new_run(patcher, *args: object) -> None:
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         if wrapper.status is not None:
             wrapper.status.new_run()
+
+
+def _loaded(patcher, *_: object) -> None:
+    """Weights may have moved, also in the middle of a run, where a ControlNet's VAE needs room."""
+    new_run(diffusion_model(patcher))
 
 
 def _forget_graphs(patcher, unpatched: bool = True) -> None:

@@ -14,7 +14,6 @@ from torch import nn
 
 from ...background.gate import gate
 from ...compile.binding import plan_for
-from ...compile.events import monitor
 from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...notices.status import Line, Status, status_of
@@ -66,13 +65,12 @@ class CompiledControl:
             code_of(network).new_run()
             new_run(network)
         loaded = weights.Loaded(network, network, x.dtype, x.device)
-        if self._status is not None:
-            self._status.begins(network, None, x.shape)
-        before = monitor.compilations
         with self._calls.prepared() as call:
             result = self._calls.run(loaded, call, run)
+        gate.close()  # a replay has opened it, and the model's own call comes next
         if self._status is not None:
-            self._status.ends(bool(call.eager), monitor.compilations != before)
+            self._status.begins(network, None, x.shape)
+            self._status.tell()
         return result
 
     def notes(self) -> list[str]:
@@ -115,7 +113,12 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     prepare_compiling(settings)
     found.control_model = CompiledControl(network, settings, status_of(node) if node is not None else None)
     found.control_model_wrapped = patcher = control.control_model_wrapped.clone()
-    for event, action in ((CallbacksMP.ON_CLEANUP, _run_is_over), (CallbacksMP.ON_DETACH, _forget_graphs)):
+    events = {
+        CallbacksMP.ON_CLEANUP: _run_is_over,
+        CallbacksMP.ON_DETACH: _forget_graphs,
+        CallbacksMP.ON_LOAD: _loaded,
+    }
+    for event, action in events.items():
         patcher.remove_callbacks_with_key(event, KEY)
         patcher.add_callback_with_key(event, KEY, action)
     logger.info("%s: %s; %s", type(network).__name__, settings.describe(), plan_for(network).summary())
@@ -140,6 +143,12 @@ def _run_is_over(patcher: Any) -> None:
     _running.discard(patcher.model)
     release_buffers()
     weights.forget_weights(patcher.model)
+
+
+def _loaded(patcher: Any, *_: object) -> None:
+    """Weights may have moved. The host cleans up after no run that was cancelled (comfy/samplers.py, `outer_sample`), and loads
+    anew in the middle of one where a VAE needs room."""
+    _running.discard(patcher.model)
 
 
 def _forget_graphs(patcher: Any, unpatched: bool = True) -> None:

@@ -56,16 +56,20 @@ def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
             block.__dict__["forward"] = OwnForward(_run_trained, trained, weakref.ref(block))
 
 
+# Begins what is said of a trainer's calls.
+TRAINING = "Training: "
+
+
 def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     """A trainer calls its model; says how its blocks run."""
     trained = _trained.get(network)
     if trained is None:
-        return "Training: blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
+        return f"{TRAINING}blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
     trained.threads = torch.get_num_threads()
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
-        return "Training: blocks run uncompiled, since weights are offloaded."
-    return "Training: blocks run compiled, forwards and backwards."
+        return f"{TRAINING}blocks run uncompiled, since weights are offloaded."
+    return f"{TRAINING}blocks run compiled, forwards and backwards."
 
 
 def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: object, **kwargs: object) -> object:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import comfy.model_management
 import folder_paths
 
 from ...cache.disk import DiskCache, open_cache
 from ...cache.startup import prepare
 from ...settings import CompileSettings
+from ..adapter import device_type
 
 CACHE = "cache"
 LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
@@ -51,4 +51,4 @@ def get_ready(settings: CompileSettings) -> None:
 
 
 def _prepare() -> None:
-    prepare(on_gpu=comfy.model_management.get_torch_device().type == "cuda")
+    prepare(on_gpu=device_type() == "cuda")

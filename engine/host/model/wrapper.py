@@ -19,7 +19,7 @@ from ..weights.blocks import Loaded
 from .attention_choice import with_attention
 from .call_info import OPTIONS_AT, call_info_of
 from .network_calls import NetworkCalls, eager
-from .training import begin_step
+from .training import TRAINING, begin_step
 
 
 class BlockCompiler:
@@ -55,7 +55,9 @@ class BlockCompiler:
         base_model = executor.class_obj
         network = base_model.diffusion_model
         if self._calls.are_training(network, args[0]):
-            note(self.notes, begin_step(network, args[0]))
+            said = begin_step(network, args[0])
+            self.notes[:] = [known for known in self.notes if known == said or not known.startswith(TRAINING)]
+            note(self.notes, said)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.waits)

@@ -84,7 +84,8 @@ class _Warmup:
         self.steps = STEPS
 
     def run(self, latents: _Latents, node_id: str | None) -> str:
-        memory = MemoryPeaks(self.patcher.load_device)
+        paged = self.patcher.loaded_size if getattr(self.patcher, "is_dynamic", bool)() else int
+        memory = MemoryPeaks(self.patcher.load_device, paged)
         in_each = STEPS * ranges_of(self.conditioning)
         classes = list(dict.fromkeys(block.class_name for block in self.report.plan.blocks))
         with WarmupProgress(len(latents), in_each, classes, self.settings.backend == "inductor", node_id) as progress:

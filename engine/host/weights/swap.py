@@ -25,7 +25,7 @@ class Swap(NamedTuple):
     """What was asked of a patcher.
 
     Args:
-        patcher: a clone of the given one, or that one where nothing was done.
+        patcher: a clone of the given one, or that one where the host pages weights.
         blocks: how many the model has.
         size: bytes that are kept out of the GPU's memory; None where the host pages weights, which does better.
     """
@@ -47,12 +47,16 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     blocks = [network.get_submodule(block.path) for block in plan_for(network).blocks]
     if blocks_to_swap > len(blocks):
         raise InvalidSetting("blocks_to_swap", blocks_to_swap, f"this model has {len(blocks)} blocks.")
-    if not blocks_to_swap or getattr(patcher, "is_dynamic", bool)():
-        return Swap(patcher, len(blocks), 0 if not blocks_to_swap else None)
-    size = sum(map(comfy.model_management.module_size, blocks)) * blocks_to_swap // len(blocks)
+    if getattr(patcher, "is_dynamic", bool)():
+        return Swap(patcher, len(blocks), None if blocks_to_swap else 0)
     clone = patcher.clone()
+    clone.__dict__.pop("load", None)  # of a node before
+    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
+    clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    if not blocks_to_swap:
+        return Swap(clone, len(blocks), 0)
+    size = sum(map(comfy.model_management.module_size, blocks)) * blocks_to_swap // len(blocks)
     _limit(patcher.model_size() - size, clone)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)  # of a node before
     clone.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, functools.partial(_limit_clone, patcher.model_size() - size))
     return Swap(clone, len(blocks), size)
 

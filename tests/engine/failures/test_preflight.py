@@ -65,6 +65,7 @@ def test_windows_has_triton_bring_its_c_compiler(preflight, machine):
         (["sm_86", "sm_90"], (8, 0), False),
         (["sm_90"], (12, 0), False),
         (["sm_90", "compute_90"], (12, 0), True),
+        (["sm_75", "compute_120"], (7, 0), False),
         (["sm_100", "sm_120"], (12, 0), True),
     ],
 )

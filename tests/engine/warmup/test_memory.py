@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 import torch
 
 
@@ -19,12 +20,22 @@ def test_a_new_peak_is_told_and_an_old_one_is_not(engine):
     assert "not raised by this warmup" in memory.MemoryPeaks(torch.device("cpu")).text()
 
 
-def test_processes_that_compile_are_counted(engine):
+@pytest.mark.parametrize("named", [["torch/_inductor/compile_worker"], []])
+def test_processes_that_compile_are_counted(engine, named):
     peaks = engine("warmup.memory").MemoryPeaks(torch.device("cpu"))
     before = peaks.text()
-    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", "input()", *named], stdin=subprocess.PIPE)
     try:
         count = int((re.search(r"GiB in (\d+) processes", before) or [0, 0])[1])
-        assert f"GiB in {count + 1} processes that compile beside it" in peaks.text()
+        now = int((re.search(r"GiB in (\d+) processes that compile beside it", peaks.text()) or [0, 0])[1])
+        assert now == count + len(named)
     finally:
         child.communicate(b"\n")
+
+
+def test_weights_that_the_host_pages_are_told_apart(engine, monkeypatch):
+    memory = engine("warmup.memory")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 3 * 2**30)
+    text = memory.MemoryPeaks(torch.device("cuda"), lambda: 22 * 2**30).text()
+    assert "up to 3.0 GiB of VRAM and 22.0 GiB of weights that ComfyUI pages" in text
+    assert memory.MemoryPeaks(torch.device("cuda")).text().endswith("up to 3.0 GiB of VRAM.")

@@ -211,3 +211,95 @@ def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, wh
     assert counts() == (0, 0)
     same(flux.run(compiled), plain, "without the wrapper")
     assert counts()[1] > 0
+
+
+def test_a_wrapper_that_hooks_layers_is_not_replayed_around(flux, counts):
+    """As packs do that apply a LoRA for the length of a call."""
+    from comfy.patcher_extension import WrappersMP
+
+    compiled, factors = flux.attach(flux.patcher), [1.5, 3.0]
+
+    def wrapper(executor, *args, **kwargs):
+        handle = executor.class_obj.img_in.register_forward_hook(lambda _layer, _given, result: result * factors[0])
+        try:
+            return executor(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    def wrapped(patcher):
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+        return clone
+
+    results = []
+    while factors:
+        results.append(flux.run(wrapped(flux.patcher)))
+        same(flux.run(wrapped(compiled)), results[-1])
+        factors.pop(0)
+    assert counts() == (0, 0) and "another node wraps the model" in notes(flux, compiled)
+    assert not torch.allclose(*results, rtol=1e-2)
+
+
+class Positions(torch.nn.Module):
+    """A layer of another pack over one of the model's (DyPE): a wrapper tells it the step before each call."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.scale = own, 1.0
+
+    def forward(self, ids):
+        return self.own(ids) * self.scale
+
+
+def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
+    compiled, changes = flux.attach(flux.patcher), True
+
+    def wrapper(apply_model, given):
+        layer.scale = float(given["timestep"][0]) if changes else 2.0
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
+
+    def patched(patcher):
+        clone = patcher.clone()
+        clone.add_object_patch("diffusion_model.pe_embedder", layer)
+        clone.set_model_unet_function_wrapper(wrapper)
+        return clone
+
+    for _ in range(3):
+        same(flux.run(patched(compiled)), flux.run(patched(flux.patcher)))
+    # The first call may be replayed, with what the layer held for it; the rest of a run is plain.
+    assert counts()[1] <= 2 and "a layer of another node changes from call to call" in notes(flux, compiled)
+    changes = False
+    flux.run(patched(compiled))
+    flux.run(patched(compiled))
+    assert counts()[1] >= 3, "what stays as it is does not forbid it"
+
+
+def test_one_that_holds_what_cannot_be_compared(flux, counts):
+    layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
+    layer.holder = Holder(1.0)
+    compiled = flux.attach(flux.patcher)
+    compiled.add_object_patch("diffusion_model.pe_embedder", layer)
+    flux.run(compiled)
+    assert counts() == (0, 0) and "Holder, which may change unseen" in notes(flux, compiled)
+
+
+def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts):
+    """A VAE of a ControlNet may need their room; the host then loads them again."""
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    layer, steps = flux.patcher.model.diffusion_model.img_in, []
+
+    def wrapper(apply_model, given):
+        steps.append(1)
+        if len(steps) == 2:
+            layer.weight = torch.nn.Parameter(layer.weight.detach().clone(), requires_grad=False)
+            compiled.load(torch.device("cpu"), full_load=True)
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    moved = compiled.clone()
+    moved.set_model_unet_function_wrapper(wrapper)
+    flux.run(moved)
+    assert counts() == (1, 1), "replayed; all dropped and run; captured"

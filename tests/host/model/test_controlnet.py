@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from capturing import capture_again
 from patch_kinds.conditions import controlnet, with_options
 from patching import Runs, same
 
@@ -117,3 +118,51 @@ def test_a_trainer_finds_it_uncompiled_and_the_model_freed_takes_its_code(tiny, 
     del control, runs
     gc.collect()
     assert alive() is None
+
+
+def test_after_a_cancelled_run_the_next_one_looks_at_the_weights_again(tiny, engine, monkeypatch):
+    """The host cleans up after no run that ended early; graphs would read where the weights were."""
+    import comfy.model_management
+
+    capture_again(engine, monkeypatch)
+    runs = Controlled(tiny, engine, "flux", steps=3)
+    network = runs.control.control_model
+    control, graphs = runs.compiled(runs.control), engine("cuda_graphs.capture").graphs_of(network)
+    runs.with_control(control)
+    assert graphs.captures == 1
+    cancelled = comfy.model_management.InterruptProcessingException
+
+    def cancel(_apply_model, _given):
+        raise cancelled
+
+    stopped = runs.patcher.clone()
+    stopped.set_model_unet_function_wrapper(cancel)
+    with pytest.raises(cancelled):
+        runs.with_control(control, stopped)
+    before = graphs.captures
+    control.control_model_wrapped.partially_unload(torch.device("cpu"), 1)  # something else needs room; the next run loads again
+    for layer in network.modules():
+        for name, weight in list(layer._parameters.items()):
+            if weight is not None:
+                layer._parameters[name] = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
+    runs.with_control(control)
+    assert graphs.captures == before + 1
+
+
+def test_the_thread_that_compiles_waits_in_the_models_own_call(tiny, engine, monkeypatch):
+    capture_again(engine, monkeypatch)
+    gate = engine("background.gate").gate
+    runs = Controlled(tiny, engine, "flux", steps=4)
+    network, seen = runs.patcher.model.diffusion_model, []
+    own = type(network).forward
+
+    def forward(self, *args, **kwargs):
+        if not hasattr(self, "controlnet_x_embedder"):
+            seen.append(gate._open.is_set())
+        return own(self, *args, **kwargs)
+
+    control = runs.compiled(runs.control)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(network), "forward", forward)
+        runs.with_control(control)
+    assert engine("cuda_graphs.capture").graphs_of(runs.control.control_model).replays and seen and not any(seen)

@@ -61,7 +61,9 @@ def test_a_model_that_was_loaded_whole_is_unloaded_to_it(runs, swap):
 
 
 def test_nothing_to_swap_or_too_much(runs, swap, engine):
-    assert swap(runs.patcher, 0).patcher is runs.patcher
+    nothing = swap(swap(runs.patcher, 3).patcher, 0)
+    assert nothing.size == 0 and loaded_by(nothing.patcher.clone())[0] == runs.patcher.model_size()
+    nothing.patcher.detach()
     refused = engine("errors").InvalidSetting
     with pytest.raises(refused, match=r"blocks_to_swap.*blocks"):
         swap(runs.patcher, 500)
