@@ -13,6 +13,9 @@ const FARTHEST = 50; // nodes
 const linkOf = (graph, id) => (id == null ? undefined : (graph.getLink?.(id) ?? graph.links?.get?.(id) ?? graph.links?.[id]));
 const inputOf = (node, name) => node?.inputs?.find((input) => input.name === name);
 const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
+const isLinked = (node, name) => inputOf(node, name)?.link != null;
+// What a widget holds; nobody knows where it is linked.
+const valueOf = (node, name) => (isLinked(node, name) ? undefined : widgetOf(node, name)?.value);
 
 // Where an input comes from: node and slot.
 function originOf(node, name) {
@@ -55,11 +58,11 @@ function samplerOf(node) {
     const latent = inputOf(guided, "latent_image") ? guided : firstBehind([guided], (found) => inputOf(found, "latent_image"));
     const of = (name) => (inputOf(guided, name) ? originOf(guided, name) : originOf(guided, "conditioning"));
     const alone = inputOf(guided, "conditioning") ? 1 : undefined; // a guider without a negative prompt
-    const cfg = inputOf(guided, "cfg")?.link != null ? undefined : (widgetOf(guided, "cfg")?.value ?? alone);
+    const cfg = isLinked(guided, "cfg") ? undefined : (valueOf(guided, "cfg") ?? alone);
     return {
       name: guided.title ?? guided.comfyClass,
       origins: { positive: of("positive"), negative: of("negative"), latent_image: latent && originOf(latent, "latent_image") },
-      widgets: { cfg, steps: widgetOf(guided, "steps")?.value },
+      widgets: { cfg, steps: valueOf(guided, "steps") },
     };
   }
 }
@@ -73,7 +76,9 @@ function fill(node, all = false) {
     const from = sampler.origins[name];
     const at = node.inputs?.findIndex((input) => input.name === name) ?? -1;
     if (!from || at < 0 || (!all && node.inputs[at].link != null)) continue;
-    node.graph.getNodeById(from.id).connect(from.slot, node, at);
+    const source = node.graph.getNodeById(from.id); // none for an input of the subgraph
+    if (!source) continue;
+    source.connect(from.slot, node, at);
     filled = true;
   }
   if (!filled) return;
@@ -85,9 +90,10 @@ function fill(node, all = false) {
   }
 }
 
-// As a line of extra_sizes.
+// As a line of extra_sizes; none where part of it is linked.
 function sizeOf(latent) {
-  const [width, height, length, batch] = SIZE.map((name) => widgetOf(latent, name)?.value ?? 1);
+  if (SIZE.some((name) => isLinked(latent, name))) return;
+  const [width, height, length, batch] = SIZE.map((name) => valueOf(latent, name) ?? 1);
   return `${width}x${height}${length > 1 ? `x${length}` : ""}${batch > 1 ? ` batch ${batch}` : ""}`;
 }
 
@@ -101,15 +107,15 @@ function differences(node) {
     if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(say("another", name, sampler.name));
   }
   const compare = (name, theirs, whose) => {
-    const ours = inputOf(node, name)?.link != null ? undefined : widgetOf(node, name)?.value;
+    const ours = valueOf(node, name);
     if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(say("differs", name, ours, theirs, whose));
   };
   compare("cfg", sampler.widgets.cfg, sampler.name);
-  if (!originOf(node, "latent_image") && sampler.origins.latent_image) {
-    const latent = node.graph.getNodeById(sampler.origins.latent_image.id);
+  const latent = sampler.origins.latent_image && node.graph.getNodeById(sampler.origins.latent_image.id);
+  if (latent && !originOf(node, "latent_image")) {
     const listed = (widgetOf(node, "extra_sizes")?.value ?? "").split(/[\n,]/).map((size) => size.trim());
     const whose = latent.title ?? latent.comfyClass;
-    if (!listed.includes(sizeOf(latent))) for (const name of SIZE) compare(name, widgetOf(latent, name)?.value, whose);
+    if (!listed.includes(sizeOf(latent))) for (const name of SIZE) compare(name, valueOf(latent, name), whose);
   }
   return found;
 }
@@ -117,7 +123,7 @@ function differences(node) {
 function look(node) {
   for (const name of SIZE) {
     const widget = widgetOf(node, name);
-    if (widget) widget.disabled = inputOf(node, "latent_image")?.link != null;
+    if (widget) widget.disabled = isLinked(node, "latent_image");
   }
   const lines = differences(node);
   if (lines.join() !== (node.torchCompileKitWarnings ?? []).join()) warn(node, lines);

@@ -35,12 +35,15 @@ def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
 _fx = torch.fx._symbolic_trace
 # Function -> what isolated threads run in its place.
 _REPLACED: dict[str, tuple[Any, str, Callable]] = {
-    # PyTorch saves random states and TF32 before it traces and puts them back after it (torch/_dynamo/convert_frame.py,
-    # `preserve_global_state`): seconds later, in which the sampler has drawn its noise.
+    # PyTorch saves random states, TF32 and the like before it traces and puts them back after it
+    # (torch/_dynamo/convert_frame.py, `preserve_global_state`): seconds later, in which the sampler has drawn its noise, or a
+    # loader has begun or ended.
     "python": (random, "setstate", _nothing),
     "cpu": (torch.random, "set_rng_state", _nothing),
     "cuda": (torch.cuda, "set_rng_state", _nothing),
     "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
+    "dtype": (torch, "set_default_dtype", _nothing),
+    "deterministic": (torch, "use_deterministic_algorithms", _nothing),
     # On machines without a GPU tracing gives the process a device guard that goes with the thread
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),

@@ -73,8 +73,9 @@ class StandIn:
         self.again = False
         self._forms: dict[int, _Form | torch.Tensor] = {}  # by `id`: the caller keeps all of them until we are done here
         self._functions: dict[int, _Function] = {}  # likewise
+        self._attributes: set[int] = set()  # of the forms: tensors that are no weights, which a block may write into
         self._block = self._without_data(block, {})
-        self._weights = set(self._forms)
+        self._weights = set(self._forms) - self._attributes
         self._call = pytree.tree_map(self._form, (args, kwargs))
 
     @property
@@ -106,9 +107,17 @@ class StandIn:
             **{key: forms[key].made_in(_zeros(forms[key].nbytes, forms[key].device)) for key in forms.keys() - self._weights},
         }
         self._fill(self._block)
+        self._own = {id(tensor) for tensor in self._made.values()}
+        for module in self._block.modules():  # filled by an attempt before this one
+            for table in (module.__dict__, module._parameters, module._buffers):
+                self._own |= {id(value) for value in table.values() if isinstance(value, torch.Tensor)}
         self._made_functions: dict[int, types.FunctionType] = {}
         args, kwargs = pytree.tree_map(self._tensor, self._call)
         return self._block, args, kwargs
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether `made` has made it: what objects among the arguments hold is the caller's."""
+        return id(tensor) in self._own
 
     def _form(self, leaf: object) -> object:
         """A mark in the place of a tensor; one object stays one object."""
@@ -151,6 +160,11 @@ class StandIn:
         entries["_modules"] = {
             name: None if child is None else self._without_data(child, known) for name, child in module._modules.items()
         }
+        for name, value in module.__dict__.items():
+            if isinstance(value, torch.Tensor):
+                if id(value) not in self._forms:
+                    self._attributes.add(id(value))
+                entries[name] = self._form(value)
         forward = entries.get("forward")
         if isinstance(forward, types.MethodType) and forward.__self__ is module:
             entries["forward"] = types.MethodType(forward.__func__, other)
@@ -161,9 +175,10 @@ class StandIn:
 
     def _fill(self, block: nn.Module) -> None:
         for module in block.modules():
-            for table in (module._parameters, module._buffers):
+            for table in (module.__dict__, module._parameters, module._buffers):
                 for name, mark in table.items():
-                    table[name] = self._tensor(mark)
+                    if isinstance(mark, _Mark):
+                        table[name] = self._tensor(mark)
 
 
 def _zeros(size: int, device: torch.device) -> torch.UntypedStorage:

@@ -18,7 +18,7 @@ from typing import Protocol
 
 import torch
 
-from ..failures.describe import never_swallowed
+from ..failures.describe import is_switched, never_swallowed
 from .garbage import full_collections_put_off
 from .gate import gate, waiting_at_gate
 from .isolation import isolated
@@ -48,7 +48,7 @@ class Job:
         group: whose code; a job whose group is gone is over.
         done: called on the thread, also when nothing came of it.
         cached: bytes on the device that PyTorch held and did not use when it was asked for.
-        inference, grad: of the thread that called, which guards compare.
+        inference, grad, autocast: of the thread that called, which guards compare.
     """
 
     group: weakref.ref[Compilable]
@@ -57,7 +57,13 @@ class Job:
     cached: int
     inference: bool = field(default_factory=torch.is_inference_mode_enabled)
     grad: bool = field(default_factory=torch.is_grad_enabled)
+    autocast: dict = field(init=False)
     attempts: int = 0
+
+    def __post_init__(self) -> None:
+        kind = self.stand_in.device.type
+        on = torch.is_autocast_enabled(kind)
+        self.autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind), "enabled": True} if on else {}
 
 
 class Compiler:
@@ -189,6 +195,8 @@ class Compiler:
         with ExitStack() as scopes:
             scopes.enter_context(torch.inference_mode(job.inference))
             scopes.enter_context(torch.set_grad_enabled(job.grad))
+            if job.autocast:
+                scopes.enter_context(torch.autocast(**job.autocast))
             scopes.enter_context(isolated())
             scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
             if device.type == "cuda":
@@ -199,8 +207,8 @@ class Compiler:
                 if never_swallowed(error):
                     logger.debug("no memory to compile in the background")
                     return not last
-                if isinstance(error, AssertionError) and "state changed while dynamo tracing" in str(error):
-                    return not last  # the sampler's thread has switched something (TF32) meanwhile
+                if is_switched(error):
+                    return not last
                 raise
         seconds = time.monotonic() - began, gate.waited - waited
         logger.debug("compiled in the background in %.1f s, %.1f s of them waiting for the host", *seconds)

@@ -182,7 +182,8 @@ class DiskCache:
         remove_leftovers(list(self.root.glob("*")) + list(self.root.parent.glob("torch-compile-kit-*.partial")))
         for folder in self.folders():
             if folder.name not in self._compiling:
-                remove_leftovers(list(folder.rglob("*")))
+                for parent, folders, files in os.walk(folder):  # another server may remove them meanwhile
+                    remove_leftovers([Path(parent, name) for name in (*folders, *files)])
 
     def _look_later(self, seconds: float) -> None:
         """Trim after a while, once for all that is compiled until then."""
@@ -192,9 +193,11 @@ class DiskCache:
             self._later.start()
 
     def _look(self) -> None:
-        self.trim()
-        with _lock:
+        try:
+            self.trim()
+        finally:
             self._later = None
+        with _lock:
             if self.size() > self.limit:  # the rest is in use
                 self._look_later(IN_USE_SECONDS)
 

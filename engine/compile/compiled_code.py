@@ -18,7 +18,7 @@ from torch import nn
 from ..background.stand_in import StandIn
 from ..cache.disk import current
 from ..cache.startup import wait_until_prepared
-from ..failures.describe import is_graph_break, is_limit_hit, never_swallowed
+from ..failures.describe import is_graph_break, is_limit_hit, is_switched, never_swallowed
 from ..inductor.run_modes import NotRun, NotTried, ahead, backend_of
 from ..inductor.run_modes import state as backend_state
 from ..settings import CompileSettings
@@ -112,7 +112,7 @@ class BlockCode:
         except Exception as error:
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
-            if not changed.put_back():
+            if not changed.put_back() or (beforehand and is_switched(error)):
                 raise
             if not is_limit_hit(error) and any(left_out(block) for left_out in leave_out):
                 return None if beforehand else self.forward(block, *args, **kwargs)
@@ -154,7 +154,7 @@ class BlockCode:
         if self.fallback.failure is not None or self.must_run:
             return
         self.stats.seconds += wait_until_prepared()
-        with first_call_lock, watching, ahead():
+        with first_call_lock, watching, ahead(stand_in.holds):
             block, args, kwargs = stand_in.made()
             self.call(block, args, kwargs, stand_in.again)
 

@@ -36,7 +36,7 @@ def as_numbers() -> AbstractContextManager:
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: object) -> None:
     """`kernel[grid](*args, **options)`, also while a graph is captured, if it was launched like that before."""
-    key = (kernel, tuple(options.items()), *map(_form, args))
+    key = (kernel, args[0].device, tuple(options.items()), *map(_form, args))
     if key in _launched and args[0].is_cuda and torch.cuda.is_current_stream_capturing():
         _launched[key][(*grid, 1, 1)[:3]](*map(_address, args))
     else:

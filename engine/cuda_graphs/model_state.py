@@ -53,7 +53,9 @@ class ModelState:
         Raises:
             NoKey: something whose changes cannot be seen.
         """
-        held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_")} for m in self._foreign])
+        held = value_key(
+            [{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in self._foreign]
+        )
         if self._held is not None and held != self._held:
             self.obstacle = "a layer of another node changes from call to call"
         self._held = held

@@ -64,12 +64,23 @@ def _unwrapped(error: BaseException) -> BaseException:
 def never_swallowed(error: BaseException) -> bool:
     """Out of memory is the host's to handle: it frees models and tries again. Gradient checkpointing ends a block's second run
     so, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
-    return any(isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError) for e in chain(error))
+    return any(
+        isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError)
+        # CUDA's own, which PyTorch has no class for (comfy/model_management.py, `is_oom`)
+        or (isinstance(e, RuntimeError) and "CUDA error: out of memory" in str(e))
+        for e in chain(error)
+    )
 
 
 def is_limit_hit(error: BaseException) -> bool:
     """The limit of compiled variants was reached."""
     return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+
+
+def is_switched(error: BaseException) -> bool:
+    """Another thread has switched something of the process (TF32) while code was traced: it may go well the next time."""
+    texts = ("state changed while dynamo tracing", "GLOBAL_STATE changed")  # torch/_dynamo/convert_frame.py and guards.py
+    return isinstance(error, AssertionError) and any(text in str(error) for text in texts)
 
 
 def is_graph_break(error: BaseException) -> bool:

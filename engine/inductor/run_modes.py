@@ -37,6 +37,7 @@ class _State(threading.local):
         declines: it does not wait for such code of another thread's, see `NotTried`.
         keeping: what is held until PyTorch has kept that code.
         locked: it has the GPU's lock: code is about to be found by others that has not been tried.
+        may_be_written: whether a tensor is nobody else's, so that code may be tried on it.
     """
 
     def __init__(self) -> None:
@@ -46,6 +47,7 @@ class _State(threading.local):
         self.declines = False
         self.keeping = ExitStack()
         self.locked = False
+        self.may_be_written: Callable[[torch.Tensor], bool] = lambda _tensor: False
 
 
 state = _State()
@@ -56,14 +58,17 @@ PATIENCE = 10.0
 
 
 @contextmanager
-def ahead() -> Iterator[None]:
+def ahead(may_be_written: Callable[[torch.Tensor], bool]) -> Iterator[None]:
     """While it lasts, this thread's compiled code raises NotRun when it would run: PyTorch has kept it by then.
+
+    Args:
+        may_be_written: see `_State`.
 
     Until then PyTorch's own lock is held, too. PyTorch gives it back when it has traced, before it puts the code where a reset
     by another thread (a node of another pack) has freed the memory meanwhile (torch/csrc/dynamo/eval_frame_cpp.cpp, `extra`):
     that ends the process.
     """
-    state.ahead = True
+    state.ahead, state.may_be_written = True, may_be_written
     try:
         with state.keeping:
             state.keeping.enter_context(convert_frame.compile_lock)
@@ -126,7 +131,7 @@ def backend_of(name: str) -> Callable:
 def _try_kernels(compiled: Callable, args: tuple) -> None:
     """Have kernels loaded and their variants measured: on a GPU that is a good part of the first run."""
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
-    if not any(t.is_cuda for t in tensors):
+    if not any(t.is_cuda for t in tensors) or not all(map(state.may_be_written, tensors)):
         return
     try:
         compiled(*args)

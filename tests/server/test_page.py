@@ -275,6 +275,33 @@ def test_guiders_and_samplers_apart_and_a_size_without_a_latent():
     assert filled == [1, 2, 2, 4] and again == []
 
 
+def test_what_comes_from_outside_of_a_subgraph_is_nobodys():
+    """An input of the subgraph is no node: it is neither connected nor compared, and the page goes on."""
+    scene = """
+        const inside = { id: 90, origin_id: -10, origin_slot: 0, target_id: 6, target_slot: 3 };
+        links.set(90, inside), sampler.inputs[3].link = 90;
+        links.set(91, { ...inside, id: 91, target_slot: 1 }), sampler.inputs[1].link = 91;
+        warmup.connect(0, sampler, 0);
+        send("graphChanged");
+        warmup.getExtraMenuOptions()[0].callback();
+        said.push(from(warmup), warmup.torchCompileKitWarnings ?? []);
+    """
+    filled, warned = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert filled == [1, None, 3, None] and warned == []
+
+
+def test_a_size_that_is_linked_is_not_compared():
+    scene = """
+        latent.inputs.push({ name: "width", link: 77 });
+        prompt.connect(0, warmup, 1), negative.connect(0, warmup, 2), warmup.widgets.find((w) => w.name === "cfg").value = 5;
+        warmup.connect(0, sampler, 0);
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings);
+    """
+    (warned,) = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert warned == ["height is 1024 here, 1216 in EmptyLatentImage."]
+
+
 def test_a_benchmark_beside_the_sampler_and_a_graph_that_is_being_loaded():
     scene = """
         const inputs = ["model", "positive", "negative", "latent_image"];

@@ -23,12 +23,16 @@ def kernels() -> Any:
     return group_norm
 
 
+MOST_TRIES = 3
+
+
 class _NormKernels:
     """Triton compiles the kernels for channels_last when they first run: on the thread that compiles, where nobody waits."""
 
     def __init__(self) -> None:
         self.ready = False
         self._asked = False
+        self._tries = 0
 
     def ask(self, call: ModelCall, device: torch.device) -> None:
         if not self._asked and kernels() is not None and not torch.cuda.is_current_stream_capturing():
@@ -41,7 +45,12 @@ class _NormKernels:
 
     def make(self, _variant: object, stand_in: StandIn) -> None:
         self._asked = True
-        compiler.ask(self, stand_in, lambda: None)
+        compiler.ask(self, stand_in, self._done)
+
+    def _done(self) -> None:
+        """The thread is; where it had no room, or no compiler, it is asked again, but not for ever."""
+        self._tries += 1
+        self._asked = self.ready or self._tries == MOST_TRIES
 
     def compile_ahead(self, stand_in: StandIn) -> None:
         found, device = kernels(), stand_in.device

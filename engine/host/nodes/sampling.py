@@ -16,6 +16,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...compile.events import monitor
 from ...errors import InvalidSetting, TorchCompileKitError
+from ...failures.describe import never_swallowed
 from ...warmup.plan import Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
@@ -107,9 +108,11 @@ def naming_the_size(label: str, model_name: str) -> Iterator[None]:
     """A size that the model cannot take becomes an InvalidSetting that names it; running out of memory stays as it is."""
     try:
         yield
-    except (TorchCompileKitError, torch.OutOfMemoryError):
+    except TorchCompileKitError:
         raise
     except RuntimeError as error:
+        if never_swallowed(error):
+            raise
         raise InvalidSetting("size", label, f"{model_name} cannot sample it: {error}") from error
 
 

@@ -13,18 +13,22 @@ from typing import Any
 
 import comfy.model_management
 import torch
+from comfy.patcher_extension import CallbacksMP
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from ...background.thread import compiler
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import never_swallowed
 from ...notices.status import Line
 from ...notices.words import say
+from ..adapter import forbids_threads, makes_room
 from ..graphs.norm_kernels import kernels, norm_kernels
 from .trial import Timer, Trial
 
-logger = logging.getLogger("torch-compile-kit")
+KEY = "torch-compile-kit"
+logger = logging.getLogger(KEY)
 # What of a VAE's network the host calls (comfy/sd.py), by the word for it.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 
@@ -38,14 +42,14 @@ class LaidOut:
     """One function of a VAE's network, in whichever layout is faster.
 
     Args:
+        name: of `FUNCTIONS`.
         function: of the network, as it was.
         device: where the VAE runs.
-        word: of `FUNCTIONS`.
         line: of the node in the page.
     """
 
-    def __init__(self, function: Callable, device: torch.device, word: str, line: Line):
-        self.function, self._word, self._line = function, word, line
+    def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
+        self.function, self._word, self.line = function, FUNCTIONS[name], line
         self.trial = Trial(lambda: Timer(device))
         self._told = False
 
@@ -75,7 +79,7 @@ class LaidOut:
         before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
         share = f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
         texts = _TEXTS[self._word]
-        self._line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now))
+        self.line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now))
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:
@@ -98,16 +102,35 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     if reason is not None:
         line.put("decoding", say("vaeLeft", reason))
         return found
-    norm_kernels.prepare(vae.device)
+    prepare_kernels(vae.device)
     found.patcher = patcher.clone()
-    for name, word in FUNCTIONS.items():
+    found.patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    found.patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _bind_to_copy)
+    for name in FUNCTIONS:
         function = patcher.object_patches.get(name) or getattr(network, name, None)
         if isinstance(function, LaidOut):  # of a node before
             function = function.function
         if callable(function):
-            found.patcher.add_object_patch(name, LaidOut(function, vae.device, word, line))
+            found.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
     line.put("decoding", say("vaeReady"))
     return found
+
+
+def prepare_kernels(device: torch.device) -> None:
+    """Have them made, if a thread may."""
+    if not forbids_threads():
+        compiler.makes_room = makes_room
+        norm_kernels.prepare(device)
+
+
+def _bind_to_copy(patcher: Any, clone: Any) -> None:
+    """An ON_CLONE callback: a clone may have a network of its own (comfy/sd.py, `deepclone_multigpu`)."""
+    if clone.model is patcher.model:
+        return
+    for name in FUNCTIONS:
+        laid_out = clone.object_patches.get(name)
+        if isinstance(laid_out, LaidOut):
+            clone.add_object_patch(name, LaidOut(name, getattr(clone.model, name), clone.load_device, laid_out.line))
 
 
 def left_alone(vae: Any) -> str | None:

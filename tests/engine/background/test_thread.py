@@ -519,3 +519,119 @@ def test_functions_in_a_stand_in(engine):
     assert number == later and again.__code__ is copy.__code__
     assert tensor.shape == kept.shape and not tensor.any(), "its form alone"
     assert also_marked._torchdynamo_disable
+
+
+class Counting(Block):
+    """Keeps a sum in a tensor that is no buffer."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = torch.zeros(())
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+class CountingInAList(Block):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = [torch.zeros(())]
+
+    def forward(self, x):
+        self.seen[0] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("block", "found"), [(Counting, True), (CountingInAList, False)])
+def test_kernels_are_tried_on_nobodys_tensors(behind, made, engine, monkeypatch, block, found):
+    """On a GPU, beside a sampler that goes on: what a block keeps is not to count a call more."""
+    backends, tried = engine("inductor.run_modes"), []
+
+    def tries(_compiled, args):
+        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tried.append((len(tensors), all(map(backends.state.may_be_written, tensors))))
+
+    monkeypatch.setattr(backends, "_try_kernels", tries)
+    net = Net(block=block)
+    behind(net, torch.randn(2, 4, 8))
+    assert made(net) == 1
+    ((count, may_be),) = tried
+    assert count > 3 and may_be is found
+
+
+def test_a_switch_that_flips_while_code_is_traced_postpones_it(behind, made, engine, monkeypatch):
+    """Another model's call, or another node's, has TF32 on for a while."""
+    session, starts = engine("compile.session").CompileSession, []
+    own = session.start
+
+    def start(self):
+        own(self)
+        starts.append(1)
+        if len(starts) == 1:
+            torch.backends.cuda.matmul.allow_tf32 = True
+
+    monkeypatch.setattr(session, "start", start)
+    monkeypatch.setattr(engine("background.thread"), "PATIENCE", 1.0)
+    net, x = Net(), torch.randn(2, 4, 8)
+    try:
+        behind(net, x)
+        while not starts:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        made(net)
+        assert len(starts) == 2
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+    (group,) = engine("compile.registry").code_of(net).groups.values()
+    assert group.failure is None and not behind(net, x)[1]
+
+
+def test_with_tf32_it_is_waited_for_code(engine):
+    settings = engine("settings").CompileSettings
+    assert settings(allow_tf32=True).waits and not settings().waits
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """Tracing on the thread stands still: it has begun, and goes on when it may."""
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    begun, go_on, own = threading.Event(), threading.Event(), InstructionTranslator.run
+
+    def run(self):
+        begun.set()
+        assert go_on.wait(60)
+        return own(self)
+
+    monkeypatch.setattr(InstructionTranslator, "run", run)
+    yield begun, go_on
+    go_on.set()
+
+
+def test_what_a_loader_switches_meanwhile_stays(behind, made, held):
+    """PyTorch puts back what was there when it began to trace: transformers loads models in another default type."""
+    begun, go_on = held
+    net, x = Net(), torch.randn(2, 4, 8)
+    try:
+        torch.set_default_dtype(torch.float16)
+        behind(net, x)
+        assert begun.wait(60)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(True)
+        go_on.set()
+        made(net)
+        assert torch.get_default_dtype() is torch.float32 and torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_code_for_calls_under_autocast(behind, made):
+    net, x = Net(), torch.randn(2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = behind(net, x)
+        assert made(net) == 1
+        result, eager = behind(net, x)
+    assert not eager and torch.allclose(result, expected, atol=1e-2)

@@ -319,6 +319,14 @@ def test_one_look_serves_all_compilations_until_then(three, monkeypatch):
     three._later.cancel()
 
 
+def test_a_look_that_failed_is_not_the_last(three, monkeypatch):
+    three._later.cancel()
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(three, "trim", lambda: (_ for _ in ()).throw(FileNotFoundError("another server was faster")))
+        three._look()
+    assert three._later is None
+
+
 def test_folders_dated_in_the_future_go_first(three):
     os.utime(three.root / NAMES[2] / "about.json", (time.time() + 10**8,) * 2)
     three.limit += MIB // 2

@@ -140,7 +140,8 @@ def test_after_a_cancelled_run_the_next_one_looks_at_the_weights_again(tiny, eng
     with pytest.raises(cancelled):
         runs.with_control(control, stopped)
     before = graphs.captures
-    control.control_model_wrapped.partially_unload(torch.device("cpu"), 1)  # something else needs room; the next run loads again
+    # Something else needs room; the next run loads again.
+    control.control_model_wrapped.partially_unload(torch.device("cpu"), 1)
     for layer in network.modules():
         for name, weight in list(layer._parameters.items()):
             if weight is not None:

@@ -228,6 +228,14 @@ def test_bad_sizes_are_named_as_in_the_warmup(benchmarked, engine):
         runs.benchmark()
 
 
+def test_out_of_memory_stays_what_the_host_knows(engine):
+    naming = engine("host.nodes.sampling").naming_the_size
+    error = RuntimeError("CUDA error: out of memory")  # of torch.AcceleratorError, which is one
+    with pytest.raises(RuntimeError) as raised, naming("64x64", "Flux"):
+        raise error
+    assert raised.value is error
+
+
 def test_blocks_that_failed_and_switches_are_told(benchmarked):
     runs = benchmarked(allow_tf32=True)
     block = runs.patcher.model.diffusion_model.double_blocks[0]

@@ -224,3 +224,40 @@ def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     assert [text for _, _, text in lines] == [
         "timed while it is used; the faster way stays", "decoding 50% faster (2.000 -> 1.000 s)",
     ]  # fmt: skip
+
+
+def test_a_clone_with_a_network_of_its_own_runs_that_one(engine, kernels, clock):
+    """Select VAE Device of ComfyUI clones so for another GPU."""
+    vae, _ = make("image")
+    ours = attached(engine, vae)
+    clock += [1] * 100
+    other, _ = make("image")
+    with torch.no_grad():
+        for weight in other.first_stage_model.parameters():
+            weight *= 0.5
+    clone = ours.patcher.clone(model_override=(other.first_stage_model, (other.patcher.backup, {}, {}, set())))
+    assert laid_out(ours).function.__self__ is vae.first_stage_model
+    found = clone.object_patches["decode"]
+    assert found.function.__self__ is other.first_stage_model and found is not laid_out(ours)
+    assert clone.clone().object_patches["decode"] is found
+
+
+def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine, monkeypatch):
+    norm = engine("host.graphs.norm_kernels")
+    kernels, asked = norm._NormKernels(), []
+    monkeypatch.setattr(norm, "kernels", lambda: object())
+    monkeypatch.setattr(norm.compiler, "ask", lambda _group, _stand_in, done: (asked.append(1), done()))
+    for _ in range(5):
+        kernels.prepare(torch.device("cpu"))
+    assert len(asked) == norm.MOST_TRIES
+    kernels = norm._NormKernels()
+    kernels.ready = True
+    for _ in range(3):
+        kernels.prepare(torch.device("cpu"))
+    assert len(asked) == norm.MOST_TRIES + 1
+
+
+def test_no_thread_is_begun_where_none_may_be(engine, kernels, monkeypatch):
+    monkeypatch.setattr(engine("host.vae.attach"), "forbids_threads", lambda: True)
+    attached(engine, make("image")[0])
+    assert not hasattr(kernels, "asked")
