@@ -19,6 +19,7 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 let element;
 let timer;
 let told = ""; // what the last button did
+let shown = ""; // what was told of then: what has not changed stays, so that a text can be selected
 
 function part(tag, text, className = "") {
   const made = document.createElement(tag);
@@ -44,6 +45,7 @@ function button(text, press) {
   made.onclick = async () => {
     made.disabled = true;
     told = (await press()) ?? told;
+    made.disabled = false;
     await refresh();
   };
   return made;
@@ -125,6 +127,9 @@ async function refresh() {
   if (!element) return;
   const chosen = element.querySelector("select")?.value;
   if (told === say("waiting") && !models.some((model) => model.being_compiled.length)) told = "";
+  const news = JSON.stringify([models, cache, told]);
+  if (news === shown) return;
+  shown = news;
   const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
   const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
   const machine = button(say("machine"), check);
@@ -137,7 +142,7 @@ function show(where) {
   const style = part("style", STYLE);
   element = part("div", "", "torch-compile-kit");
   where.replaceChildren(style, element);
-  told = "";
+  told = shown = "";
   clearInterval(timer);
   timer = setInterval(() => (element?.isConnected ? refresh() : hide()), EVERY);
   wordsLoaded().then(refresh);
