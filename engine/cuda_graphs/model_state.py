@@ -19,7 +19,7 @@ from .keys import value_key
 SMALL = 2**20
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Packages whose layers keep nothing that a call changes.
-_OURS_OR_HOSTS = ("torch", "comfy")
+_KNOWN_PACKAGES = ("torch", "comfy")
 
 
 @dataclass
@@ -84,7 +84,7 @@ class ModelState:
         copies: dict[tuple[str, str], torch.Tensor] = {}
         self._foreign = []
         for path, module in model.named_modules():
-            if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _OURS_OR_HOSTS:
+            if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
                 self._foreign.append(module)
             place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
