@@ -2,7 +2,6 @@
 
 import asyncio
 import atexit
-import gc
 import importlib
 import importlib.util
 import os
@@ -10,6 +9,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
@@ -77,29 +77,48 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(needing)]
 
 
+# The name under which the host's loader puts the pack (nodes.py, `load_custom_node`).
+PACKAGE = str(ROOT).replace(".", "_x_")
+
+
 @pytest.fixture(scope="session")
 def pack():
     """The pack as the host's own loader loads it: a package named by its path."""
     import nodes
 
     assert asyncio.run(nodes.load_custom_node(str(ROOT))), "the host did not load the pack; see its log above"
-    return sys.modules[str(ROOT).replace(".", "_x_")]
+    return sys.modules[PACKAGE]
 
 
 @pytest.fixture(scope="session")
 def pack_module(pack):
-    """A function: pack_module("engine.settings") is that module of the loaded pack."""
-    return lambda name: importlib.import_module(f".{name}", pack.__name__)
+    """A function: pack_module("nodes.model") is that module of the loaded pack."""
+    return lambda name: importlib.import_module(f".{name}", PACKAGE)
 
 
 @pytest.fixture(scope="session")
-def engine(pack_module):
-    """A function: engine("settings") is the module engine/settings.py."""
-    return lambda name: pack_module(f"engine.{name}")
+def engine():
+    """A function: engine("settings") is the module engine/settings.py. Does not load the host; engine("host. ...") does."""
+
+    def load(name):
+        if PACKAGE not in sys.modules:
+            # The host's loader finds these modules loaded: there is one copy of the engine in the process either way.
+            sys.modules[PACKAGE] = package = types.ModuleType(PACKAGE)
+            package.__path__ = [str(ROOT)]
+        return importlib.import_module(f".engine.{name}", PACKAGE)
+
+    return load
+
+
+@pytest.fixture(autouse=True)
+def in_the_host(request):
+    """Tests marked `host` run with the pack loaded, as in a server."""
+    if request.node.get_closest_marker("host"):
+        request.getfixturevalue("pack")
 
 
 @pytest.fixture(scope="session")
-def tiny():
+def tiny(pack):
     """The module that builds tiny models of the host's classes."""
     from devtools import tiny_models
 
@@ -142,39 +161,40 @@ def everywhere(engine, monkeypatch):
     return module
 
 
-@pytest.fixture(scope="module", autouse=True)
-def older_objects_are_not_searched():
-    """The host collects garbage whenever it loads a model: half a second among the million objects of earlier tests."""
-    gc.collect()
-    gc.freeze()
+CONFIGS = "torch._dynamo.config", "torch._functorch.config", "torch._inductor.config"
+
+
+def compiler_settings():
+    """Every setting of PyTorch's compiler; a test that imported none of it has none."""
+    modules = [sys.modules[name] for name in CONFIGS if name in sys.modules]
+    return {(module.__name__, name): value for module in modules for name, value in module.get_config_copy().items()}
 
 
 @pytest.fixture(autouse=True)
-def torch_settings_as_found():
+def settings_restored():
     """No test leaves a setting of PyTorch changed: the tests after it would fail, or pass, for no reason of their own."""
-    import torch._dynamo.config
-    import torch._functorch.config
-    import torch._inductor.config
-
-    modules = torch._dynamo.config, torch._functorch.config, torch._inductor.config
-
-    def settings():
-        return {(module.__name__, name): value for module in modules for name, value in module.get_config_copy().items()}
-
-    before = settings()
+    before = compiler_settings()
     yield
-    assert {name: value for name, value in settings().items() if value != before[name]} == {}
+    after = compiler_settings()
+    assert {name: value for name, value in after.items() if name in before and value != before[name]} == {}
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo(engine):
-    """No test sees the graphs of another."""
+def fresh_dynamo():
+    """No test sees the compiled code of another. Only after tests that compiled something."""
+    yield
+    thread = sys.modules.get(f"{PACKAGE}.engine.background.thread")
+    if thread is not None:
+        # A reset beside a thread that compiles ends the process.
+        assert thread.compiler.wait(120), "the test left something being compiled"
+    if "torch._dynamo" not in sys.modules:
+        return
     import torch._dynamo
 
-    # A reset under a thread that compiles ends the process.
-    assert engine("background.thread").compiler.wait(120), "an earlier test left something being compiled"
-    # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
-    engine("compile.registry")._groups.clear()
-
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
+    if torch._dynamo.convert_frame.input_codes.seen or torch._dynamo.utils.counters:
+        registry = sys.modules.get(f"{PACKAGE}.engine.compile.registry")
+        if registry is not None:
+            # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
+            registry._groups.clear()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
