@@ -98,7 +98,7 @@ def rows_of(command: list[str], limit: float, environment: dict) -> Iterator[dic
             lines.append(line)
     timer.cancel()
     if process.wait() or failed:
-        print(*lines[-40:], f"ended with {process.returncode}; killed after {limit:g} s if that is negative", sep="")
+        print(*lines[-40:], f"ended with {process.returncode}; killed after {limit:g} s if that is -9", sep="", flush=True)
 
 
 def run_all(options: argparse.Namespace, what: What) -> None:

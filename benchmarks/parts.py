@@ -90,7 +90,7 @@ def controlnet(options):
 
     attach = host.kit("host.model.controlnet").attach_control
     settings = host.kit("settings").CompileSettings(**options.settings)
-    graphs = [host.kit("cuda_graphs.capture").graphs_of(n) for n in (patcher.model.diffusion_model, control.control_model)]
+    graphs_of = host.kit("cuda_graphs.capture").graphs_of
     without, _ = sample(patcher, None)
     expected, seconds = sample(patcher, control)
     ours = host.apply("ours", patcher, **options.settings)
@@ -111,6 +111,7 @@ def controlnet(options):
             runs = [sample(*variants[variant]) for _ in range(3)]
             row |= {"first": runs[0][1][0], "step": host.median(runs[-1][1][1:])}
             row["errors"] = [host.relative_error(latent, expected) for latent, _ in runs]
+            graphs = [graphs_of(network) for network in (patcher.model.diffusion_model, control.control_model)]
             row |= {"captured": [g.captures for g in graphs], "replayed": [g.replays for g in graphs]}
         yield row
 

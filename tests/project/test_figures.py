@@ -184,6 +184,29 @@ def test_noise_is_read_for_every_kernel_that_can_run(benchmark, monkeypatch):
     assert patcher.model_options["transformer_options"] == before
 
 
+def test_a_peer_never_shares_a_process_with_ours(benchmark, monkeypatch):
+    """Peers change PyTorch and ComfyUI for good; VAEs are no patches of a model, so all take turns there."""
+    measure, variants = benchmark("measure"), {}
+    for what in measure.WHAT:
+        monkeypatch.setattr(sys, "argv", f"measure --what {what} --host H --kjnodes F --pack P".split())
+        jobs = measure.WHAT[what].jobs(measure.parse())
+        assert jobs and all(job["model"] for job in jobs)
+        variants[what] = [job["variants"] for job in jobs if "variants" in job]
+        assert not any("ours" in shared and {"core", "kjnodes"} & set(shared) for shared in variants[what])
+    assert ["eager", "ours"] in variants["step"] and ["kjnodes"] in variants["step"] and ["core"] in variants["low-vram"]
+    assert variants["gguf"] == [["eager", "ours"], ["eager", "kjnodes"]]
+
+
+def test_what_the_command_gives_is_taken_before_a_measurements_defaults(benchmark, monkeypatch):
+    measure = benchmark("measure")
+    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H", "--vram", "legacy", "--models", "sdxl"])
+    options = measure.parse()
+    assert options.vram == "legacy" and options.models == ["sdxl"]
+    assert options.variants == ["eager", "ours"]  # there is no file of KJNodes
+    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H"])
+    assert measure.parse().vram == "dynamic"
+
+
 def _session(model: str, variant: str, seconds: list[float], cache: str = "cold", cores: int = 0, **more) -> list[dict]:
     names = ["first image", "next seed", "next"]
     common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores, "free_gib": 0, **more}
