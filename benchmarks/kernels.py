@@ -75,6 +75,7 @@ def main() -> None:
     parser.add_argument("--model", default="flux", choices=list(models.MODELS))
     parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
     options = parser.parse_args()
+    options.settings = {"compile": "at once", **options.settings}
     environment = results.environment(options.host, "kernels")
     host.enter(options.host)
     patcher, rows = models.build(options.model, host.device()), []

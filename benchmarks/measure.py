@@ -36,6 +36,7 @@ class What:
         jobs: options of each process, beyond those of the command.
         defaults: options that the command does not give.
         from_file: it reads the model's weights from a file, which is made before.
+        at_once: code is waited for; else it is made in the background, as for users, and `measure` waits between its runs.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class What:
     jobs: Callable[[argparse.Namespace], list[dict]]
     defaults: dict
     from_file: bool = False
+    at_once: bool = True
 
 
 def for_each_model(options: argparse.Namespace) -> list[dict]:
@@ -61,12 +63,13 @@ WHAT = {
     ),
     "lora": What("lora", steps.lora, steps.lora_jobs, {"models": ["flux"], "steps": 4}, from_file=True),
     "restart": What(
-        "restart", steps.restart, steps.restart_jobs,
-        {"models": ["flux"], "settings": {"compile": "at once"}, "steps": 8, "runs": list(steps.RUNS)},
+        "restart", steps.restart, steps.restart_jobs, {"models": ["flux"], "steps": 8, "runs": list(steps.RUNS)},
     ),
     "cold": What("cold start", steps.cold, for_each_model, {"models": ["flux"], "steps": 6}),
-    "controlnet": What("controlnet_node", parts.controlnet, for_each_model, {"models": ["sdxl", "flux"], "steps": 6}),
-    "step-caches": What("step_caches", parts.step_caches, for_each_model, {"models": ["sdxl"], "steps": 24}),
+    "controlnet": What(
+        "controlnet_node", parts.controlnet, for_each_model, {"models": ["sdxl", "flux"], "steps": 6}, at_once=False
+    ),
+    "step-caches": What("step_caches", parts.step_caches, for_each_model, {"models": ["sdxl"], "steps": 24}, at_once=False),
     "block-swap": What("block_swap", parts.block_swap, for_each_model, {"models": ["flux"], "steps": 5}),
     "vae": What(
         "vae", parts.vae, for_each_model,
@@ -75,7 +78,7 @@ WHAT = {
     "gguf": What("gguf", parts.gguf, parts.gguf_jobs, {"models": ["flux"], "variants": WITH_KJNODES, "steps": 8}),
     "training": What(
         "training", parts.training, parts.training_jobs,
-        {"models": ["flux", "sdxl"], "variants": ["eager", "ours"], "steps": 6},
+        {"models": ["flux", "sdxl"], "variants": ["eager", "ours"], "steps": 6}, at_once=False,
     ),
 }  # fmt: skip
 
@@ -142,6 +145,8 @@ def rounded(value):
 
 def run_job(options: argparse.Namespace, what: What) -> None:
     vars(options).update(options.job)
+    if what.at_once:
+        options.settings = {"compile": "at once", **options.settings}
     if options.what == "restart":
         steps.prepare_user_folder(options)
     host.enter(options.host, dynamic_vram=options.vram == "dynamic" and os.path.exists("/dev/nvidia0"))

@@ -181,7 +181,7 @@ def block_swap(options):
         elif variant != "resident":
             comfy.model_management.unload_all_models()
             model = host.kit("host.weights.swap").swap_blocks(patcher, options.blocks).patcher
-            model = host.apply("ours", model, compile="at once") if variant == "swap ours" else model
+            model = host.apply("ours", model, **options.settings) if variant == "swap ours" else model
         comfy.model_management.soft_empty_cache()
         row = {"variant": variant, "blocks": options.blocks}
         with torch.inference_mode(), host.noted(row):
@@ -355,10 +355,9 @@ def gguf(options):
             _write_gguf(options.model, packing, file)
             patcher, expected = _load_gguf(options.pack.resolve(), file), None
             for variant in options.variants:
-                settings = {"compile": "at once", **options.settings} if variant == "ours" else {}
                 row = {"packing": packing, "variant": variant}
                 with host.noted(row):
-                    model = host.apply(variant, patcher, options.kjnodes, **settings)
+                    model = host.apply(variant, patcher, options.kjnodes, **options.settings)
                     latent, first = host.sample(model, options.model, options.steps)
                     _, seconds = host.sample(model, options.model, options.steps)
                     expected = latent if expected is None else expected
