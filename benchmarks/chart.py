@@ -1,4 +1,4 @@
-"""Bars of step time relative to eager, as an SVG that suits a light and a dark page."""
+"""Draw bars of step time relative to eager, as an SVG that suits a light and a dark page."""
 
 from xml.sax.saxutils import escape
 
@@ -22,28 +22,28 @@ STYLE = """
 """
 
 
-def draw(groups: list[tuple[str, str, dict[str, float | None]]]) -> str:
+def draw(groups: list[tuple[str, str, list[float | None]]]) -> str:
     """The chart.
 
     Args:
-        groups: of each model its name, what it runs at, and its ratio by series; None where there is none.
+        groups: of each model its name, what it runs at, and its ratio in each series; None where there is none.
     """
-    highest = max([1.0, *(ratio for *_, ratios in groups for ratio in ratios.values() if ratio)]) * 1.06
+    highest = max([1.0, *(ratio for *_, ratios in groups for ratio in ratios if ratio)]) * 1.06
 
     def x(ratio: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * ratio / highest
 
     body, y = [], TOP
     for name, detail, ratios in groups:
-        known = {series: ratio for series, ratio in ratios.items() if ratio is not None}
+        known = [(kind, ratio) for kind, ratio in zip(SERIES.values(), ratios, strict=True) if ratio is not None]
         height = max(len(known), 2) * BAR  # a name and its detail need as much
         body += [
             _text(LEFT - 14, y + height / 2 - 3, name, "ink strong end"),
             _text(LEFT - 14, y + height / 2 + 13, detail, "muted end"),
         ]
         top = y + (height - len(known) * BAR) / 2
-        for index, (series, ratio) in enumerate(known.items()):
-            kind, bar = SERIES[series], top + index * BAR
+        for index, (kind, ratio) in enumerate(known):
+            bar = top + index * BAR
             body.append(_rect(LEFT, bar + 1, x(ratio) - LEFT, BAR - 2, kind))
             body.append(
                 _text(x(ratio) + 6, bar + BAR - 3, f"{ratio:.2f}", "value ink strong" if kind == "ours" else "value muted")

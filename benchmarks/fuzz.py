@@ -1,6 +1,6 @@
 """Random prompts for a real server on the CPU: wrong values in every input of every node, and what became of them.
 
-    python -m benchmarks.fuzz --host COMFYUI --out benchmarks/results/fuzz-DATE.json [--prompts 300] [--seed 1] [--only 17 42]
+    python -m benchmarks.fuzz --host COMFYUI --out FILE [--prompts 300] [--seed 1] [--only 17 42]
 
 Ends with 1 where an answer was wrong: a traceback of ours, an error without an input's name, too much log, a dead server.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from devtools.fuzzing import Fuzz, run_normal
 from devtools.server import ROOT, Server
 
-from . import run
+from . import results
 
 # Between these all is well, or it is known since when it is not.
 EVERY = 50
@@ -54,7 +54,7 @@ def main() -> None:
     counts = Counter(row["outcome"] for row in fuzz.rows)
     print(dict(counts))
     if options.out:
-        where = run.environment(options.host, "benchmarks.fuzz")
+        where = results.environment(options.host, "fuzz")
         row = {
             "kind": "fuzz",
             "seed": options.seed,
@@ -67,7 +67,7 @@ def main() -> None:
             "longest_seconds": max(r["seconds"] for r in fuzz.rows),
             "seconds": round(seconds),
         }
-        run.save(options.out, {"environments": [where], "rows": [row, *({"kind": "fuzz_prompt", **r} for r in fuzz.rows)]})
+        results.save(options.out, {"environments": [where], "rows": [row, *({"kind": "fuzz_prompt", **r} for r in fuzz.rows)]})
     if fuzz.wrong() or any(normal) or not alive:
         sys.exit(1)
 

@@ -1,6 +1,6 @@
-"""Where the time of a step goes: the kernels of one eager and one compiled step, by kind.
+"""Profile where the time of a step goes: the kernels of one eager and one compiled step, by kind.
 
-    python -m benchmarks.kernels --host COMFYUI --model flux
+    python -m benchmarks.kernels --host COMFYUI --model flux [--out FILE]
 
 Needs a CUDA device. The floor that it prints is what the matrix products and the attention of ours take alone: compiling can
 remove everything else at most.
@@ -11,10 +11,9 @@ import json
 import os
 import tempfile
 from collections import Counter, defaultdict
-from importlib import import_module
 from pathlib import Path
 
-from . import models, session, variants
+from . import host, models, results
 
 # First match wins: a kernel's name holds one of the words.
 KINDS = {
@@ -36,13 +35,13 @@ def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
     """(name, start, duration) in seconds of every kernel of one warm step."""
     import torch
 
-    trace = import_module(f"{session.KIT}.engine.benchmark.profile")
-    session.sample(patcher, name, 2)
+    trace = host.kit("benchmark.profile")
+    host.sample(patcher, name, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         recorder = trace.StepTrace(path, torch.device("cuda"))
         with recorder:
-            session.sample(patcher, name, trace.STEPS, after_step=recorder.step)
+            host.sample(patcher, name, trace.STEPS, after_step=recorder.step)
         events = json.loads(path.read_text())["traceEvents"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset")
     return [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") in wanted]
@@ -72,20 +71,27 @@ def summary(kernels: list[tuple[str, float, float]]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--host", required=True)
+    parser.add_argument("--out", type=Path, help="rows are added to those that are there")
     parser.add_argument("--model", default="flux", choices=list(models.MODELS))
-    parser.add_argument("--settings", default="{}")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
     options = parser.parse_args()
-    torch = session.enter(options.host)
-    patcher = models.build(options.model, torch.device("cuda"))
-    settings = json.loads(options.settings)
+    options.settings = {"compile": "at once", **options.settings}
+    environment = results.environment(options.host, "kernels")
+    host.enter(options.host)
+    patcher, rows = models.build(options.model, host.device()), []
     for variant in ("eager", "ours"):
-        model = variants.apply(variant, patcher, session.KIT, **(settings if variant == "ours" else {}))
-        found = summary(kernels_of(model, options.model))
-        row = {"kind": "kernels", "model": options.model, "variant": variant, "settings": settings, **found}
+        found = summary(kernels_of(host.apply(variant, patcher, **options.settings), options.model))
+        row = {"kind": "kernels", "model": options.model, "variant": variant, "settings": options.settings, **found}
         if variant == "ours":
             needed = ("matrix products", "attention", "convolutions")
             row["floor"] = round(sum(found["seconds"].get(kind, 0.0) for kind in needed), 5)
         print("ROW", json.dumps(row), flush=True)
+        rows.append(row)
+    if options.out:
+        run = results.load(options.out)
+        run["environments"].append(environment)
+        run["rows"] += rows
+        results.save(options.out, run)
     os._exit(0)
 
 

@@ -1,9 +1,30 @@
-"""Models of real size with random weights, and what they are sampled with."""
+"""Make models of real size with random weights, what they are sampled with, and the files that the host's loaders read.
 
+    python -m benchmarks.models --host COMFYUI --model flux --folder BASE/models
+
+The sessions' server loads this file by itself (session_nodes.py), so nothing of the package is imported at the top.
+"""
+
+import argparse
 import json
+import os
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch
+
+KINDS = ("diffusion_models", "vae", "loras")
+LORA_RANK = 16
+# The host's autoencoders: of images, and of Wan's videos.
+VAE = {
+    "double_z": True, "resolution": 256, "in_channels": 3, "out_ch": 3, "ch": 128, "ch_mult": [1, 2, 4, 4],
+    "num_res_blocks": 2, "attn_resolutions": [], "dropout": 0.0,
+}  # fmt: skip
+WAN_VAE = {
+    "dim": 96, "z_dim": 16, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2, "attn_scales": [],
+    "temperal_downsample": [False, True, True], "dropout": 0.0,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -209,3 +230,96 @@ def latent(name: str, size: tuple[int, int, int] | None = None) -> torch.Tensor:
     if model.video:
         shape.insert(2, (frames - 1) // 4 + 1)
     return torch.zeros(shape)
+
+
+def lora_weights(network, seed: int) -> dict[str, torch.Tensor]:
+    """Random LoRA for every matrix of the blocks, as a trainer saves it."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, weight in network.named_parameters():
+        if name.endswith(".weight") and weight.dim() == 2 and any(part in name for part in ("blocks", "layers")):
+            layer = f"diffusion_model.{name.removesuffix('.weight')}"
+            rows, columns = weight.shape
+            weights[f"{layer}.lora_A.weight"] = torch.randn(LORA_RANK, columns, generator=generator).bfloat16() / 64
+            weights[f"{layer}.lora_B.weight"] = torch.randn(rows, LORA_RANK, generator=generator).bfloat16() / 64
+    return weights
+
+
+def vae_class(name: str):
+    """The autoencoder that comfy.sd.VAE makes for such a model's file, with a narrow decoder for the small ones."""
+    from comfy.ldm.models.autoencoder import AutoencodingEngine
+    from comfy.ldm.wan.vae import WanVAE
+
+    small = name.endswith("_small")
+    if MODELS[name].video:
+        return WanVAE(**{**WAN_VAE, "dim": 16 if small else WAN_VAE["dim"]})
+    size = {**VAE, "z_channels": MODELS[name].channels}
+    part = "comfy.ldm.modules.diffusionmodules.model"
+    return AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": f"{part}.Encoder", "params": size},
+        decoder_config={"target": f"{part}.Decoder", "params": {**size, "ch": 32 if small else size["ch"]}},
+    )
+
+
+def vae_weights(make_network, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random weights of the network that a function makes, in RAM."""
+    with torch.device("meta"):
+        shapes = make_network().state_dict()
+    generator = torch.Generator(device=device).manual_seed(3)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {key: random_weight(key, s.shape, dtype, device, generator).cpu() for key, s in shapes.items()}
+
+
+def weights_folder() -> Path:
+    """Where files of weights are: in memory if the system has a place for that."""
+    shared = Path("/dev/shm")
+    return (shared if shared.is_dir() else Path.cwd()) / "torch-compile-kit-models"
+
+
+def weights_file(name: str) -> Path:
+    return weights_folder() / "diffusion_models" / f"{name}.safetensors"
+
+
+def write(name: str, folder: Path, kinds=KINDS) -> None:
+    """`name`.safetensors in a folder for each kind; what is there stays."""
+    import safetensors.torch
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    def lora() -> dict:
+        return lora_weights(MODELS[name].host_config().get_model({}, "", torch.device("meta")).diffusion_model, 1)
+
+    making = {"loras": lora, "vae": lambda: vae_weights(lambda: vae_class(name), device)}
+    if MODELS[name].family is None:
+        making["diffusion_models"] = lambda: state_dict(name, device)
+    for kind in kinds:
+        file = folder / kind / f"{name}.safetensors"
+        if file.exists() or kind not in making:
+            continue
+        file.parent.mkdir(parents=True, exist_ok=True)
+        began, unfinished = time.perf_counter(), file.with_suffix(".part")
+        safetensors.torch.save_file(making[kind](), str(unfinished))
+        unfinished.rename(file)
+        print(f"{file}: {file.stat().st_size / 1024**3:.1f} GiB in {time.perf_counter() - began:.0f} s", flush=True)
+    if hasattr(os, "sync"):
+        os.sync()  # nothing is left to be written while the first prompt reads
+
+
+def main() -> None:
+    from . import host
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--model", required=True, choices=list(MODELS))
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    options = parser.parse_args()
+    folder = options.folder.resolve()
+    host.enter(options.host)
+    write(options.model, folder, options.kinds)
+    os._exit(0)  # a process that made a CUDA context takes seconds to end
+
+
+if __name__ == "__main__":
+    main()

@@ -1,14 +1,14 @@
-"""What a person waits for: whole prompts on a real ComfyUI server as users start it, from pressing Run to the saved image.
+"""Measure what a person waits for: whole prompts on a real ComfyUI server, from pressing Run to the saved image.
 
-    python -m benchmarks.sessions --host COMFYUI --kjnodes KJNODES --out benchmarks/results/NAME.json
+    python -m benchmarks.sessions --host COMFYUI --kjnodes KJNODES --out FILE
     python -m benchmarks.sessions --host COMFYUI --tiny --out FILE      # small models on the CPU
 
-A session is a list of prompts (session_prompts.py) that go one by one through the queue of a server, with the page's
-connection open; seconds are those from sending a prompt to the server's `execution_success`. Cold: the server has a user
-folder, a home and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there, but
-for Python's bytecode, which pip makes when it installs (some containers have none, and import several times as long). Warm:
-the same session once more, in new servers that find what the first has left. Every variant has a server of its own with only
-its pack in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
+A session is a list of prompts that go one by one through the queue of a server as users start it, with the page's connection
+open; seconds are those from sending a prompt to the server's `execution_success`. Cold: the server has a user folder, a home
+and a temporary folder of its own that are empty, so nothing of our cache, PyTorch's or Triton's is there, but for Python's
+bytecode, which pip makes when it installs (some containers have none, and import several times as long). Warm: the same
+session once more, in new servers that find what the first has left. Every variant has a server of its own with only its pack
+in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
 """
 
 import argparse
@@ -22,13 +22,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
-from devtools.prompts import MODEL_NODE
+from devtools.prompts import MODEL_NODE, WARMUP_NODE, WIDGET_TYPES, inputs_in_order
 from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError, error_of
 
-from . import run, session_prompts
-from .session_prompts import COMPILERS, SESSIONS
+from . import results
 
 REAL = ["flux", "sdxl", "z_image", "wan14", "sd15"]
 TINY = ["flux_small", "sdxl_small", "wan_small"]
@@ -38,6 +38,138 @@ ELSEWHERE = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "XDG_
 KEPT = ("user", "home", "tmp")
 # What a compilation imports, and all that it imports in turn.
 COMPILER_PACKAGES = ("torch", "triton", "sympy", "mpmath", "networkx")
+# variant -> the node that compiles
+COMPILERS = {
+    "eager": None,
+    "core": "TorchCompileModel",
+    "kjnodes": "TorchCompileModelAdvanced",  # the newest for every model: those for one model are marked as deprecated
+    "ours": MODEL_NODE,
+    "warmup": MODEL_NODE,
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One press of Run.
+
+    Args:
+        other_size, other_text: the session's other size, or its other prompt length.
+        lora: the strength of the LoRA, or none.
+        restart: the server is started anew before.
+    """
+
+    name: str
+    other_size: bool = False
+    other_text: bool = False
+    batch: int = 1
+    lora: float | None = None
+    restart: bool = False
+
+
+FULL = (
+    Prompt("first image"),
+    Prompt("next seed"),
+    Prompt("LoRA on", lora=0.8),
+    Prompt("LoRA stronger", lora=1.0),
+    Prompt("LoRA off"),
+    Prompt("new size", other_size=True),
+    Prompt("new size again", other_size=True),
+    Prompt("batch of 2", batch=2),
+    Prompt("other prompt length", other_text=True),
+    Prompt("back to the first"),
+    Prompt("first after a restart", restart=True),
+    Prompt("next"),
+    Prompt("once more"),
+)
+VIDEO = (Prompt("first video"), Prompt("next seed"), Prompt("new size", other_size=True), Prompt("next", other_size=True))
+SHORT = (Prompt("first image"), Prompt("next seed"), Prompt("next"))
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one person makes with one model; the first size and prompt length are the model's own (models.py)."""
+
+    steps: int
+    prompts: tuple[Prompt, ...] = FULL
+    other_size: tuple[int, int] = (1152, 896)
+    other_tokens: int = 0
+
+
+SESSIONS = {
+    "flux": Session(20, other_tokens=256),
+    "sdxl": Session(25, other_tokens=154),
+    "z_image": Session(9, other_tokens=200),
+    "qwen_image": Session(20, other_size=(1472, 1104), other_tokens=300),
+    "wan14": Session(20, VIDEO, other_size=(640, 480)),
+    "sd15": Session(20, SHORT),
+    "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
+    "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
+    "wan_small": Session(4, VIDEO, other_size=(192, 96)),
+}
+
+
+def widgets(info: dict) -> dict:
+    """What a node's widgets hold when it is put into a graph; `info` is its /object_info entry."""
+    found = {}
+    for name, kind, options in inputs_in_order(info):
+        if kind in WIDGET_TYPES and not options.get("forceInput"):
+            found[name] = options["default"] if "default" in options else next(iter(options.get("options", [])), "")
+    return found
+
+
+def settings_for(info: dict, settings: dict) -> dict:
+    """Those of the settings that this version of the node has."""
+    known = widgets(info[MODEL_NODE])
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, settings: dict) -> dict:
+    """The prompt as the server takes it.
+
+    Args:
+        number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
+        info: the server's /object_info.
+        settings: inputs of Torch Compile Model; those that the server's version does not have are left out.
+    """
+    from . import models
+
+    model, session = models.MODELS[name], SESSIONS[name]
+    width, height = session.other_size if prompt.other_size else model.size[:2]
+    tokens = session.other_tokens if prompt.other_text else model.text[1]
+    file = f"{name}.safetensors"
+    nodes = {}
+
+    def add(node: str, class_type: str, **inputs) -> list:
+        nodes[node] = {"class_type": class_type, "inputs": {**widgets(info[class_type]), **inputs}}
+        return [node, 0]
+
+    size = {"width": width, "height": height, "batch_size": prompt.batch}
+    if model.family is None:
+        patcher = add("model", "UNETLoader", unet_name=file, weight_dtype="default")
+    else:
+        patcher = add("model", "SessionModel", name=name)
+    if prompt.lora is not None:
+        patcher = add("lora", "LoraLoaderModelOnly", model=patcher, lora_name=file, strength_model=prompt.lora)
+    positive = add("prompts", "SessionPrompts", name=name, tokens=tokens, negative_tokens=model.text[1])
+    text = {"positive": positive, "negative": ["prompts", 1]}
+    if name.startswith("wan"):
+        latent = add("latent", "EmptyHunyuanLatentVideo", **size, length=model.size[2])
+    else:
+        latent = add("latent", "EmptyLatentImage" if model.channels == 4 else "EmptySD3LatentImage", **size)
+    if compiler := COMPILERS[variant]:
+        own = settings_for(info, settings) if compiler == MODEL_NODE else {}
+        patcher = add("compile", compiler, model=patcher, **own)
+    if variant == "warmup":
+        patcher = add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=model.cfg, **text)
+    sampling = {"seed": 1000 + number, "steps": session.steps, "cfg": model.cfg, "denoise": 1.0}
+    sampling |= {"sampler_name": "euler", "scheduler": "simple"}
+    samples = add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling)
+    images = add("decode", "VAEDecode", samples=samples, vae=add("vae", "VAELoader", vae_name=file))
+    if name.startswith("wan"):
+        add("save", "SaveAnimatedWEBP", images=images, filename_prefix="session", fps=16.0, lossless=False, method="fastest")
+    else:
+        add("save", "SaveImage", images=images, filename_prefix="session")
+    return nodes
 
 
 class OutOfTimeError(Exception):
@@ -52,14 +184,12 @@ class Bench:
         module: what was called.
     """
 
-    def __init__(self, options, module: str = "benchmarks.sessions"):
+    def __init__(self, options, module: str = "sessions"):
         self.options, self.module = options, module
         self.base = options.folder.resolve()
         self.deadline = time.monotonic() + options.limit
         self.log = options.out.with_suffix(".log")
-        self.known = {"environments": [], "rows": []}
-        if options.out.exists():
-            self.known = json.loads(options.out.read_text())
+        self.known = results.load(options.out)
         (self.base / "custom_nodes").mkdir(parents=True, exist_ok=True)
         self._link("session_nodes.py", NODES)
         if options.kjnodes:
@@ -79,7 +209,7 @@ class Bench:
         found = [importlib.util.find_spec(name) for name in COMPILER_PACKAGES]
         folders = [Path(spec.origin).parent for spec in found if spec is not None] + [
             Path(self.options.host),
-            run.ROOT / "engine",
+            results.ROOT / "engine",
         ]
         command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
         subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -92,7 +222,7 @@ class Bench:
         return left
 
     def save(self) -> None:
-        run.save(self.options.out, self.known)
+        results.save(self.options.out, self.known)
 
     @contextlib.contextmanager
     def server(self, variant: str, cores: int):
@@ -130,14 +260,14 @@ class Bench:
 
     def _describe(self, server) -> None:
         """What the results file says about the machine, from the first server."""
-        command = " ".join([f"python -m {self.module}", *sys.argv[1:]])
+        command = results.command(self.module)
         if any(where["command"] == command for where in self.known["environments"][-1:]):
             return
         stats = server.get("/system_stats")
         name, _, allocator = stats["devices"][0]["name"].partition(" : ")  # "cuda:0 NVIDIA H200 : cudaMallocAsync", or "cpu"
         where = {
             "date": datetime.date.today().isoformat(),
-            "device": name.partition(" ")[2] or run.cpu_name(),
+            "device": name.partition(" ")[2] or results.cpu_name(),
             "torch": stats["system"]["pytorch_version"],
             "python": stats["system"]["python_version"].split()[0],
             "comfyui": stats["system"]["comfyui_version"],
@@ -164,9 +294,9 @@ class Bench:
                 info = server.get("/object_info")
                 settings = self.options.settings
                 if COMPILERS[variant] == MODEL_NODE:
-                    common["settings"] = session_prompts.settings_for(info, settings)
+                    common["settings"] = settings_for(info, settings)
                 for number, prompt in some:
-                    nodes = session_prompts.graph(model, prompt, number, variant, info, settings)
+                    nodes = graph(model, prompt, number, variant, info, settings)
                     row = {**common, "number": number, "prompt": prompt.name, **self._run(server, nodes)}
                     row["server_start"] = round(server.seconds_to_start, 1)
                     self.known["rows"].append(row)
@@ -252,11 +382,15 @@ def make_files(bench: Bench, model: str) -> None:
     """Write the model's files where they are not there."""
     options = bench.options
     folder = bench.base / "models"
-    command = [sys.executable, "-m", "benchmarks.session_files", "--host", options.host, "--model", model]
+    command = [sys.executable, "-m", "benchmarks.models", "--host", options.host, "--model", model]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
     try:
         subprocess.run(
-            [*command, "--folder", str(folder)], cwd=run.ROOT, check=True, timeout=bench.left(), env={**os.environ, **hidden}
+            [*command, "--folder", str(folder)],
+            cwd=results.ROOT,
+            check=True,
+            timeout=bench.left(),
+            env={**os.environ, **hidden},
         )
     except subprocess.TimeoutExpired:
         raise OutOfTimeError from None

@@ -1,10 +1,10 @@
 """Many prompts in one server, states of the models in turn: every latent and image against eager's, and what the server keeps.
 
-    python -m benchmarks.soak --host COMFYUI --tiny --out benchmarks/results/soak-cpu-DATE.json    # 200 prompts on the CPU
-    python -m benchmarks.soak --host COMFYUI --gpu --out benchmarks/results/NAME.json              # 100 prompts on a GPU
+    python -m benchmarks.soak --host COMFYUI --tiny --out FILE    # 200 prompts on the CPU
+    python -m benchmarks.soak --host COMFYUI --gpu --out FILE     # 100 prompts on a GPU
 
-Eager's prompts come first, each state once, in the same server; states (soak_prompts.py) of the same size share their seed, so
-an image of the wrong LoRA, patch or size would be seen: how far eager's own are apart stands beside the errors. `compile` is in
+Eager's prompts come first, each state once, in the same server; states of the same size share their seed, so an
+image of the wrong LoRA, patch or size would be seen: how far eager's own are apart stands beside the errors. `compile` is in
 the background and at once in turn. On a GPU the server has default flags (cudaMallocAsync, dynamic VRAM); the first half has
 all memory, where CUDA graphs are captured, the second `--free` GiB, where weights are streamed, in a server of its own.
 
@@ -22,21 +22,104 @@ import os
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from devtools.prompts import KIT
 from devtools.server import PromptRejectedError, ServerError, error_of, outputs_of
 
-from . import soak_prompts
-from .sessions import Bench, make_files
+from . import sessions
 
-# Relative errors of latents: rounding gives less (2e-6 in fp32; 0.006 in fp16, results/h200-2026-11-22-graphs.json).
+# Relative errors of latents: rounding gives less (2e-6 in fp32, 0.006 in fp16: results/soak.json).
 WRONG = {"cpu": 1e-5, "gpu": 0.02}
 # Mean difference of images, in 1/255: two latents that differ by rounding are decoded by the same code.
 WRONG_IMAGE = {"cpu": 0.01, "gpu": 2.0}
 # What may be added to a reading: a share (process' memory), a number (files, threads), GiB (GPU).
 GROWTH, MORE, GIB = 1.05, 2, 0.5
 STEPS = {"cpu": 2, "gpu": 6}
+# A node that patches the model's blocks, and what it is given; the small models have two of each kind of block.
+SKIP = ("SkipLayerGuidanceDiT", {"double_layers": "1", "single_layers": "1", "start_percent": 0.0, "end_percent": 1.0})
+PATCHES = {"flux": SKIP, "wan": SKIP, "sdxl": ("PerturbedAttentionGuidance", {})}
+SMALL_SIZES = {
+    "flux_small": [(256, 256), (320, 192)],
+    "sdxl_small": [(256, 256), (320, 192)],
+    "wan_small": [(128, 128), (192, 96)],
+}
+OTHER_TOKENS = {"wan_small": 96}  # its session has one length only
+# The random LoRA (models.py) are weak: at these strengths each image is far from the other, and from that without.
+WEAK, STRONG = 4.0, 8.0
+GPU_SIZES = [(1024, 1024), (1024, 768), (768, 1024)]
+
+
+@dataclass(frozen=True)
+class State:
+    """What one prompt asks for.
+
+    Args:
+        size: width and height; prompts of the same size share their seed, so nothing but the state makes their images differ.
+        lora: its strength, or none.
+        patched: behind a node that patches blocks.
+        other_text: of another length.
+    """
+
+    model: str
+    size: tuple[int, int]
+    lora: float | None = None
+    patched: bool = False
+    other_text: bool = False
+
+    def name(self) -> str:
+        width, height = self.size
+        parts = [self.model, f"{width}x{height}", f"LoRA {self.lora}" if self.lora else ""]
+        return ", ".join(filter(None, [*parts, "patched" if self.patched else "", "other text" if self.other_text else ""]))
+
+
+def small_states() -> list[State]:
+    """Each model's in a row, then the next model's."""
+    found = []
+    for model, (one, other) in SMALL_SIZES.items():
+        found += [
+            State(model, one),
+            State(model, other),
+            State(model, one, lora=WEAK),
+            State(model, one, lora=STRONG),
+            State(model, other, lora=STRONG),
+            State(model, one, patched=True),
+            State(model, other, lora=WEAK, patched=True),
+            State(model, one, other_text=True),
+        ]
+    return found
+
+
+def gpu_states(model: str) -> list[State]:
+    """Sizes and LoRA; no patches, which rule CUDA graphs out."""
+    return [State(model, size, lora) for lora in (None, WEAK, STRONG) for size in GPU_SIZES]
+
+
+def prompt_of(state: State, info: dict, settings: dict | None, steps: int, tiled: bool) -> dict:
+    """The prompt of a state, decoded in tiles or whole; without our nodes where `settings` is None. Saves latent and image."""
+    asked = sessions.Prompt(state.name(), lora=state.lora, other_text=state.other_text)
+    nodes = sessions.graph(state.model, asked, 0, "eager" if settings is None else "ours", info, settings or {})
+
+    def add(node: str, class_type: str, **inputs) -> None:
+        nodes[node] = {"class_type": class_type, "inputs": {**sessions.widgets(info[class_type]), **inputs}}
+
+    width, height = state.size
+    if state.other_text and state.model in OTHER_TOKENS:
+        nodes["prompts"]["inputs"]["tokens"] = OTHER_TOKENS[state.model]
+    nodes["latent"]["inputs"] |= {"width": width, "height": height}
+    nodes["sampler"]["inputs"] |= {"steps": steps, "seed": width * 10_000 + height}
+    if state.patched:
+        # In front of our node without a LoRA, behind it with one: both orders are in use.
+        before = "compile" if settings is not None and state.lora is None else "sampler"
+        class_type, given = PATCHES[state.model.partition("_")[0]]
+        add("patch", class_type, model=nodes[before]["inputs"]["model"], **given)
+        nodes[before]["inputs"]["model"] = ["patch", 0]
+    if tiled:
+        add("decode", "VAEDecodeTiled", **nodes["decode"]["inputs"])
+    add("save", "PreviewImage", images=["decode", 0])
+    add("keep", "SaveLatent", samples=["sampler", 0], filename_prefix="soak")
+    return nodes
 
 
 class Soak:
@@ -49,7 +132,7 @@ class Soak:
         variant: "ours", or "eager" for what the host alone keeps.
     """
 
-    def __init__(self, bench: Bench, server, states: list, variant: str, tiled: bool = False):
+    def __init__(self, bench: sessions.Bench, server, states: list, variant: str, tiled: bool = False):
         self.bench, self.server, self.states, self.variant, self.tiled = bench, server, states, variant, tiled
         self.where = "gpu" if bench.options.gpu else "cpu"
         self.info = server.get("/object_info")
@@ -110,7 +193,7 @@ class Soak:
         """
         import safetensors.torch
 
-        nodes = soak_prompts.prompt(state, self.info, settings, STEPS[self.where], self.tiled)
+        nodes = prompt_of(state, self.info, settings, STEPS[self.where], self.tiled)
         if any(node["class_type"].startswith(KIT) for node in nodes.values()) != (settings is not None):
             raise ValueError("a prompt with our nodes has no settings, or one without has")
         entry = self.server.queue(nodes, self.bench.options.prompt_limit)
@@ -229,10 +312,10 @@ def main() -> None:
     options.host, options.kjnodes, options.settings = str(Path(options.host).resolve()), None, {}
     options.out.unlink(missing_ok=True)
     options.out.with_suffix(".log").unlink(missing_ok=True)
-    bench, free = Bench(options, "benchmarks.soak"), options.free
-    states = soak_prompts.gpu_states(options.model) if options.gpu else soak_prompts.small_states()
+    bench, free = sessions.Bench(options, "soak"), options.free
+    states = gpu_states(options.model) if options.gpu else small_states()
     for model in dict.fromkeys(state.model for state in states):
-        make_files(bench, model)
+        sessions.make_files(bench, model)
     prompts = options.prompts or (100 if options.gpu else 200)
     parts = [("CUDA graphs", 0.0, prompts - prompts // 2), ("streaming", free, prompts // 2)]
     if not (options.gpu and free):

@@ -1,85 +1,17 @@
-"""Regenerate all that shows figures from benchmarks/results/*.json: python -m benchmarks.tables"""
+"""Make all that shows figures from benchmarks/results/*.json: tables of README and docs, the chart.
 
+python -m benchmarks.tables               # write them
+python -m benchmarks.tables --check       # write nothing; end with 1 and name the files that differ
+python -m benchmarks.tables --add FILE    # put a run into the results files, then write
+"""
+
+import argparse
 import json
+import sys
 from pathlib import Path
 
-from . import chart, details, part_tables, session_tables
-from .rows import NAMES, PEERS, RESULTS, ROOT, cell, error_of, newest, noise_of, number, ratio, rows
-
-
-def _newest_pair(found: list[dict], model: str) -> tuple[dict | None, dict | None]:
-    """(eager, ours) of the process that ran last."""
-    ours = newest(found, model=model, variant="ours")
-    if ours is None or "died" in ours:
-        return None, None
-    return newest(found, model=model, variant="eager", file=ours["file"], process=ours.get("process")), ours
-
-
-def _beside_peers(found: list[dict], model: str) -> dict[str, tuple[dict, dict | None]]:
-    """Peer -> its newest row, and the last eager one of the same file."""
-    rows_of = {peer: newest(found, model=model, variant=peer) for peer in PEERS}
-    return {peer: (row, newest(found, model=model, variant="eager", file=row["file"])) for peer, row in rows_of.items() if row}
-
-
-def step_time_table() -> str:
-    """A line a model: eager and ours of the newest process, each peer against the eager of its own file."""
-    found, sources = rows("step_time")
-    lines = [
-        "| model | eager | ours | KJNodes | core | cold start, s: ours, KJNodes | graphs | peak VRAM, GiB: eager, ours "
-        "| error: ours, KJNodes, core | noise |",
-        "|---" * 10 + "|",
-    ]
-    for model, name in NAMES.items():
-        eager, ours = _newest_pair(found, model)
-        if ours is None:
-            continue
-        peers = _beside_peers(found, model)
-        ratios = [ratio(*peers.get(peer, (None, None))) for peer in reversed(PEERS)]
-        cold = f"{ours['cold_start']:.1f}" if ours.get("head_start") else "-"
-        other = peers.get("kjnodes", ({},))[0].get("cold_start")
-        peaks = ", ".join(f"{row.get('peak_gib', 0):.1f}" for row in (eager, ours) if row)
-        errors = ", ".join(error_of(row) for row in (ours, *(peers.get(peer, (None,))[0] for peer in reversed(PEERS))))
-        noises = [noise_of(row) for row in found if row["model"] == model and noise_of(row) is not None]
-        noise = f"{noises[-1]:.4f}" if noises else "-"
-        lines.append(
-            f"| {name} | {cell(eager, eager)} | **{cell(ours, eager)}** | {' | '.join(ratios)} "
-            f"| {cold}, {'-' if other is None else f'{other:.1f}'} | {ours['graphs']} | {peaks} | {errors} | {noise} |"
-        )
-    return "\n".join([*lines, "", *sources])
-
-
-def step_time_chart() -> str:
-    """The ratios to eager of the same rows, as an SVG."""
-    found, _ = rows("step_time")
-    groups = []
-    for model, name in NAMES.items():
-        eager, ours = _newest_pair(found, model)
-        if ours is None:
-            continue
-        pairs = {**_beside_peers(found, model), "ours": (ours, eager)}
-        ratios = [number(*pairs[v]) if v in pairs else None for v in (*PEERS, "ours")]
-        title, detail = name.partition(", `")[0].split(", ", 1)
-        groups.append((title, detail, dict(zip(chart.SERIES, ratios, strict=True))))
-    return chart.draw(groups)
-
-
-def low_vram_table() -> str:
-    found, sources = rows("low_vram")
-    labels = ["eager", "core", "kjnodes", "ours, same attention", "ours"]
-    lines = ["| free VRAM | " + " | ".join(labels) + " | graphs, breaks: KJNodes | ours |", "|---" * 8 + "|"]
-    for vram in ("dynamic", "legacy"):
-        amounts = sorted({r["free_gib"] for r in found if r["vram"] == vram}, key=lambda f: -f or -1e9)
-        for free in amounts:
-            here = {r["variant"]: r for r in found if r["vram"] == vram and r["free_gib"] == free}
-            eager = here.get("eager")
-            cells = [cell(here.get(label), eager) for label in labels]
-            counts = [
-                f"{r.get('graphs', '-')}, {r.get('breaks', '-')}" if (r := here.get(label)) else "-"
-                for label in ("kjnodes", "ours")
-            ]
-            title = f"{'all' if not free else f'{free:g} GiB'}{', partial loading' if vram == 'legacy' else ''}"
-            lines.append(f"| {title} | " + " | ".join([*cells, *counts]) + " |")
-    return "\n".join([*lines, "", *sources])
+from . import chart, figure_tables, results, session_tables
+from .results import RESULTS, ROOT, lines_of
 
 
 def outcomes() -> list[dict]:
@@ -97,7 +29,7 @@ def keeps_promise(outcome: dict) -> bool:
 def compatibility_table() -> str:
     head = ["set-up", "blocks", "share of weights", "block groups", "graphs", "more for other shapes", "largest difference"]
     head.append("ComfyUI, PyTorch")
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    lines = []
     for o in outcomes():
         classes = _counted(o["classes"])
         note = f"; eager: {', '.join(o['eager'])}" if o["eager"] else ""
@@ -107,7 +39,7 @@ def compatibility_table() -> str:
         note += f"; {o['breaks']} graph breaks" if o["breaks"] else ""
         counts = f"{o['groups']} | {o['graphs']} | {o['graphs_after']} | {o['error']:.0e} | {o['host']}, {o['torch']}"
         lines.append(f"| {o['name']} | {classes}{note} | {o['share']:.0%} | {counts} |")
-    return "\n".join(lines)
+    return lines_of(head, lines)
 
 
 def _counted(classes: dict[str, int]) -> str:
@@ -116,7 +48,7 @@ def _counted(classes: dict[str, int]) -> str:
 
 def matrix_table() -> str:
     """A line for each ComfyUI and PyTorch that tests ran on, newest first, from what `dev.py matrix` kept."""
-    lines = ["| ComfyUI | PyTorch | tests | passed | failed | skipped or off, and why | run |", "|---" * 7 + "|"]
+    lines = []
     for run in json.loads((RESULTS / "compatibility-matrix.json").read_text())["runs"]:
         skipped = [f"{count}: {reason}" for reason, count in run["skipped"].items()]
         off = [f"off: {what}" for what in run["left_out"]]
@@ -124,7 +56,7 @@ def matrix_table() -> str:
         why = "; ".join([*skipped, *off]).replace("|", "\\|") or "none"
         counts = f"{run['passed']} | {len(run['failed'])}"
         lines.append(f"| {run['comfyui']} | {run['torch']} | {PARTS[run['part']]} | {counts} | {why} | {where} |")
-    return "\n".join(lines)
+    return lines_of(["ComfyUI", "PyTorch", "tests", "passed", "failed", "skipped or off, and why", "run"], lines)
 
 
 # Set-ups that do not keep the promise, and why.
@@ -173,27 +105,26 @@ def replace(text: str, name: str, table: str) -> str:
 PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
 # In the middle of a line.
 INLINE = {"set-ups": lambda: str(len(outcomes()))}
-README = {"sessions": session_tables.sessions_table, "parts": part_tables.parts_table, **INLINE}
+README = {"sessions": session_tables.sessions_table, "parts": figure_tables.parts_table, **INLINE}
 FIGURES = {
     "prompts": session_tables.prompts_table,
-    "first minutes": session_tables.first_minutes_table,
-    "low vram": low_vram_table,
-    "step time": step_time_table,
-    "kernels": details.kernels_table,
-    "cold": details.cold_table,
-    "graphs": details.graphs_table,
-    "lora": details.lora_table,
-    "restart": details.restart_table,
-    "fusions": details.fusions_table,
-    "controlnet": details.controlnet_table,
-    "gguf": part_tables.gguf_table,
-    "vae": part_tables.vae_table,
-    "controlnet_node": part_tables.controlnet_node_table,
-    "step_caches": part_tables.step_caches_table,
-    "block_swap": part_tables.block_swap_table,
-    "training": part_tables.training_table,
-    "text_encoder": part_tables.text_encoder_table,
-    "cpu": details.cpu_table,
+    "first minutes": figure_tables.first_minutes_table,
+    "low vram": figure_tables.low_vram_table,
+    "step time": figure_tables.step_time_table,
+    "kernels": figure_tables.kernels_table,
+    "cold": figure_tables.cold_table,
+    "soak": figure_tables.soak_table,
+    "lora": figure_tables.lora_table,
+    "restart": figure_tables.restart_table,
+    "fusions": figure_tables.fusions_table,
+    "gguf": figure_tables.gguf_table,
+    "vae": figure_tables.vae_table,
+    "controlnet": figure_tables.controlnet_table,
+    "step_caches": figure_tables.step_caches_table,
+    "block_swap": figure_tables.block_swap_table,
+    "training": figure_tables.training_table,
+    "text_encoder": figure_tables.text_encoder_table,
+    "cpu": figure_tables.cpu_table,
 }
 
 
@@ -201,16 +132,35 @@ def made() -> dict[Path, str]:
     """Every file with figures, and what it must hold."""
     texts = {}
     for file, tables in ((ROOT / "README.md", README), (ROOT / "docs" / "figures.md", FIGURES)):
-        texts[file] = file.read_text()
+        texts[file] = file.read_text(encoding="utf-8")
         for name, table in tables.items():
             texts[file] = replace(texts[file], name, table())
     return {
         **texts,
-        ROOT / "docs" / "step-time.svg": step_time_chart(),
+        ROOT / "docs" / "step-time.svg": chart.draw(figure_tables.step_time_ratios()),
         ROOT / "docs" / "compatibility.md": compatibility(),
     }
 
 
-if __name__ == "__main__":
+def stale() -> list[str]:
+    """The files, relative to the repository, that are not what the results files make."""
+    return [str(f.relative_to(ROOT)) for f, content in made().items() if f.read_text(encoding="utf-8") != content]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; end with 1 where a file is not what results make")
+    parser.add_argument("--add", type=Path, metavar="FILE", help="a run, as the benchmarks write it")
+    options = parser.parse_args()
+    if options.check:
+        for name in (names := stale()):
+            print(f"{name} is not what benchmarks/results make; run: python -m benchmarks.tables")
+        sys.exit(bool(names))
+    if options.add:
+        print("added to", ", ".join(f"{table}.json" for table in results.add(options.add)))
     for file, content in made().items():
-        file.write_text(content)
+        file.write_text(content, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

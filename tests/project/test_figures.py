@@ -3,6 +3,7 @@
 import importlib
 import importlib.util
 import json
+import subprocess
 import sys
 from pathlib import Path
 from xml.etree import ElementTree
@@ -30,12 +31,35 @@ def tables(benchmark):
     return benchmark("tables")
 
 
-def test_readme_chart_and_compatibility_are_what_the_results_files_make(tables):
-    made = tables.made()
-    assert {file.name for file in made} == {"README.md", "figures.md", "step-time.svg", "compatibility.md"}
-    for file, content in made.items():
-        assert file.read_text() == content, f"{file.name} is not what `python -m benchmarks.tables` writes"
-    assert "(step-time.svg)" in made[ROOT / "docs" / "figures.md"]
+def test_a_file_that_differs_from_the_results_is_named_and_nothing_is_written(tables, tmp_path, monkeypatch, capsys):
+    (tmp_path / "docs").mkdir()
+    for file, content in tables.made().items():
+        (tmp_path / file.relative_to(ROOT)).write_text(content, encoding="utf-8")
+    monkeypatch.setattr(tables, "ROOT", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["tables", "--check"])
+    assert tables.stale() == []
+    with pytest.raises(SystemExit) as ended:
+        tables.main()
+    assert not ended.value.code and capsys.readouterr().out == ""
+    edited = {}
+    for name in ("README.md", "docs/step-time.svg"):
+        edited[tmp_path / name] = (tmp_path / name).read_text(encoding="utf-8").replace("0.9", "0.8")
+        (tmp_path / name).write_text(edited[tmp_path / name], encoding="utf-8")
+    assert tables.stale() == list(map(str, map(Path, ("README.md", "docs/step-time.svg"))))
+    with pytest.raises(SystemExit) as ended:
+        tables.main()
+    out = capsys.readouterr().out
+    assert ended.value.code and "README.md" in out and "step-time.svg" in out and "figures.md" not in out
+    assert all(file.read_text(encoding="utf-8") == text for file, text in edited.items())
+    monkeypatch.setattr(sys, "argv", ["tables"])
+    tables.main()
+    assert tables.stale() == []
+
+
+def test_the_check_needs_neither_pytorch_nor_a_host():
+    code = "import sys; sys.modules['torch'] = sys.modules['comfy'] = None; import benchmarks.tables as t; t.stale()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
@@ -80,43 +104,48 @@ def test_the_number_of_set_ups_and_the_exceptions_are_those_of_the_results(table
         assert f"{len(rows)} " in file.read_text().replace("<!-- end set-ups -->", "")
 
 
-def test_the_chart_shows_the_ratios_of_the_table_beside_it(tables):
-    root = ElementTree.fromstring(tables.step_time_chart())
+def test_the_chart_shows_the_ratios_of_the_table_beside_it(benchmark):
+    tables_of = benchmark("figure_tables")
+    root = ElementTree.fromstring(benchmark("chart").draw(tables_of.step_time_ratios()))
     shown = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
-    eager, ours = tables._newest_pair(tables.rows("step_time")[0], "qwen_image")
+    eager, ours = tables_of.newest_pair(benchmark("results").rows("step-time", "step_time")[0], "qwen_image")
     assert f"{ours['step'] / eager['step']:.2f}" in shown
-    beside = next(line for line in tables.step_time_table().splitlines() if line.startswith("| Flux-dev 12B, 1024"))
+    beside = next(line for line in tables_of.step_time_table().splitlines() if line.startswith("| Flux-dev 12B, 1024"))
     _, _, _, ours, kjnodes, core, *_ = beside.split("|")
     for ratio in (ours.partition("(")[2].partition(")")[0], kjnodes.strip(), core.strip()):
         assert float(ratio) and ratio in shown
 
 
-def test_every_results_file_says_where_it_comes_from(tables):
-    for file in tables.RESULTS.glob("*.json"):
-        content = json.loads(file.read_text())
-        if file.name == "compatibility.json":
-            continue
-        for where in content.get("environments") or content["runs"]:
-            assert {"date", "device", "torch", "python", "comfyui", "command"} <= set(where), file.name
-
-
-def test_fuzz_and_soak_found_nothing_that_stays(tables):
-    found = [row for kind in ("fuzz", "soak") for row in tables.rows(kind)[0]]
-    assert {row["kind"] for row in found} == {"fuzz", "soak"}
-    for row in found:
-        assert row["wrong"] == [] and row.get("not_flat", []) == [] and row.get("alive", True), row["file"]
-        if row["kind"] == "fuzz":
-            assert row["server_alive"] and row["prompts"] >= 300
-        else:  # the comparison could tell one state from the other
-            assert row["largest_error"] <= row["allowed_error"] < row["least_difference_of_two_states"]
+def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_comes_from(benchmark, tmp_path, monkeypatch):
+    results = benchmark("results")
+    monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
+    kinds = [("step_time", "flux"), ("gguf", "flux"), ("step_time", "flux_small"), ("vae", "flux_small"), ("step_time", "sdxl")]
+    run = {
+        "environments": [{"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25", "python": "3.12"}],
+        "rows": [{"kind": kind, "model": model, "step": n} for n, (kind, model) in enumerate(kinds)],
+    }
+    results.save(tmp_path / "run.json", run)
+    with pytest.raises(ValueError, match=r"lacks command$"):
+        results.add(tmp_path / "run.json")
+    assert not (tmp_path / "results").exists()
+    run["environments"][0]["command"] = "measure"
+    results.save(tmp_path / "run.json", run)
+    assert results.add(tmp_path / "run.json") == ["step-time", "gguf", "cpu"]
+    results.add(tmp_path / "run.json")
+    rows, sources = results.rows("step-time", "step_time")
+    assert [(row["step"], row["source"]) for row in rows] == [(0, 0), (4, 0), (0, 1), (4, 1)]
+    assert sources == ["a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25, `benchmarks/results/step-time.json`"]
+    assert [row["model"] for row in results.rows("cpu", "step_time")[0]] == ["flux_small"] * 2
+    added = json.loads((tmp_path / "results" / "gguf.json").read_text())["runs"]
+    assert added == [{**run, "rows": [run["rows"][1]]}] * 2
 
 
 def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
     import numpy
     import torch
 
-    soak, states = benchmark("soak"), benchmark("soak_prompts")
-    one, other = states.State("m", (8, 8)), states.State("m", (8, 8), lora=1.0)
+    soak = benchmark("soak")
+    one, other = soak.State("m", (8, 8)), soak.State("m", (8, 8), lora=1.0)
     latents = {one: torch.ones(1, 4), other: torch.ones(1, 4) * 1.01}
     image = numpy.zeros((8, 8, 3), "uint8")
     found = soak.Soak.__new__(soak.Soak)
@@ -130,7 +159,8 @@ def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
     assert soak.flat("vram", [130.0, 131.0, 131.4]) and not soak.flat("vram", [130.0, 131.0, 131.6])
 
 
-def test_noise_of_attention_is_shown_where_a_row_has_it(tables):
+def test_noise_of_attention_is_shown_where_a_row_has_it(benchmark):
+    tables = benchmark("results")
     assert tables.noise_of({"attention_noise": {"MATH": 0.25, "FLASH_ATTENTION": 0.5}}) == 0.5
     assert tables.noise_of({"variant": "eager"}) is None and tables.noise_of(None) is None
 
@@ -140,18 +170,41 @@ def test_noise_is_read_for_every_kernel_that_can_run(benchmark, monkeypatch):
     import torch
     from torch.nn.attention import SDPBackend
 
-    noise, session = benchmark("noise"), benchmark("session")
+    steps, session = benchmark("steps"), benchmark("host")
     monkeypatch.setitem(sys.modules, session.KIT, None)
     session._load_kit()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     never = SDPBackend.OVERRIDEABLE  # of other devices than these two
-    monkeypatch.setitem(noise.KERNELS, device, (never, SDPBackend.MATH))
+    monkeypatch.setitem(steps.KERNELS, device, (never, SDPBackend.MATH))
     patcher = benchmark("models").build("flux_small", torch.device(device))
     before = dict(patcher.model_options["transformer_options"])
     expected, _ = session.sample(patcher, "flux_small", 2)
-    found = noise.attention_noise(patcher, "flux_small", 2, device, expected)
+    found = steps.attention_noise(patcher, "flux_small", 2, device, expected)
     assert list(found) == ["MATH"] and 0 < found["MATH"] < 1e-3
     assert patcher.model_options["transformer_options"] == before
+
+
+def test_a_peer_never_shares_a_process_with_ours(benchmark, monkeypatch):
+    """Peers change PyTorch and ComfyUI for good; VAEs are no patches of a model, so all take turns there."""
+    measure, variants = benchmark("measure"), {}
+    for what in measure.WHAT:
+        monkeypatch.setattr(sys, "argv", f"measure --what {what} --host H --kjnodes F --pack P".split())
+        jobs = measure.WHAT[what].jobs(measure.parse())
+        assert jobs and all(job["model"] for job in jobs)
+        variants[what] = [job["variants"] for job in jobs if "variants" in job]
+        assert not any("ours" in shared and {"core", "kjnodes"} & set(shared) for shared in variants[what])
+    assert ["eager", "ours"] in variants["step"] and ["kjnodes"] in variants["step"] and ["core"] in variants["low-vram"]
+    assert variants["gguf"] == [["eager", "ours"], ["eager", "kjnodes"]]
+
+
+def test_what_the_command_gives_is_taken_before_a_measurements_defaults(benchmark, monkeypatch):
+    measure = benchmark("measure")
+    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H", "--vram", "legacy", "--models", "sdxl"])
+    options = measure.parse()
+    assert options.vram == "legacy" and options.models == ["sdxl"]
+    assert options.variants == ["eager", "ours"]  # there is no file of KJNodes
+    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H"])
+    assert measure.parse().vram == "dynamic"
 
 
 def _session(model: str, variant: str, seconds: list[float], cache: str = "cold", cores: int = 0, **more) -> list[dict]:
@@ -165,17 +218,19 @@ def _session(model: str, variant: str, seconds: list[float], cache: str = "cold"
 
 def _results(folder: Path, name: str, found: list[dict]) -> None:
     where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": name}
-    (folder / f"{name}.json").write_text(json.dumps({"environments": [where], "rows": found}))
+    file = folder / "sessions.json"
+    runs = json.loads(file.read_text())["runs"] if file.exists() else []
+    file.write_text(json.dumps({"runs": [*runs, {"environments": [where], "rows": found}]}))
 
 
-def test_sessions_are_set_beside_eagers_prompts_of_the_same_file(benchmark, tmp_path, monkeypatch):
+def test_sessions_are_set_beside_eagers_prompts_of_the_same_run(benchmark, tmp_path, monkeypatch):
     sessions = benchmark("session_tables")
-    monkeypatch.setattr(benchmark("rows"), "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
     assert sessions.sessions_table() == "" == sessions.prompts_table()
     ours = [*_session("flux", "ours", [8, 2, 2]), *_session("flux", "ours", [2, 2, 2], "warm")]
     few = [*_session("flux", "eager", [5, 5, 5], cores=4), *_session("flux", "ours", [10, 5, 5], cores=4)]
     _results(tmp_path, "1", [*_session("flux", "eager", [4, 4, 4]), *ours, *few])
-    # Eager once more, elsewhere: its seconds are newer, but no measure for rows of another file.
+    # Eager once more, elsewhere: its seconds are newer, but no measure for rows of another run.
     cut = _session("flux", "kjnodes", [16, 8])
     _results(tmp_path, "2", [*_session("flux", "eager", [8, 8, 8]), *cut, *_session("flux_small", "eager", [1, 1, 1])])
     lines = sessions.sessions_table().splitlines()
@@ -193,7 +248,7 @@ def test_sessions_are_set_beside_eagers_prompts_of_the_same_file(benchmark, tmp_
 
 def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, tmp_path, monkeypatch):
     sessions = benchmark("session_tables")
-    monkeypatch.setattr(benchmark("rows"), "RESULTS", tmp_path)
+    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
     core = _session("sdxl", "core", [9, 9, 9])
     core[1] = {k: v for k, v in core[1].items() if k not in ("seconds", "steps", "longest_step")}
     core[1]["died"] = "OutOfMemoryError: no memory"
@@ -204,7 +259,7 @@ def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, tmp_path, monk
 
 
 def test_a_session_sends_only_inputs_that_the_servers_node_has(benchmark):
-    prompts = benchmark("session_prompts")
+    prompts = benchmark("sessions")
     node = {"input": {"required": {"model": ["MODEL"], "mode": ["COMBO", {"options": ["default", "other"]}]}}}
     node["input"]["optional"] = {"threads": ["INT", {"default": 4}], "old": [["a", "b"]]}
     node["input_order"] = {"required": ["model", "mode"], "optional": ["threads", "old"]}

@@ -1,7 +1,7 @@
 """A VAE whose images lie channels_last in memory while it decodes and encodes, where that is faster.
 
 cuDNN's convolutions for 16-bit numbers want that layout and else convert at each call. Nothing is compiled: compiling the whole
-decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json).
+decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """UNets that are replayed from CUDA graphs run their convolutions channels_last; here plain PyTorch stands in for Triton.
 
-The kernels themselves are run by Triton's interpreter; benchmarks/group_norm.py runs them on a GPU.
+The kernels themselves are run by Triton's interpreter; tests/test_gpu.py runs them on a GPU.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (benchmarks/graphs.py)."""
+"""CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (tests/test_gpu.py, benchmarks/soak.py)."""
 
 import pytest
 import torch

@@ -1,0 +1,432 @@
+"""Measure what hangs on a model: ControlNet, caches of steps, block swap, VAE, packed weights (GGUF), LoRA training."""
+
+import itertools
+import statistics
+import sys
+import tempfile
+import time
+import types
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from . import host, models, steps
+
+STRENGTH = 0.8
+# Options of the UNet that a ControlNet has not.
+NOT_OF_CONTROLNET = ("out_channels", "transformer_depth_output", "use_temporal_resblock", "use_temporal_attention")
+CACHES = {"none": None, "EasyCache": "EasyCacheNode", "LazyCache": "LazyCacheNode"}
+# Latents of 1024x1024, 1328x1328, and videos: 832x480 with 33 frames, 768x512 with 97.
+LATENTS = {
+    "flux": (1, 16, 128, 128), "sdxl": (1, 4, 128, 128), "qwen": (1, 16, 1, 166, 166), "wan": (1, 16, 9, 60, 104),
+    "hunyuan": (1, 16, 9, 60, 104), "ltx": (1, 128, 13, 16, 24),
+}  # fmt: skip
+VAE_CALLS, LAST_CALLS = 13, 5
+STD = 0.02
+# Layers that K_M files keep in more bits, in some of the blocks.
+FINER = ("attn.proj.weight", "linear2.weight")
+
+
+def wait_for_code(seconds: float) -> None:
+    """Until what is compiled in the background is there."""
+    host.kit("background.thread").compiler.wait(seconds)
+
+
+def _build_controlnet(name: str, device, load_device):
+    """The host's ControlNet for the model, random weights on `device`."""
+    import comfy.cldm.cldm
+    import comfy.controlnet
+    import comfy.ldm.flux.controlnet
+    import comfy.ops
+
+    model = models.MODELS[name]
+    config = {key: value for key, value in model.config.items() if key not in NOT_OF_CONTROLNET}
+
+    def network(device, operations):
+        made = {"device": device, "dtype": model.dtype, "operations": operations}
+        with torch.device(device):
+            if name.startswith("flux"):  # the size of InstantX's union
+                sizes = {**model.config, "depth": min(5, model.config["depth"]), "depth_single_blocks": 0}
+                return comfy.ldm.flux.controlnet.ControlNetFlux(**sizes, **made)
+            return comfy.cldm.cldm.ControlNet(hint_channels=3, **made, **config)
+
+    # With dynamic VRAM the host's layers have no weights before they are loaded: as from a file.
+    generator = torch.Generator(device=device).manual_seed(3)
+    weights = {
+        key: models.random_weight(key, parameter.shape, model.dtype, device, generator)
+        for key, parameter in network(torch.device("meta"), torch.nn).named_parameters()
+    }
+    network = comfy.controlnet.controlnet_load_state_dict(network(device, comfy.ops.disable_weight_init), weights)
+    for parameter in network.parameters():
+        parameter.requires_grad_(False)
+    extra = ["y", "guidance"] if name.startswith("flux") else ["y"]
+    return comfy.controlnet.ControlNet(network.eval(), load_device=load_device, extra_conds=extra)
+
+
+def controlnet(options):
+    """A model with a ControlNet, each compiled or not. With `--free` the host loads both partly, or streams them."""
+    name, device = options.model, host.device()
+    free = (options.free or [0])[0]
+    with torch.inference_mode():
+        if free:
+            ballast, patcher = steps.Ballast(), steps.load_from_file(name)
+            control = _build_controlnet(name, torch.device("cpu"), device)
+            ballast.leave(free)
+        else:
+            patcher, control = models.build(name, device), _build_controlnet(name, device, device)
+    width, height, _ = models.MODELS[name].size
+    hint = torch.rand(1, 3, height, width, generator=torch.Generator().manual_seed(5))
+
+    def sample(model, control):
+        positive, negative = models.conditioning(name)
+        if control is not None:
+            applied = control.copy().set_cond_hint(hint, STRENGTH, (0.0, 1.0))
+            for _, entry in (*positive, *negative):
+                entry.update(control=applied, control_apply_to_uncond=True)
+        result = host.sample(model, name, options.steps, conditioning=(positive, negative))
+        wait_for_code(200)
+        return result
+
+    attach = host.kit("host.model.controlnet").attach_control
+    settings = host.kit("settings").CompileSettings(**options.settings)
+    graphs_of = host.kit("cuda_graphs.capture").graphs_of
+    without, _ = sample(patcher, None)
+    expected, seconds = sample(patcher, control)
+    ours = host.apply("ours", patcher, **options.settings)
+    whole = control.copy()  # as KJNodes' TorchCompileControlNet
+    whole.control_model = torch.compile(control.control_model)
+    common = {"free_gib": free, "vram": options.vram} if free else {}
+    changes = host.relative_error(expected, without)
+    yield {**common, "variant": "eager", "step": host.median(seconds[1:]), "changes_image": changes}
+    variants = {
+        "model alone": (ours, control),
+        "both": (ours, attach(control, settings)),
+        "controlnet alone": (patcher, attach(control, settings)),
+        "controlnet whole": (patcher, whole),
+    }
+    for variant in options.variants or variants:
+        row = {**common, "variant": variant}
+        with host.noted(row):
+            runs = [sample(*variants[variant]) for _ in range(3)]
+            row |= {"first": runs[0][1][0], "step": host.median(runs[-1][1][1:])}
+            row["errors"] = [host.relative_error(latent, expected) for latent, _ in runs]
+            graphs = [graphs_of(network) for network in (patcher.model.diffusion_model, control.control_model)]
+            row |= {"captured": [g.captures for g in graphs], "replayed": [g.replays for g in graphs]}
+        yield row
+
+
+def step_caches(options):
+    """Caches of steps with and without compiling: seconds of a whole run, and how many steps really ran."""
+    import comfy_extras.nodes_easycache as nodes
+
+    patcher = models.build(options.model, host.device())
+    network, calls = type(patcher.model.diffusion_model), [0]
+    ours = host.apply("ours", patcher, **options.settings)
+    graphs = host.kit("cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
+    original, eager = network._forward, {}
+
+    def counted(self, *args, **kwargs):
+        calls[0] += 1
+        return original(self, *args, **kwargs)
+
+    for variant, base in (("eager", patcher), ("ours", ours)):
+        for cache, node in CACHES.items():
+            model = getattr(nodes, node).execute(base, 0.2, 0.15, 0.95, False).result[0] if node else base
+            seconds = []
+            for number in range(4):
+                if variant == "eager" and number == 3:  # counting would be in the code that is compiled
+                    network._forward, calls[0] = counted, 0
+                replays = graphs.replays
+                latent, taken = host.sample(model, options.model, options.steps)
+                wait_for_code(120)
+                seconds.append(sum(taken))
+            network._forward = original
+            if variant == "eager":
+                eager[cache] = latent
+            row = {"variant": variant, "cache": cache, "step": min(seconds[1:]) / options.steps, "runs": seconds}
+            row |= {"ran": calls[0]} if variant == "eager" else {"replayed": graphs.replays - replays}
+            row["error"] = host.relative_error(latent, eager[cache])
+            yield {**row, "cache_changes": host.relative_error(latent, eager["none"])}
+
+
+def _move_with_hooks(patcher, count: int, device):
+    """Each of the last `count` blocks goes to the GPU before it runs and back behind it; returns how to end that."""
+    network = patcher.model.diffusion_model
+    blocks = [*getattr(network, "double_blocks", []), *getattr(network, "single_blocks", [])] or list(network.blocks)
+    handles = []
+    for block in blocks[len(blocks) - count :]:
+        block.to("cpu")
+        handles.append(block.register_forward_pre_hook(lambda module, _args: module.to(device) and None))
+        handles.append(block.register_forward_hook(lambda module, _args, _out: module.to("cpu") and None))
+
+    def end():
+        for handle in handles:
+            handle.remove()
+        network.to(device)
+
+    return end
+
+
+def block_swap(options):
+    """Block Swap beside whole blocks moved by hooks, as WanVideoWrapper's block swap does: a part of the weights in RAM."""
+    import comfy.model_management
+
+    device, expected = host.device(), None
+    patcher = models.build(options.model, device)
+    for variant in ("resident", "swap eager", "swap ours", "hooks"):
+        model, end = patcher, lambda: None
+        if variant == "hooks":
+            end = _move_with_hooks(patcher, options.blocks, device)
+        elif variant != "resident":
+            comfy.model_management.unload_all_models()
+            model = host.kit("host.weights.swap").swap_blocks(patcher, options.blocks).patcher
+            model = host.apply("ours", model, **options.settings) if variant == "swap ours" else model
+        comfy.model_management.soft_empty_cache()
+        row = {"variant": variant, "blocks": options.blocks}
+        with torch.inference_mode(), host.noted(row):
+            row["first"] = host.sample(model, options.model, 2)[1][0]
+            comfy.model_management.soft_empty_cache()
+            if device.type == "cuda":  # of warm steps
+                torch.cuda.reset_peak_memory_stats()
+            latent, seconds = host.sample(model, options.model, options.steps)
+            expected = latent if expected is None else expected
+            row |= {"step": host.median(seconds[1:]), "error": host.relative_error(latent, expected)}
+            row["loaded_gib"] = patcher.model.model_loaded_weight_memory / host.GIB
+        end()
+        yield row
+
+
+def _vae_network(name: str, tiny: bool):
+    """The network that comfy.sd.VAE makes for such a file."""
+    if name in ("flux", "sdxl"):
+        return models.vae_class(f"{name}_small" if tiny else name)
+    if name in ("qwen", "wan"):
+        return models.vae_class("wan_small" if tiny else "wan14")
+    if name == "hunyuan":
+        from comfy.ldm.models.autoencoder import AutoencoderKL
+
+        return AutoencoderKL(ddconfig={**models.VAE, "z_channels": 16, "conv3d": True, "time_compress": 4}, embed_dim=16)
+    from comfy.ldm.lightricks.vae.causal_video_autoencoder import VideoVAE
+
+    return VideoVAE(version=1)
+
+
+class _Vae:
+    """One VAE, used in its variant's way, and what that took."""
+
+    def __init__(self, options, variant: str):
+        import comfy.sd
+
+        self.variant, self.decodes, self.encodes = variant, [], []
+        self.vae = comfy.sd.VAE(models.vae_weights(lambda: _vae_network(options.model, options.tiny), host.device()))
+        if variant == "ours":
+            self.vae = host.kit("host.vae.attach").attach_vae(self.vae)
+        elif variant == "kjnodes":
+            self.vae = host.kjnodes_vae(self.vae, options.kjnodes)
+        self.row = {"variant": variant, "vram": options.vram, "dtype": str(self.vae.vae_dtype)}
+
+    def call(self, method: str, argument):
+        """What the VAE's method gives; its seconds are added to `decodes` or `encodes`."""
+        began = time.perf_counter()
+        with torch.inference_mode():
+            result = getattr(self.vae, method)(argument)
+        getattr(self, f"{method}s").append(time.perf_counter() - began)
+        return result
+
+    def finish(self) -> dict:
+        """The row: seconds are the median of the last calls."""
+        for key, seconds in (("seconds", self.decodes), ("encode", self.encodes)):
+            if seconds:
+                self.row[key] = statistics.median(seconds[-LAST_CALLS:])
+        self.row |= {"first": self.decodes[0], "calls": self.decodes}
+        if self.variant == "ours":
+            trials = {n: getattr(p, "trial", None) for n, p in self.vae.patcher.object_patches.items()}
+            self.row["channels_last"] = {n: trial.other for n, trial in trials.items() if trial is not None}
+        return self.row
+
+
+def vae(options):
+    """Decoding with the host's VAEs as they are, with VAE Channels Last, and compiled by KJNodes' node.
+
+    Through `VAE.decode`, so with the host's casts and memory management; each variant has a VAE of its own, and they take turns
+    call by call, so that what the GPU's clock does falls on each alike. `ours` is the node's way from the first call on: the
+    first is plain, then both ways are timed, then the faster one stays (`channels_last`).
+    """
+    shape = [min(n, 8) if options.tiny and i > 1 else n for i, n in enumerate(LATENTS[options.model])]
+    latent = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+    running, expected = [_Vae(options, variant) for variant in options.variants], None
+    for number in range(VAE_CALLS):
+        if number == 1:  # between two images of a person there is time for what is made in the background
+            wait_for_code(60)
+        for one in list(running):
+            with host.noted(one.row):
+                image = one.call("decode", latent).float()
+            if one.variant in ("eager", "ours") and "died" not in one.row:
+                with host.noted(encoding := {}):  # its memory is not that of decoding
+                    one.call("encode", image[0] if image.dim() == 5 else image)
+                one.row |= {key: value for key, value in encoding.items() if key == "died"}
+            if "died" in one.row:
+                running.remove(one)
+                yield one.row
+                continue
+            expected = image if expected is None else expected
+            one.row["largest_error"] = float((image - expected).abs().max())  # of an image from 0 to 1
+            one.row["mean_error"] = float((image - expected).abs().mean())
+    for one in running:
+        yield one.finish() | {"latent": shape}
+
+
+def gguf_jobs(options) -> list[dict]:
+    """Peers apart, with eager in their process."""
+    both = [variant for variant in options.variants if variant in ("eager", "ours")]
+    peers = [["eager", variant] for variant in options.variants if variant not in both]
+    return [{"model": model, "variants": variants} for model in options.models for variants in ([both] if both else []) + peers]
+
+
+def _packed(shape, kind, generator):
+    """Random bytes that unpack to about `STD`: what scales them is set."""
+    import gguf
+    import numpy as np
+
+    of_block, of_bytes = gguf.GGML_QUANT_SIZES[kind]
+    blocks = int(np.prod(shape)) // of_block
+    raw = generator.integers(0, 256, (blocks, of_bytes), dtype=np.uint8)
+
+    def put(at, value):
+        raw[:, at : at + 2] = np.full((blocks, 1), value, np.float16).view(np.uint8)
+
+    name = kind.name
+    if name in ("Q4_K", "Q5_K"):  # scale, and scale of the minima
+        put(0, STD / 31 / (8 if name == "Q4_K" else 16))
+        put(2, STD / 31)
+    elif name == "Q6_K":
+        put(208, STD / 32 / 40)
+    elif name == "Q8_0":
+        put(0, STD / 64)
+    else:
+        raise ValueError(f"--packings {name}: there is no way here to make such weights; there are Q4_K, Q5_K and Q8_0")
+    return raw.reshape(*shape[:-1], -1)
+
+
+def _write_gguf(name: str, packing: str, file: Path) -> None:
+    """A file of the model; matrices of the blocks are packed, some layers in Q6_K as in files called K_M."""
+    import gguf
+    import numpy as np
+
+    kinds, generator = gguf.GGMLQuantizationType, np.random.default_rng(1)
+    writer = gguf.GGUFWriter(str(file), models.MODELS[name].config["image_model"])
+    shapes = models.MODELS[name].host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
+    for key, weight in shapes.items():
+        shape = tuple(weight.shape)
+        if len(shape) == 2 and "blocks" in key and shape[-1] % 256 == 0:
+            finer = packing.endswith("_K") and key.endswith(FINER) and ".0." in key
+            kind = kinds.Q6_K if finer else kinds[packing]
+            writer.add_tensor(key, _packed(shape, kind, generator), raw_dtype=kind)
+        else:
+            plain = models.random_weight(key, shape, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1))
+            writer.add_tensor(key, plain.half().numpy() if len(shape) > 1 else plain.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _load_gguf(pack: Path, file: Path):
+    """As ComfyUI-GGUF's loader node does it."""
+    import folder_paths
+
+    package = types.ModuleType("gguf_pack")
+    package.__path__ = [str(pack)]
+    sys.modules["gguf_pack"] = package
+    folder_paths.add_model_folder_path("unet", str(file.parent))
+    for key in ("unet", "diffusion_models"):
+        if key in folder_paths.folder_names_and_paths:
+            folder_paths.folder_names_and_paths[key][1].add(".gguf")
+    (patcher,) = import_module("gguf_pack.nodes").UnetLoaderGGUF().load_unet(file.name)
+    return patcher
+
+
+def gguf(options):
+    """Packed weights (GGUF) with ComfyUI-GGUF's own loader; the files are random, their numbers as large as real weights."""
+    for packing in options.packings:
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / f"{options.model}-{packing}.gguf"
+            _write_gguf(options.model, packing, file)
+            patcher, expected = _load_gguf(options.pack.resolve(), file), None
+            for variant in options.variants:
+                row = {"packing": packing, "variant": variant}
+                with host.noted(row):
+                    model = host.apply(variant, patcher, options.kjnodes, **options.settings)
+                    latent, first = host.sample(model, options.model, options.steps)
+                    _, seconds = host.sample(model, options.model, options.steps)
+                    expected = latent if expected is None else expected
+                    row |= {"first_step": first[0], "step": host.median(seconds[1:])}
+                    row["error"] = host.relative_error(latent, expected)
+                yield row
+
+
+def training_jobs(options) -> list[dict]:
+    """A process a variant: what one that died has left in memory is not the next one's."""
+    return [{"model": model, "variants": [variant]} for model in options.models for variant in options.variants]
+
+
+def training(options):
+    """LoRA training through the host's TrainLoraNode.
+
+    The trainer's own model is built again with random weights, as the host loads its file again. Losses are those of the same
+    seed; where they differ is told in docs/figures.md.
+    """
+    import comfy.model_management
+    import comfy.ops
+    import comfy_extras.nodes_train as nodes
+
+    if options.without_cudnn:
+        comfy.ops.SDPA_BACKEND_PRIORITY[:] = [b for b in comfy.ops.SDPA_BACKEND_PRIORITY if "CUDNN" not in b.name]
+    (variant,), device, times = options.variants, host.device(), []
+    patcher = models.build(options.model, device)
+
+    def build_again(name: str, disable_dynamic: bool = False):
+        with torch.inference_mode(False):  # the trainer's weights are no inference tensors
+            return models.build(name, device, inference=False)
+
+    patcher.cached_patcher_init = (build_again, (options.model,))
+
+    class Bar:
+        """In place of the node's progress bar: told after each step."""
+
+        def __init__(self, _total):
+            pass
+
+        def update(self, _steps):
+            times.append(host.now())
+            print(f"step {len(times)} after {times[-1] - began:.1f} s", flush=True)
+
+    nodes.ProgressBar = Bar
+    model = host.apply(variant, patcher, **options.settings)
+    positive = [[t, dict(extra)] for t, extra in models.conditioning(options.model)[0]]
+    size = models.latent(options.model, options.size and (options.size, options.size, 1))
+    latents = [{"samples": torch.randn(size.shape, generator=torch.Generator().manual_seed(n))} for n in range(options.batch)]
+    inputs = {
+        "model": model, "batch_size": options.batch, "steps": options.steps, "grad_accumulation_steps": 1,
+        "learning_rate": 1e-4, "rank": 16, "optimizer": "AdamW", "loss_function": "MSE", "seed": 3,
+        "training_dtype": options.dtype, "lora_dtype": options.dtype,
+        "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": options.depth > 0,
+        "checkpoint_depth": options.depth or 1, "offloading": False, "existing_lora": "[None]", "bucket_mode": False,
+        "bypass_mode": options.bypass,
+    }  # fmt: skip
+    row = {"variant": variant, "batch": options.batch, "depth": options.depth}
+    row |= {"bypass": options.bypass, "cudnn": not options.without_cudnn}
+    patcher.model.to("cpu")  # a trainer needs the room, and the host's loader would give it back
+    comfy.model_management.soft_empty_cache()
+    began = time.perf_counter()
+    with torch.inference_mode(), host.noted(row):
+        listed = {name: [value] for name, value in inputs.items()}
+        _lora, losses, _ = nodes.TrainLoraNode.execute(**listed, latents=latents, positive=[positive]).args
+        seconds = [after - earlier for earlier, after in itertools.pairwise(times)]
+        row |= {"first": times[0] - began, "step": host.median(seconds), "losses": losses["loss"], "steps": seconds}
+    if device.type == "cuda":
+        row["retries"] = torch.cuda.memory_stats()["num_alloc_retries"]
+    if variant == "ours":
+        row["notes"] = host.kit("host.model.attach").notes_about(model)
+    yield row

@@ -1,0 +1,162 @@
+"""Read and write results files, without PyTorch.
+
+A command writes one run: {"environments": [...], "rows": [...]}. benchmarks/results/TABLE.json holds the runs that the table
+shows, oldest first; `python -m benchmarks.tables --add FILE` puts a new run there. `formerly` is an old run's file in git.
+"""
+
+import datetime
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+NAMES = {
+    "flux": "Flux-dev 12B, 1024x1024",
+    "flux_fp8": "Flux-dev 12B, fp8 weights",
+    "flux_fp8_scaled": "Flux-dev 12B, scaled fp8",
+    "qwen_image": "Qwen-Image 20B, 1328x1328",
+    "wan14": "Wan 2.1 14B, 832x480x33",
+    "hunyuan_video": "HunyuanVideo 13B, 848x480x33",
+    "z_image": "Z-Image 6B, 1024x1024",
+    "sdxl": "SDXL, 1024x1024, cfg 5",
+    "sd15": "SD 1.5, 512x512, cfg 5",
+}
+SMALL = {"flux_small": "a small Flux, 256x256", "sdxl_small": "a small SDXL, 256x256, cfg 5"}
+PEERS = ("core", "kjnodes")
+# What each environment of a run says.
+PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
+# kind of a row -> the file that holds it; steps and restarts of small models are in `cpu`
+FILES = {
+    "session": "sessions", "step_time": "step-time", "low_vram": "low-vram", "kernels": "kernels", "cold start": "cold-start",
+    "lora": "lora", "restart": "restart", "gguf": "gguf", "vae": "vae", "controlnet_node": "controlnet",
+    "step_caches": "step-caches", "block_swap": "block-swap", "training": "training", "soak": "soak",
+}  # fmt: skip
+
+
+def rows(table: str, *kinds: str) -> tuple[list[dict], list[str]]:
+    """Rows of these kinds in a table's file, newest last, and lines that say where they come from.
+
+    Returns:
+        Each row with its device and `source`, the position of its run in the file; rows of a run come from one machine.
+    """
+    file = RESULTS / f"{table}.json"
+    runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else []
+    selected, sources = [], []
+    for index, run in enumerate(runs):
+        where = run["environments"][-1]
+        of_kind = [{**row, "source": index, "device": where["device"]} for row in run["rows"] if row["kind"] in kinds]
+        if of_kind:
+            selected += of_kind
+            versions = f"ComfyUI {where['comfyui']}, PyTorch {where['torch']}"
+            sources.append(f"{where['device']}, {versions}, {where['date']}, `benchmarks/results/{file.name}`")
+    return selected, list(dict.fromkeys(sources))
+
+
+def add(file: Path) -> list[str]:
+    """Put the run of a file into the files of the tables that show its rows; returns their names.
+
+    Raises:
+        ValueError: an environment of the run lacks something.
+    """
+    run = json.loads(file.read_text(encoding="utf-8"))
+    for where in run["environments"] or [{}]:
+        if lacking := [key for key in PROVENANCE if key not in where]:
+            raise ValueError(f"{file}: a run says its {', '.join(PROVENANCE)}; this one lacks {', '.join(lacking)}")
+    by_table: dict[str, list[dict]] = {}
+    for row in run["rows"]:
+        if not row.get("model", "").endswith("_small"):
+            by_table.setdefault(FILES[row["kind"]], []).append(row)
+        elif row["kind"] in ("step_time", "restart"):  # no table shows others of small models
+            by_table.setdefault("cpu", []).append(row)
+    for table, of_table in by_table.items():
+        target = RESULTS / f"{table}.json"
+        runs = json.loads(target.read_text(encoding="utf-8"))["runs"] if target.exists() else []
+        save(target, {"runs": [*runs, {**run, "rows": of_table}]})
+    return list(by_table)
+
+
+def load(file: Path | None) -> dict:
+    """The run in a file that a command wrote, to which it adds rows; an empty one if there is none."""
+    return json.loads(file.read_text(encoding="utf-8")) if file and file.exists() else {"environments": [], "rows": []}
+
+
+def save(file: Path, content: dict) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def environment(host: str, module: str) -> dict:
+    """Machine, versions and command of a run."""
+    import torch
+
+    version: dict = {}
+    exec((Path(host) / "comfyui_version.py").read_text(), version)  # noqa: S102  the host's own version file
+    cuda = torch.cuda.is_available()
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda if cuda else None,
+        "python": platform.python_version(),
+        "comfyui": version["__version__"],
+        "command": command(module),
+    }
+
+
+def command(module: str) -> str:
+    return " ".join([f"python -m benchmarks.{module}", *sys.argv[1:]])
+
+
+def cpu_name() -> str:
+    """This machine's processor and how many cores it has."""
+    information = Path("/proc/cpuinfo")
+    lines = information.read_text().splitlines() if information.exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name or 'CPU'}, {os.cpu_count()} cores"
+
+
+def cell(row: dict | None, eager: dict | None) -> str:
+    """Seconds per step, and the ratio to eager's."""
+    if row is None:
+        return "-"
+    if "died" in row:
+        return row["died"] if row["died"].startswith("no result") else "dies: " + row["died"].partition(":")[0]
+    against = f" ({ratio(row, eager)})" if eager and row is not eager else ""
+    return f"{row['step']:.4g}{against}"
+
+
+def number(row: dict | None, eager: dict | None) -> float | None:
+    return row["step"] / eager["step"] if row and eager and "step" in row and "step" in eager else None
+
+
+def ratio(row: dict | None, eager: dict | None) -> str:
+    value = number(row, eager)
+    return "-" if value is None else f"{value:.2f}"
+
+
+def error_of(row: dict | None) -> str:
+    return f"{row['error']:.4f}" if row and "error" in row else "-"
+
+
+def noise_of(row: dict | None) -> float | None:
+    """The largest error of eager with another attention kernel; older rows have none."""
+    return max(row["attention_noise"].values()) if row and row.get("attention_noise") else None
+
+
+def newest(candidates: list[dict], **wanted) -> dict | None:
+    """The last row that has these values."""
+    return next((row for row in reversed(candidates) if all(row.get(k) == v for k, v in wanted.items())), None)
+
+
+def eager_beside(candidates: list[dict], row: dict, **wanted) -> dict | None:
+    """The eager row of the process that `row` comes from, or of its run where rows do not name their process."""
+    process = {key: row.get(key) for key in ("source", "process", "run") if key in row}
+    return newest(candidates, **{"model": row["model"], "variant": "eager", **process, **wanted})
+
+
+def lines_of(head: list[str], lines: list[str], sources: list[str] = ()) -> str:
+    """A Markdown table, and where it comes from."""
+    return "\n".join(["| " + " | ".join(head) + " |", "|---" * len(head) + "|", *lines, *(["", *sources] if sources else [])])
