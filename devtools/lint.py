@@ -53,8 +53,10 @@ def run_step(step, root=ROOT):
     done = subprocess.run(
         step.command, cwd=root, env=environment, capture_output=True, text=True, encoding="utf-8", errors="replace"
     )
-    good = done.returncode == 0 and not (step.refused and re.search(step.refused, done.stdout))
-    return good, done.stdout if good else done.stdout + done.stderr, time.monotonic() - started
+    output = done.stdout + done.stderr
+    good = done.returncode == 0 and not (step.refused and re.search(step.refused, output))
+    # comfy-cli says on stderr what it has found; other tools write there what has nothing to do with it.
+    return good, output if step.refused or not good else done.stdout, time.monotonic() - started
 
 
 def run_steps(chosen, root=ROOT, at_once=2):
