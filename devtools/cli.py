@@ -120,9 +120,13 @@ def run(command, environment):
 
 
 def in_parallel():
-    """For the whole suite: file by file on the cores that there are; a process takes about 4 GB."""
+    """For a part of the suite: on the cores that there are; a process takes about 4 GB.
+
+    Each process gets a run of neighbours, so that a module's models and servers are made once, and takes the end of another's
+    run when its own is done.
+    """
     workers = min(4, os.cpu_count() or 1)
-    return ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
+    return ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
 
 
 def inside(options):
