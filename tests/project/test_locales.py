@@ -131,7 +131,7 @@ def test_a_text_that_is_not_there_or_not_used_is_found(tmp_path):
     (tmp_path / "nodes" / "more.py").write_text('say(\n    "planted"\n)')
     settings = tmp_path / "js" / "settings.js"
     settings.write_text(
-        settings.read_text().replace('"TorchCompileKit.', '"TorchCompileKit.More', 1).replace('name: "', 'name: "x', 1)
+        settings.read_text().replace('"TorchCompileKit.', '"TorchCompileKit.More', 1).replace('name: "', 'name: "x')
     )
     lines = texts.unused_or_missing(tmp_path)
     for start in (
