@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 
-from . import hosts, matrix, suite, venvs
+from . import hosts, lint, matrix, suite, venvs
 from .commands import ROOT, SetupError
 from .setup import set_up
 
@@ -53,6 +53,7 @@ def parse(argv):
         return added
 
     command("setup", help="only set up")
+    command("lint", help="style, types, texts, tables: what can be checked without running the pack")
     command("demo", help="the shipped workflow without and with our nodes, on tiny models")
     test = command("test", help="the tests; further arguments go to pytest", add_help=False)
     table = command("matrix", help="all tests, and how they ended as a line of the compatibility table")
@@ -62,7 +63,6 @@ def parse(argv):
         add_part(chosen, "core", "the core of the suite, as for other versions of ComfyUI")
         if command_ is test:
             add_part(chosen, "rest", "other hosts, and the same code at more places: what CI runs beside")
-            add_part(chosen, "quick", "what takes three minutes")
         add_part(chosen, "newest", f"what newer versions can break, on ComfyUI {hosts.NEWEST[0]} and PyTorch {venvs.NEWEST}")
     serve = command("serve", help="start ComfyUI with the pack and tiny models, until Ctrl+C")
     serve.add_argument("--port", type=int, default=8188)
@@ -87,6 +87,8 @@ def main(argv):
     if options.command == "setup":
         print(f"ComfyUI: {host}\nPython:  {python}")
         return 0
+    if options.command == "lint":
+        return lint.main(python, host)
     environment = {**os.environ, "COMFYUI_PATH": str(host)}
     if options.command not in ("test", "matrix"):
         return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
@@ -118,9 +120,13 @@ def run(command, environment):
 
 
 def in_parallel():
-    """For the whole suite: file by file on the cores that there are; a process takes about 4 GB."""
+    """For a part of the suite: on the cores that there are; a process takes about 4 GB.
+
+    Each process gets a run of neighbours, so that a module's models and servers are made once, and takes the end of another's
+    run when its own is done.
+    """
     workers = min(4, os.cpu_count() or 1)
-    return ["-n", str(workers), "--dist", "loadfile"] if workers > 1 else []
+    return ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
 
 
 def inside(options):

@@ -2,6 +2,7 @@
 
 python -m devtools.locales --comfyui FOLDER      # with the Python that runs this ComfyUI; ends with 1 where a text is wrong
 
+What `python dev.py lint` looks at, these and the other texts, without writing: devtools/texts.py.
 ComfyUI reads locales/LANGUAGE/main.json (the page takes `nodeCategories` of it for its menu, our scripts `torchCompileKit`),
 nodeDefs.json and settings.json. The English of our scripts and settings is written by hand.
 """
@@ -124,10 +125,9 @@ def write_english(content, folder=FOLDER):
     return [key for key, text in now.items() if before.get(key) != text]
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--comfyui", type=Path, required=True, help="the folder of ComfyUI")
-    os.environ["COMFYUI_PATH"] = str(parser.parse_args().comfyui.resolve())
+def load_schemas(comfyui):
+    """The schema of each node, from the pack as this ComfyUI loads it; once a process."""
+    os.environ["COMFYUI_PATH"] = str(comfyui.resolve())
     sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve() != ROOT]  # its nodes/ is not ComfyUI's
     with tempfile.TemporaryDirectory(prefix="torch-compile-kit-locales-") as base:
         enter_host(base)
@@ -135,7 +135,13 @@ def main():
 
         if not asyncio.run(nodes.load_custom_node(str(ROOT))):
             sys.exit("ComfyUI did not load the pack; see its log above")
-        schemas = schemas_in(str(ROOT).replace(".", "_x_"))
+        return schemas_in(str(ROOT).replace(".", "_x_"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--comfyui", type=Path, required=True, help="the folder of ComfyUI")
+    schemas = load_schemas(parser.parse_args().comfyui)
     content = english(schemas)
     for key in write_english(content):
         print(f"en: {key}: new or changed, translate it anew")

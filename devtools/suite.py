@@ -1,58 +1,73 @@
-"""Parts of the suite: its core, for every ComfyUI, what a newer ComfyUI or PyTorch can break, and what is quick."""
+"""Parts of the suite: what runs in any ComfyUI, and what a newer ComfyUI or PyTorch can break."""
 
-from .commands import ROOT
-
-CORE = ["host/model/test_integrity", "host/weights/test_lora", "host/weights/test_blocks"]
-# At most three minutes on two cores.
-QUICK = ["tests/engine", "tests/project", "tests/host/test_adapter.py", "tests/host/model/test_models.py"]
-# Minutes of compiling that say little about a host.
-LONG = "with_and_without_warmup and not flux"
+# File below tests/ -> tests by name; all of its parameters, or those that are named. These run in every ComfyUI, old or new.
+CORE = {
+    "host/model/test_integrity": (
+        "test_keys_are_the_same_before_inside_and_after",
+        "test_torch_settings_are_as_found",
+        "test_the_same_seed_gives_the_same_image_with_and_without_warmup[flux-inductor-1.0]",
+        "test_executing_again_and_changes_downstream_add_nothing",
+        "test_a_lora_merged_into_the_weights_takes_effect_without_a_graph",
+    ),
+    "host/weights/test_lora": (
+        "test_merged_into_the_weights",
+        "test_hooks_with_a_schedule",
+        "test_object_patches_of_blocks_and_layers[double_blocks.0]",
+    ),
+    "host/weights/test_blocks": (
+        "test_partial_loading_takes_the_graphs_of_full_loading",
+        "test_lora_under_partial_loading_adds_no_graph",
+        "test_paged_weights_take_one_graph_a_kind_whatever_is_resident[flux]",
+        "test_lora_on_paged_weights_adds_no_graph",
+        "test_an_error_in_a_block_leaves_paged_layers_as_found",
+        "test_weights_are_spread_evenly_over_the_blocks",
+    ),
+}
+# Beside these: what newer versions have broken, or could.
+NEWEST = {
+    "canaries/test_names": (),
+    "canaries/test_objects": (),
+    "host/test_adapter": ("test_this_host_is_known", "test_the_host_fetches_no_block_ahead_that_we_fetch"),
+    "host/model/test_models": (),
+    "host/model/test_background": (
+        "test_images_go_on_until_the_code_is_there",
+        "test_paged_weights_are_not_held_and_need_the_same_code",
+        "test_the_warmup_waits_and_leaves_nothing_to_make",
+    ),
+    "host/graphs/test_replay": ("test_weights_that_stay_in_their_pages",),
+    "host/graphs/test_stale_graphs": ("test_equal_options_are_replayed_and_others_are_not",),
+    "host/model/test_attention_choice": ("test_what_was_measured_is_used",),
+    "host/model/test_controlnet": ("test_compiled_equals_eager_alone_and_behind_a_compiled_model[flux]",),
+    "host/model/test_training": ("test_without_checkpointing_too",),
+    "host/nodes/test_cache_files": ("test_the_second_process_reads_every_graph_from_disk",),
+    "host/nodes/test_warmup": ("test_a_warm_size_is_not_run_again",),
+    "host/weights/test_quantized": ("test_no_breaks_and_the_hosts_result",),
+    "engine/compile/test_group": ("test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own",),
+    "engine/inductor/test_backend": ("test_the_hosts_kernels_as_code",),
+    "engine/inductor/test_dynamic_sizes": ("test_one_graph_for_all_sizes_and_one_for_a_batch_of_one",),
+    "engine/inductor/test_persistent_reductions": (),
+    "engine/test_torch_settings": (),
+    "server/test_nodes": ("test_image_is_the_same_with_and_without_the_nodes",),
+}
 # These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
 WITHOUT_PAGES = {"0.18.2", "0.16.3"}
 
-# The newest versions get every file but these, so that a new one is among them; at most 12 minutes on two cores.
-NOT_NEWEST = {
-    # nothing of the host or of PyTorch
-    "project/test_figures",
-    "project/test_packaging",
-    "project/test_setup",
-    "project/test_style",
-    "engine/benchmark/test_figures",
-    # the same code as in others, at more places
-    "host/test_sweep",
-    "host/model/test_unsound",
-    "host/nodes/test_benchmark",
-    # minutes in Chromium
-    "server/test_browser",
-    # many starts of a process
-    "faults/test_faults",
-    "server/test_cache",
-    "server/test_prepare",
-    "server/test_warm",
-    # other hosts
-    "host/test_older_hosts",
-}
 
-
-def newest():
-    """The files that newer versions can break, below tests/ and without their suffix."""
-    tests = ROOT / "tests"
-    found = {file.relative_to(tests).with_suffix("").as_posix() for file in tests.rglob("test_*.py")}
-    return sorted(found - NOT_NEWEST)
+def tests_of(chosen):
+    """What pytest is given for the tests of CORE or NEWEST."""
+    files = [(f"tests/{file}.py", names) for file, names in chosen.items()]
+    return [f"{file}::{name}" for file, names in files for name in names] + [file for file, names in files if not names]
 
 
 def arguments(part, version):
-    """What pytest gets for a part ("whole", "first", "rest", "quick", "core" or "newest") on that ComfyUI."""
+    """What pytest gets for a part ("whole", "first", "rest", "core" or "newest") on that ComfyUI."""
     if part == "whole":
         return []
     if part in ("first", "rest"):
         return ["-m", "rest" if part == "rest" else "not rest"]
-    if part == "quick":
-        return ["-m", "not rest", *QUICK]
     if part == "newest":
-        return [f"tests/{name}.py" for name in newest()]
-    without_pages = ["-m", "not pages"] if version in WITHOUT_PAGES else []
-    return ["-k", f"not ({LONG})", *without_pages, *(f"tests/{name}.py" for name in CORE)]
+        return tests_of({**CORE, **NEWEST})
+    return ["-m", "not pages", *tests_of(CORE)] if version in WITHOUT_PAGES else tests_of(CORE)
 
 
 def left_out(part, version):

@@ -1,19 +1,12 @@
-"""The texts of the nodes in other languages: none is missing, left over, English, or at odds with the schemas."""
+"""The checks of texts find what is planted; that nothing is wrong with the texts themselves: `python dev.py lint`."""
 
-import json
-import re
-from collections import Counter
+import shutil
 
 import pytest
 from comfy_api.latest import io
-from support import ROOT
 
-from devtools import locales
+from devtools import help_pages, locales, texts
 
-DOCS = ROOT / "js" / "docs"
-HELP_LANGUAGES = ("ja", "zh")
-REPORT = "report.json"
-PAGES = sorted(DOCS.glob("*.md"))
 MODE = "nodeDefs.json/TorchCompileKitModel/inputs/mode/tooltip"
 
 
@@ -27,41 +20,6 @@ def wrong(language, schemas, change=lambda translation: None):
     translation = locales.read(language)
     change(translation["nodeDefs.json"])
     return locales.wrong(locales.english(schemas), translation, locales.choices(schemas))
-
-
-def test_english_is_what_the_schemas_say(schemas):
-    assert locales.read("en") == locales.english(schemas), "run python -m devtools.locales --comfyui FOLDER"
-
-
-def test_the_languages_are_the_known_ones():
-    assert {folder.name for folder in locales.FOLDER.iterdir()} == {"en", *locales.LANGUAGES}
-    assert all(
-        {file.name for file in f.iterdir()} == set(locales.FILES) | ({REPORT} if f.name in ("en", *HELP_LANGUAGES) else set())
-        for f in locales.FOLDER.iterdir()
-    )
-
-
-@pytest.mark.parametrize("language", locales.LANGUAGES)
-def test_each_text_is_translated(schemas, language):
-    assert wrong(language, schemas) == []
-
-
-@pytest.mark.parametrize("language", ["en", *locales.LANGUAGES])
-def test_all_nodes_inputs_and_outputs_have_texts(schemas, language):
-    """Counted from the schemas by another way than the script's."""
-    texts = locales.read(language)["nodeDefs.json"]
-    for schema in schemas:
-        node = texts[schema.node_id]
-        assert list(node["inputs"]) == [given.id for given in schema.inputs]
-        assert list(node["outputs"]) == [str(index) for index in range(len(schema.outputs))]
-        assert all(set(given) == {"name", "tooltip"} for part in ("inputs", "outputs") for given in node[part].values())
-    assert len(texts) == len(schemas) == 9
-
-
-def test_nodes_have_different_names_in_each_language():
-    for language in locales.LANGUAGES:
-        titles = [node["display_name"] for node in locales.read(language)["nodeDefs.json"].values()]
-        assert len(set(titles)) == len(titles)
 
 
 def test_a_new_input_is_found_in_each_language(schemas):
@@ -116,87 +74,97 @@ def test_the_script_writes_english_and_tells_which_texts_are_new_or_changed(sche
     content = locales.english(schemas)
     assert set(locales.write_english(content, tmp_path)) == set(locales.texts(content))
     assert locales.write_english(content, tmp_path) == []
-    for name in content:
-        assert (tmp_path / "en" / name).read_bytes() == (locales.FOLDER / "en" / name).read_bytes()
+    assert locales.read("en", tmp_path) == content
     content["nodeDefs.json"]["TorchCompileKitModel"]["inputs"]["mode"]["tooltip"] += " More."
     assert locales.write_english(content, tmp_path) == [MODE]
 
 
-def outline(page):
-    """What a translation of a help page must have in common with it: headings, tables, code, links, inputs by name."""
-    lines = page.splitlines()
-    return {
-        "headings": [re.match("#+", line)[0] for line in lines if line.startswith("#")],
-        "rows": [line.count(" |") for line in lines if line.startswith("|")],
-        "named": [re.findall(r"\*\*(\w+)\*\*", line.split("|")[1]) for line in lines if line.startswith("| **")],
-        "lists": sum(line.startswith("- ") for line in lines),
-        "code": Counter(re.findall(r"`[^`]+`", page)),
-        "links": re.findall(r"\]\((\S+?)\)", page),
-    }
+def test_a_node_without_all_its_texts_is_found(schemas):
+    nodes = locales.read("de")["nodeDefs.json"]
+    assert texts.incomplete(schemas, nodes) == []
+    del nodes["TorchCompileKitModel"]["inputs"]["mode"]["tooltip"]
+    del nodes["TorchCompileKitWarmup"]["outputs"]["0"]
+    del nodes["TorchCompileKitVAE"]
+    nodes["Other"] = {}
+    found = {line.partition(":")[0] for line in texts.incomplete(schemas, nodes)}
+    assert {"nodeDefs.json/TorchCompileKitModel/inputs", "nodeDefs.json/TorchCompileKitWarmup/outputs"} < found
+    assert {"nodeDefs.json/TorchCompileKitVAE/inputs", "nodeDefs.json/Other"} < found
 
 
-@pytest.mark.parametrize("language", HELP_LANGUAGES)
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_a_translated_help_page_has_what_the_english_one_has(page, language):
-    translated = (DOCS / page.stem / f"{language}.md").read_text(encoding="utf-8")
-    assert outline(translated) == outline(page.read_text(encoding="utf-8"))
-    same = set(translated.splitlines()) & set(page.read_text(encoding="utf-8").splitlines())
-    assert all(re.fullmatch(r"[|\- ]*", line) for line in same), f"untranslated: {same}"
+def test_a_file_of_a_language_that_is_missing_unknown_or_otherwise_written_is_found(tmp_path):
+    shutil.copytree(locales.FOLDER, tmp_path / "locales")
+    folder = tmp_path / "locales"
+    assert texts.wrong_files(folder) == []
+    (folder / "ko" / "main.json").unlink()
+    (folder / "xx").mkdir()
+    (folder / "xx" / "main.json").write_text("{}\n")
+    (folder / "ja" / "main.json").write_text("{}")
+    assert [line.partition(": ")[0] for line in texts.wrong_files(folder)] == ["ko/main.json", "xx/main.json", "ja/main.json"]
 
 
-def test_help_pages_are_those_of_the_nodes(schemas):
-    assert {page.stem for page in PAGES} == {schema.node_id for schema in schemas}
-    translated = {file.relative_to(DOCS).as_posix() for file in DOCS.glob("*/*")}
-    assert translated == {f"{page.stem}/{language}.md" for page in PAGES for language in HELP_LANGUAGES}
+@pytest.mark.parametrize(
+    ("key", "text", "found"),
+    [
+        ("lacks", None, "lacks"),
+        ("more", "x", "English has no such text"),
+        ("since", "何か", "has other places for values"),
+        ("since", "%1 compiled since", "is English"),
+        ("since", "auto %1 以降", "auto is in one of the languages only"),
+    ],
+)
+def test_a_wrong_sentence_of_a_report_is_found(key, text, found):
+    english, translated = {"since": "%1 compiled since", "lacks": "a"}, {"since": "%1 以降", "lacks": "無い"}
+    assert texts.wrong_report(english, translated) == []
+    if text is None:
+        del translated[key]
+    else:
+        translated[key] = text
+    (line,) = texts.wrong_report(english, translated)
+    assert line.startswith(f"report.json/{key}: {found}")
 
 
-@pytest.mark.parametrize("old, new", [("| **mode** |", "| **modus** |"), ("`auto`", "auto"), ("## ", "# ")])
+def test_a_text_that_is_not_there_or_not_used_is_found(tmp_path):
+    for room in ("js", "nodes", "engine"):
+        shutil.copytree(texts.ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
+    assert texts.unused_or_missing(tmp_path) == []
+    (tmp_path / "js" / "more.js").write_text('say("planted");')
+    (tmp_path / "nodes" / "more.py").write_text('say(\n    "planted"\n)')
+    settings = tmp_path / "js" / "settings.js"
+    settings.write_text(
+        settings.read_text().replace('"TorchCompileKit.', '"TorchCompileKit.More', 1).replace('name: "', 'name: "x')
+    )
+    lines = texts.unused_or_missing(tmp_path)
+    for start in (
+        "main.json: planted is used",
+        "report.json: planted is used",
+        "settings.json: ",
+        "js/settings.js: has no name",
+    ):
+        assert any(line.startswith(start) for line in lines), start
+    for file in (tmp_path / "js").glob("*.js"):
+        file.write_text("")
+    assert any(line.startswith("main.json: nothing uses") for line in texts.unused_or_missing(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("old", "new"), [("| **mode** |", "| **modus** |"), ("`auto`", "auto"), ("## ", "# "), ("|\n| **", "|\n| | | **")]
+)
 def test_a_planted_difference_of_a_help_page_is_found(old, new):
-    page = (DOCS / "TorchCompileKitModel" / "ja.md").read_text(encoding="utf-8")
-    assert old in page and outline(page.replace(old, new, 1)) != outline(page)
+    english = (help_pages.FOLDER / "TorchCompileKitModel.md").read_text(encoding="utf-8")
+    page = (help_pages.FOLDER / "TorchCompileKitModel" / "ja.md").read_text(encoding="utf-8")
+    assert old in page and help_pages.differences(english, page) == []
+    assert help_pages.differences(english, page.replace(old, new, 1))
 
 
-def test_files_are_utf8_with_one_newline_at_the_end():
-    for file in locales.FOLDER.rglob("*.json"):
-        text = file.read_bytes().decode("utf-8")
-        assert text == json.dumps(json.loads(text), ensure_ascii=False, indent=2) + "\n", file
-
-
-def test_each_text_that_a_script_says_is_there_and_no_other():
-    scripts = "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "js").glob("*.js"))
-    said = {key for call in re.findall(r"\bsay\(([^()]*)", scripts) for key in re.findall(r'"(\w+)"', call)}
-    said |= set(re.findall(r'TorchCompileKit\w+: "(\w+)"', scripts))
-    assert said == set(locales.read("en")["main.json"]["torchCompileKit"])
-
-
-def test_each_setting_has_its_texts():
-    script = (ROOT / "js" / "settings.js").read_text(encoding="utf-8")
-    shown = locales.read("en")["settings.json"]
-    assert {name.replace(".", "_") for name in re.findall(r'"(TorchCompileKit\.\w+)"', script)} == set(shown)
-    assert all(f'name: "{texts["name"]}"' in script for texts in shown.values())
-
-
-def report(language):
-    return json.loads((locales.FOLDER / language / REPORT).read_text(encoding="utf-8"))
-
-
-def test_each_sentence_of_reports_is_there_and_no_other():
-    rooms = [ROOT / room for room in ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model")]
-    code = "\n".join(file.read_text(encoding="utf-8") for room in rooms for file in room.glob("*.py"))
-    code = re.sub(r"\s+", " ", code)
-    said = {key for call in re.findall(r"\bsay\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
-    assert said - {"en"} == set(report("en"))
-
-
-@pytest.mark.parametrize("language", HELP_LANGUAGES)
-def test_reports_speak_the_language(language):
-    english, translated = report("en"), report(language)
-    assert set(translated) == set(english)
-    for key, text in translated.items():
-        assert Counter(re.findall(r"%\d", text)) == Counter(re.findall(r"%\d", english[key])), key
-        assert key in ("cure", "or", "details") or not text.isascii(), key
-        for name in ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "auto", "true"):
-            assert locales.names(english[key], name) == locales.names(text, name), (key, name)
+def test_a_help_page_that_is_missing_left_over_or_english_is_found(tmp_path):
+    (tmp_path / "One").mkdir()
+    for name, text in (("One.md", "# One\nText.\n"), ("One/ja.md", "# 一\nText.\n"), ("Two.md", "# Two\n")):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    assert help_pages.check(["One"], tmp_path) == [
+        "One/zh.md: is missing",
+        "Two.md: there is no such node or language",
+        "One/ja.md: is English: Text.",
+    ]
 
 
 @pytest.mark.parametrize(

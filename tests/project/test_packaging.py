@@ -1,6 +1,5 @@
-"""What the registry gets: validated and packed by comfy-cli, as it does it."""
+"""What the registry gets: packed by comfy-cli, as it does it (validated: `python dev.py lint`)."""
 
-import re
 import shutil
 import subprocess
 import sys
@@ -35,12 +34,6 @@ def comfy(*arguments, cwd):
     )
 
 
-def test_the_registry_accepts_it(checkout):
-    result = comfy("node", "validate", cwd=checkout)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert not re.search(r"error|warning|S102|S307|E702", result.stdout, re.IGNORECASE), result.stdout
-
-
 def test_the_zip_holds_what_a_user_needs_and_no_more(checkout):
     result = comfy("node", "pack", cwd=checkout)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -62,10 +55,3 @@ def test_the_zip_holds_what_a_user_needs_and_no_more(checkout):
     assert "workflows/Flux with Torch Compile and warmup.json" in names and "js/docs/TorchCompileKitModel.md" in names
     unwanted = [n for n in names if n.startswith(("tests/", "devtools/", "benchmarks/", ".ci/", ".git")) or n == "dev.py"]
     assert not unwanted
-
-
-def test_every_module_is_short_enough_to_read():
-    for file in ROOT.glob("engine/**/*.py"):
-        assert len(file.read_text().splitlines()) <= 300, file
-    for file in ROOT.glob("nodes/*.py"):
-        assert len(file.read_text().splitlines()) <= 150, file

@@ -1,6 +1,7 @@
 """What dev.py sets up: which environment, which packages, which ComfyUI. No network, and nothing is installed."""
 
 import io
+import re
 import tarfile
 
 import pytest
@@ -69,6 +70,7 @@ def test_a_pytorch_without_pins_and_two_parts_at_once_are_refused(capsys):
     for line, words in (
         ("setup --torch 9.9", "'9.9' (choose from"),
         ("test --core --newest", "not allowed with"),
+        ("lint --core", "--core"),
         ("demo -k x", "-k x"),
     ):
         with pytest.raises(SystemExit):
@@ -170,14 +172,6 @@ def test_a_lent_archive_is_unpacked_only_if_it_is_the_pinned_one(dev, tmp_path, 
     assert not (tmp_path / "escaped").exists() and not (dev / "comfyui-0.33.0.partial").exists()
 
 
-def test_the_pin_is_that_of_the_archive_which_is_lent_here():
-    file = hosts.LENT / f"comfyui-{hosts.NEWEST[0]}.tar.xz"
-    if not file.exists():
-        pytest.skip("no folder with a newer ComfyUI beside this checkout")
-    hosts.check(file, hosts.NEWEST[1])
-    assert hosts.NEWEST[1] in (hosts.LENT / "README.md").read_text()
-
-
 def test_a_folder_that_is_no_comfyui_is_refused_with_the_versions_there_are(dev, host):
     assert hosts.choose(str(host)) == host.resolve() and hosts.version_in(host) == "0.33.0"
     assert hosts.choose() == dev / f"comfyui-{hosts.COMFYUI_VERSION}"
@@ -190,18 +184,46 @@ def test_an_interpreter_of_the_user_and_a_pytorch_exclude_each_other(dev):
         setup.set_up(python="/usr/bin/python3", torch="2.15")
 
 
-def test_the_parts_of_the_suite_are_files_that_exist():
+def test_the_parts_of_the_suite_are_tests_that_exist():
     assert suite.arguments("whole", "0.33.0") == []
     assert suite.arguments("first", "0.33.0") == ["-m", "not rest"] and suite.arguments("rest", "0.33.0") == ["-m", "rest"]
-    assert all((commands.ROOT / name).exists() for name in suite.QUICK)
-    for name in [*suite.CORE, *suite.NOT_NEWEST]:
-        assert (commands.ROOT / "tests" / f"{name}.py").is_file(), f"devtools/suite.py names tests/{name}.py, which is gone"
+    for chosen in (suite.CORE, suite.NEWEST):
+        for name in suite.tests_of(chosen):
+            file, _, test = name.partition("::")
+            code = (commands.ROOT / file).read_text(encoding="utf-8")
+            assert f"def {test.partition('[')[0]}(" in code if test else code, f"devtools/suite.py names {name}, which is gone"
     newest = suite.arguments("newest", "0.33.0")
-    assert "tests/host/weights/test_blocks.py" in newest and "tests/host/test_sweep.py" not in newest
+    assert "tests/canaries/test_names.py" in newest and set(suite.arguments("core", "0.33.0")) < set(newest)
     old, new = suite.arguments("core", "0.18.2"), suite.arguments("core", "0.26.0")
     assert "not pages" in old and suite.left_out("core", "0.18.2")
-    assert "not pages" not in new and not suite.left_out("core", "0.26.0")
-    assert "tests/host/weights/test_blocks.py" in old and "tests/host/weights/test_blocks.py" in new
+    assert "not pages" not in new and not suite.left_out("core", "0.26.0") and set(new) < set(old)
+
+
+def commands_in(text):
+    """The arguments of dev.py in the commands of a script or a workflow."""
+    return [line.split() for line in re.findall(r"dev\.py(?= |$)(.*)$", text, re.MULTILINE)]
+
+
+def test_ci_and_the_workflows_call_commands_that_there_are():
+    """What CONTRIBUTING.md says, and each of its parts somewhere."""
+    root = commands.ROOT
+    scripts = {file: commands_in(file.read_text()) for file in [root / ".ci" / "run", *root.glob(".github/workflows/*.yml")]}
+    for found in scripts.values():
+        for arguments in found:
+            assert cli.parse(arguments)[1] == [], arguments
+    for file in (root / ".ci" / "run", root / ".github" / "workflows" / "tests.yml"):
+        parts = {options.part for options in (cli.parse(a)[0] for a in scripts[file]) if options.command == "test"}
+        assert parts == {"first", "rest", "newest"} and ["lint"] in scripts[file]
+
+
+def test_a_release_is_published_behind_the_tests():
+    yaml = pytest.importorskip("yaml")
+    workflows = commands.ROOT / ".github" / "workflows"
+    publish, tests = (yaml.safe_load((workflows / name).read_text()) for name in ("publish.yml", "tests.yml"))
+    assert publish["jobs"]["publish"]["needs"] == "tests"
+    assert publish["jobs"]["tests"]["uses"] == "./.github/workflows/tests.yml"
+    assert "workflow_call" in tests[True]  # "on" is a boolean to YAML 1.1
+    assert tests["jobs"]["tests"]["strategy"]["matrix"]["python"] == ["3.10", "3.12", "3.13"]
 
 
 JUNIT = """<testsuites><testsuite>

@@ -1,0 +1,1 @@
+"""Tests of the names that PyTorch and ComfyUI do not promise."""

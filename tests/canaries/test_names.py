@@ -1,0 +1,181 @@
+"""Each private name of PyTorch and each name of ComfyUI that the pack uses is there, and takes what the pack gives it.
+
+A failure says what a newer version has changed, before any model runs; what the pack then does is said in `names.py`.
+"""
+
+import importlib
+import inspect
+import re
+
+import pytest
+import torch
+from support import ROOT
+
+from canaries import names, scan
+
+FOUND = scan.of_pack(ROOT)
+
+
+def version(text):
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:3])
+
+
+def running(name):
+    if name.partition(".")[0] in ("torch", "triton") and not scan.is_of_host(name):
+        return version(torch.__version__)
+    return version(importlib.import_module("comfyui_version").__version__)
+
+
+def is_in(use, now):
+    """Whether a version is one of those that have what `use` describes; "2.14" stands for all of 2.14."""
+    since, until = (version(bound) if bound else None for bound in (use.since, use.until))
+    return (since is None or now[: len(since)] >= since) and (until is None or now[: len(until)] <= until)
+
+
+def resolve(name):
+    """(the object of that name, whether it is a method without its first argument)."""
+    for prefix, of in names.INSTANCES.items():
+        if name.startswith(f"{prefix}."):
+            return attribute_of(of, name.removeprefix(f"{prefix}."))
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            found = getattr(found, part)
+        return found, False
+    raise ImportError(parts[0])
+
+
+def attribute_of(owner, attribute):
+    """An attribute of the objects of a class: the class has it, or its code gives it to `self`."""
+    kind, _ = resolve(owner)
+    if hasattr(kind, attribute):
+        return getattr(kind, attribute), True
+    if re.search(rf"\bself\.{attribute}\b[^=\n]*=", inspect.getsource(kind)):
+        return None, False
+    raise AttributeError(f"{owner} has no {attribute}, and gives none to its objects")
+
+
+def check(found, use, calls, without_self=False):
+    """That an object can be called as it is."""
+    try:
+        signature = inspect.signature(found)
+    except (TypeError, ValueError):  # no function, or one that is not Python's
+        assert not use.takes, f"{found} has no signature"
+        return
+    if use.takes:
+        assert tuple(signature.parameters)[: len(use.takes)] == use.takes
+    for given, by_name, more in calls:
+        bind = signature.bind_partial if more else signature.bind
+        bind(*[None] * (given + without_self), **dict.fromkeys(by_name))
+
+
+def calls_of(name, use):
+    visible = set(FOUND.calls.get(name, ()))
+    return visible if use.given is None else visible | {(use.given, use.by_name, False)}
+
+
+ALL = {**names.TORCH, **names.HOST}
+COMPUTED = [f"{owner.removesuffix(scan.COMPUTED)}{name}" for owner, found in names.COMPUTED.items() for name in found]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_name(name):
+    uses = ALL[name] if isinstance(ALL[name], tuple) else (ALL[name],)
+    use = next((use for use in uses if is_in(use, running(name))), None)
+    if use is None:
+        with pytest.raises((AttributeError, ImportError)):
+            resolve(name)
+        return
+    found, without_self = resolve(name)
+    check(found, use, calls_of(name, use), without_self)
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+def test_name_that_is_put_together(name):
+    resolve(name)
+
+
+@pytest.mark.parametrize("name", names.PATCHER)
+def test_attribute_of_patchers(name):
+    found, without_self = attribute_of(scan.PATCHER, name)
+    use = names.PATCHER[name]
+    check(found, use, calls_of(f"{scan.PATCHER}.{name}", use), without_self)
+
+
+@pytest.mark.parametrize("name", names.FOREIGN)
+def test_private_attribute(name):
+    foreign = names.FOREIGN[name]
+    owner, _ = resolve(foreign.owner)
+    there = hasattr(owner, name)
+    if not there and foreign.owner not in ("sys", "os", "torch.Tensor"):
+        there = re.search(rf"\b{name}\b", inspect.getsource(owner)) is not None
+    assert there == is_in(foreign, running(foreign.owner))
+
+
+def test_every_use_in_the_packs_code_is_listed_and_every_listed_name_is_used():
+    used = {name for name in FOUND.names if scan.is_private(name) or scan.is_of_host(name)} - names.NO_NAMES
+    computed = {name for name in used if name.endswith(scan.COMPUTED)}
+    ways = {name for name in used if any(listed.startswith(f"{name}.") for listed in {*ALL, *COMPUTED})}
+    assert used - computed - ways - {*ALL, *COMPUTED} == set(), "not listed in tests/canaries/names.py"
+    assert computed == set(names.COMPUTED)
+    by_hand = {"comfy.model_base.BaseModel.apply_model", "comfy.sampler_helpers.prepare_sampling"}
+    assert set(ALL) - used - set(COMPUTED) - by_hand == set(), "listed, and nothing uses it"
+
+
+def test_every_attribute_of_a_patcher_is_listed():
+    looked_up = {"is_dynamic"}  # getattr(patcher, "is_dynamic")
+    assert set(FOUND.patcher) - {"__dict__"} == set(names.PATCHER) - looked_up
+
+
+def test_every_private_attribute_that_is_not_the_packs_own_is_listed():
+    in_names = {part for name in [*ALL, *COMPUTED] for part in name.split(".")}
+    assert set(FOUND.foreign) - in_names - names.OWN_STRINGS == set(names.FOREIGN)
+
+
+PLANTED = {
+    "import torch._planted": "torch._planted",
+    "from torch._inductor.planted import one as other\nother(1, key=2)": "torch._inductor.planted.one",
+    "import torch\n\ndef f():\n    return torch.fx._planted.call": "torch.fx._planted.call",
+    "from torch._dynamo import config\nhasattr(config, 'planted')": "torch._dynamo.config.planted",
+    "import torch\ngetattr(torch._C, name)": "torch._C.<computed>",
+    "late_method('torch._planted', 'Class', 'method')": "torch._planted.Class.method",
+    "WAY = ('torch._planted', 'Class', 'method')": "torch._planted.Class.method",
+    "import sys\nMODULE = 'torch._planted'\nmodule = sys.modules[MODULE]\nmodule.one()": "torch._planted.one",
+    "import comfy.planted as other\nother.one": "comfy.planted.one",
+    "ops, more = _module('comfy.ops'), _module('comfy.more')\ngetattr(ops, 'planted', None)": "comfy.ops.planted",
+    "import sys\nserver = getattr(sys.modules.get('server'), 'PromptServer')\nserver.planted()": "server.PromptServer.planted",
+    "import folder_paths\nfolder_paths.planted()": "folder_paths.planted",
+}
+
+
+@pytest.mark.parametrize("code", PLANTED)
+def test_a_planted_use_is_found(code):
+    found = scan.Found({"planted.py": code})
+    assert PLANTED[code] in found.names
+    assert scan.is_private(PLANTED[code]) or scan.is_of_host(PLANTED[code])
+
+
+def test_a_planted_call_and_a_planted_attribute_are_found():
+    code = "from torch._a import b\nb(1, *rest, key=2)\nself._patcher.planted(1)\nlayer._planted\nlayer._mine\nself._mine = 1"
+    found = scan.Found({"planted.py": code})
+    assert found.calls["torch._a.b"] == {(1, ("key",), True)}
+    assert found.calls[f"{scan.PATCHER}.planted"] == {(1, (), False)} and set(found.patcher) == {"planted"}
+    assert set(found.foreign) == {"_planted", "_patcher"}
+
+
+def test_a_name_that_is_gone_or_takes_other_arguments_is_found():
+    for name in ("torch._planted", "torch._dynamo.planted", "server.PromptServer.instance.planted"):
+        with pytest.raises((AttributeError, ImportError)):
+            resolve(name)
+    with pytest.raises(TypeError):
+        check(lambda one: None, names.READ, [(2, (), False)])
+    with pytest.raises(TypeError):
+        check(lambda one: None, names.READ, [(1, ("key",), True)])
+    with pytest.raises(AssertionError):
+        check(lambda self, other: None, names.replaced("self", "one"), [])
+    assert is_in(names.Use(until="2.14"), (2, 14, 1)) and not is_in(names.Use(until="2.14"), (2, 15, 0))
+    assert is_in(names.Use(since="2.13"), (2, 13, 0)) and not is_in(names.Use(since="2.13"), (2, 12, 1))
