@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.nn import functional
 
-pytestmark = pytest.mark.host
 DIM = 8
 
 
