@@ -120,6 +120,10 @@ class CompiledNet:
         assert self.engine("background.thread").compiler.wait(120), "code is still being made"
         return self.graphs
 
+    def new_run(self):
+        """A sampling run begins."""
+        self.engine("compile.registry").code_of(self.net).new_run()
+
     @property
     def is_being_compiled(self):
         return self.engine("background.thread").compiler.busy
@@ -203,10 +207,16 @@ def without_codegen(monkeypatch):
 
 def compiled_code(function, backend, given):
     """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
+    from torch._inductor import config
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     torch._dynamo.reset()
-    with fresh_cache():
+    # C++ headers are not compiled for the one graph of this cache, nor is vector code written: that takes longer than the rest.
+    brief = {
+        "cpp.simdlen": 1,
+        **({"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}),
+    }
+    with fresh_cache(), config.patch(brief):
         result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
     assert len(code) == 1
     return result, "".join(code)

@@ -244,21 +244,24 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
     def left_in_the_module():
         return {name for name in vars(sys.modules[Block.__module__]) if name.startswith("__compiled_fn")}
 
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
     with compiled(first := Net()):  # the first of a process is kept somewhere
         first(torch.randn(2, 4, 8))
     net, before = Net(width=16), left_in_the_module()
-    with compiled(net):
-        net(torch.randn(2, 4, 16))
-    code = [weakref.ref(group.code._own.__code__) for group in engine("compile.registry").code_of(net).groups.values()]
-    assert code and left_in_the_module() > before
+    CompiledNet(engine, net, backend=backend).at_once(torch.randn(2, 4, 16))
+    assert len(graphs) == 1 and left_in_the_module() > before
     del net
     gc.collect()
     # Not where it is given up: in a reset of PyTorch's, which frees the same, that ended the process.
-    assert len(engine("compile.compiled_code")._unused) >= len(code) and left_in_the_module() > before
-    engine("compile.registry").code_of(Net()).new_run()
+    assert graphs[0]() is not None and left_in_the_module() > before
+    CompiledNet(engine, Net()).new_run()
     gc.collect()
-    assert left_in_the_module() == before
-    assert [ref() for ref in code] == [None] * len(code)
+    assert graphs[0]() is None and left_in_the_module() == before
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])

@@ -121,7 +121,22 @@ def test_even_spaces(engine, ends):
         torch.testing.assert_close(spaced(*ends, steps, dtype=torch.float64), exact)
 
 
-class Numbered(Block):
+class Small(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def small_net(block):
+    net = Net(block, count=2)
+    net.entry = torch.nn.Identity()
+    return net
+
+
+class Numbered(Small):
     """What patches do with the host's `cond_or_uncond`, a list of numbers (comfy_extras/nodes_nag.py, nodes_sag.py)."""
 
     def forward(self, x, numbers):
@@ -135,10 +150,11 @@ class Numbered(Block):
 def test_whether_a_number_is_among_numbers_that_vary(engine):
     """PyTorch before 2.15 says no."""
     for numbers in ([1, 0], [1], [0], [3, 1], [2, 3], [5, 5, 1], [4, 2], [2, 7], [1, 2]):
-        net, x = Net(Numbered, count=2), torch.randn(2, 6, 8)
+        net, x = small_net(Numbered), torch.randn(2, 6, 8)
         expected = net(x, numbers=list(numbers))
         step = CompiledNet(engine, net, backend="aot_eager", dynamic="auto")
         assert relative_error(step.at_once(x, numbers=list(numbers)), expected) < 1e-6, numbers
+        assert step.graphs and not step.failures
 
 
 # What else may be done with such numbers.
@@ -155,16 +171,20 @@ QUESTIONS = {
 }
 
 
-class Asking(Block):
+class Asking(Small):
     def forward(self, x, numbers, question):
         return super().forward(x * QUESTIONS[question](numbers))
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions_about_numbers_that_vary(engine, question):
-    net = Net(Asking, count=2)
+    net = small_net(Asking)
     step = CompiledNet(engine, net, dynamic="auto")
     for numbers in ([1, 0], [1], [0], [3, 1], [2, 3]):
         x = torch.randn(2, 6, 8)
         expected = net(x, numbers=list(numbers), question=question)
         assert relative_error(step.at_once(x, numbers=list(numbers), question=question), expected) < 1e-6, numbers
+    if question == "in a range":  # an error of PyTorch 2.11's own: the blocks run eager, and the report says so
+        assert step.graphs or step.failures
+    else:
+        assert step.graphs and not step.failures
