@@ -149,12 +149,12 @@ def test_patches_that_are_used_are_not_given_up_however_many(compiled):
 
 def test_random_states_and_settings_are_left_alone(compiled):
     """PyTorch puts random states back when it has compiled; what others have drawn meanwhile must stay drawn."""
-    backend, before = Held(), torch_settings()
+    backend, before, x = Held(), torch_settings(), torch.randn(2, 4, 8)
     step = compiled(Net(), backend=backend)
-    step(torch.randn(2, 4, 8))
-    assert backend.begun.wait(60)
     torch.manual_seed(7)
     random.seed(7)
+    step(x)
+    assert backend.begun.wait(60)
     drawn, python = torch.randn(4), random.random()
     backend.go_on.set()
     assert step.wait() == 1
