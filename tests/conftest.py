@@ -155,6 +155,8 @@ def inference_mode():
 @pytest.fixture
 def everywhere(engine, monkeypatch):
     """Our inductor, which does on the CPU what it does on CUDA devices, the host's kernels in the open."""
+    import comfy_kitchen  # noqa: F401  the host's kernels
+
     module = engine("inductor.backend")
     engine("inductor.rotary_norms").register()
     monkeypatch.setattr(module, "_fuses", lambda device: True)

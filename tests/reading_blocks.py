@@ -4,7 +4,12 @@ Each way is a statement of `forward`; KEY stands for the key that it reads. `for
 runs can be compared.
 """
 
+import copy
 import importlib.util
+import itertools
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as some
 
 HELPERS = """
 def read(options, name="KEY"):
@@ -172,3 +177,23 @@ def chain(blocks):
             return found
 
     return Chain()
+
+
+def run(block, options):
+    return repr(block(1, transformer_options=copy.deepcopy(dict(options))))
+
+
+numbers = itertools.count()
+KEYS = ["sigmas", "cond_or_uncond", "uuids", "block_index", "total_blocks", "img_slice", "easycache"]
+values = some.recursive(
+    some.none() | some.booleans() | some.integers(-2, 2) | some.sampled_from([0.0, -0.0, 1.5, "", "a"]),
+    lambda inner: some.lists(inner, max_size=2) | some.dictionaries(some.sampled_from("ab"), inner, max_size=2),
+    max_leaves=4,
+)
+option_dicts = some.dictionaries(some.sampled_from([*KEYS, "rope_options", "more"]), values)
+ways = some.lists(
+    some.tuples(some.sampled_from([*FOLLOWED.values(), *LOST.values()]), some.sampled_from([*KEYS, "rope_options"])),
+    min_size=1,
+    max_size=3,
+)
+many = settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

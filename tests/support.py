@@ -1,6 +1,9 @@
 """Shared by the tests: blocks and models of plain PyTorch, and ways to look at the engine."""
 
+import functools
+import itertools
 import os
+import threading
 from pathlib import Path
 
 import torch
@@ -46,6 +49,103 @@ class Net(nn.Module):
         return x
 
 
+class Held:
+    """A backend of torch.compile that stands still: compiling has begun, and goes on when it may.
+
+    Args:
+        compile: what the backend does then; the graph as it is, if left out.
+    """
+
+    def __init__(self, compile=lambda graph, _inputs: graph):
+        self.compile, self.calls = compile, 0
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def __call__(self, graph, inputs):
+        self.calls += 1
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return self.compile(graph, inputs)
+
+
+_numbers = itertools.count()
+
+
+@functools.cache
+def _unchecked(settings: type) -> type:
+    return type("UncheckedSettings", (settings,), {"__post_init__": lambda self: None})
+
+
+def compile_settings(engine, backend="eager", **values):
+    """CompileSettings that are not validated: any mode with any backend, also backends of a test's own.
+
+    Args:
+        backend: the name of a registered backend, or a function to register as one.
+    """
+    if callable(backend):
+        function, backend = backend, f"backend_of_a_test_{next(_numbers)}"
+        torch._dynamo.register_backend(function, name=backend)
+    return _unchecked(engine("settings").CompileSettings)(backend=backend, **values)
+
+
+class CompiledNet:
+    """A model of plain PyTorch whose blocks run compiled: a call goes in, its result and the report's counters come out.
+
+    The one place where tests of behaviour know how the engine is driven. Models that a host runs: `patching.Runs`.
+
+    Args:
+        net: the model; its blocks are found as those of a real one.
+        settings: of `compile_settings`.
+    """
+
+    def __init__(self, engine, net, **settings):
+        self.engine, self.net, self.settings = engine, net, compile_settings(engine, **settings)
+
+    def __call__(self, *args, **kwargs):
+        """A call that waits for no code, as in the default mode; its result, and whether a block ran eager for want of code."""
+        return self._call(False, args, kwargs)
+
+    def at_once(self, *args, **kwargs):
+        """A call for which the code that is missing is compiled; its result."""
+        return self._call(True, args, kwargs)[0]
+
+    def _call(self, waits, args, kwargs):
+        call = self.engine("background.model_call").ModelCall(waits=waits)
+        blocks = self.engine("compile.binding").compiled_blocks(self.net, self.settings, call)
+        with self.engine("compile.events").watching, blocks:
+            result = self.net(*args, **kwargs)
+        return result, bool(call.eager)
+
+    def wait(self):
+        """Until no code is being made in the background; the number of graphs that there are then."""
+        assert self.engine("background.thread").compiler.wait(120), "code is still being made"
+        return self.graphs
+
+    def new_run(self):
+        """A sampling run begins."""
+        self.engine("compile.registry").code_of(self.net).new_run()
+
+    @property
+    def is_being_compiled(self):
+        return self.engine("background.thread").compiler.busy
+
+    @property
+    def _groups(self):
+        return list(self.engine("compile.registry").code_of(self.net).groups.values())
+
+    @property
+    def graphs(self):
+        return sum(group.stats.graphs for group in self._groups)
+
+    @property
+    def graph_breaks(self):
+        return sum(group.stats.graph_breaks for group in self._groups)
+
+    @property
+    def failures(self):
+        """Why groups of blocks run eager, in the words of the report."""
+        return [group.failure.message() for group in self._groups if group.failure]
+
+
 def nothing() -> None:
     """A poll that never interrupts."""
 
@@ -82,12 +182,41 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()
 
 
+def without_codegen(monkeypatch):
+    """Until the test ends inductor decomposes graphs, by our table too, and runs them eager: no code is written or compiled.
+
+    Returns:
+        The decomposed graphs as text, one for each that was compiled.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor import compile_fx
+
+    graphs = []
+
+    def compiler(graph, _inputs):
+        graphs.append(str(graph.graph))
+        return make_boxed_func(graph.forward)
+
+    def decompose(graph, inputs, **_options):
+        return aot_autograd(fw_compiler=compiler, decompositions=compile_fx.select_decomp_table())(graph, inputs)
+
+    monkeypatch.setattr(compile_fx, "compile_fx", decompose)
+    return graphs
+
+
 def compiled_code(function, backend, given):
     """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
+    from torch._inductor import config
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     torch._dynamo.reset()
-    with fresh_cache():
+    # C++ headers are not compiled for the one graph of this cache, nor is vector code written: that takes longer than the rest.
+    brief = {
+        "cpp.simdlen": 1,
+        **({"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}),
+    }
+    with fresh_cache(), config.patch(brief):
         result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
     assert len(code) == 1
     return result, "".join(code)

@@ -78,14 +78,3 @@ def test_no_latent_is_named(given, invalid, value):
 def test_no_model_is_named(given, invalid, value):
     with pytest.raises(invalid, match=r"^model = .+: connect a diffusion model"):
         given.check_model(value)
-
-
-@pytest.mark.host
-def test_what_the_host_makes_passes(given, tiny):
-    from comfy.nested_tensor import NestedTensor
-
-    given.check_model(tiny.build_patcher("flux"))
-    positive, negative = tiny.conditioning("flux")
-    for latent in (None, {"samples": tiny.empty_latent("wan")}, {"samples": NestedTensor([TEXT, TEXT])}):
-        given.check_sampling(positive, [(None, {})], 1, latent)
-        given.check_sampling([], negative, 0.0, latent)

@@ -6,7 +6,7 @@ import comfy.model_management
 import pytest
 import torch
 from patching import Runs
-from support import relative_error, torch_settings
+from support import compile_settings, relative_error, torch_settings
 
 BACKEND = "as_planned"
 
@@ -47,8 +47,7 @@ class Case(Runs):
 
     def attached(self, **chosen):
         compile = "in the background" if self.behind else "at once"
-        settings = self.engine("settings").CompileSettings(backend="eager", compile=compile, **chosen)
-        object.__setattr__(settings, "backend", BACKEND)
+        settings = compile_settings(self.engine, backend=BACKEND, compile=compile, **chosen)
         return self.engine("host.model.attach").attach(self.patcher, settings)
 
     def close(self):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import Block
+from support import Block, compile_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -43,9 +43,7 @@ def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, h
     net, x = UNet().requires_grad_(False), torch.randn(1, 8, 4, 4)
     if hooked:
         net.residual[0].register_forward_hook(lambda *_: None)
-    settings = engine("settings").CompileSettings(backend="eager")
-    if tuned:
-        object.__setattr__(settings, "mode", "max-autotune")  # refused without inductor, which takes long
+    settings = compile_settings(engine, mode="max-autotune" if tuned else "auto")
     expected = net(x)
     with engine("compile.binding").compiled_blocks(net, settings) as plain:
         assert torch.equal(net(x), expected)

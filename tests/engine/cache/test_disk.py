@@ -1,9 +1,11 @@
 """The cache on disk: places, limits, who may write them, and what heals itself."""
 
+import functools
 import json
 import os
 import re
 import shutil
+import threading
 import time
 from pathlib import Path
 
@@ -19,8 +21,30 @@ def disk_cache(engine):
     return engine("cache.disk")
 
 
+class Timer:
+    """In place of threading.Timer: waits until the test has it ring."""
+
+    def __init__(self, waiting, interval, function):
+        self.waiting, self.interval, self.function, self.daemon = waiting, interval, function, False
+
+    def start(self):
+        self.waiting.append(self)
+
+
 @pytest.fixture
-def cache(disk_cache, tmp_path):
+def timers(monkeypatch):
+    """Those that wait."""
+    waiting = []
+    monkeypatch.setattr(threading, "Timer", functools.partial(Timer, waiting))
+    return waiting
+
+
+def ring(timers):
+    timers.pop(0).function()
+
+
+@pytest.fixture
+def cache(disk_cache, tmp_path, timers):
     return disk_cache.DiskCache(tmp_path / "cache", 2 * MIB)
 
 
@@ -291,40 +315,36 @@ def test_other_errors_leave_the_folder_alone(cache, engine):
     assert (folder / "ab" / "a.so").exists()
 
 
-def test_the_size_is_looked_at_again_after_compilations(three, disk_cache, monkeypatch):
-    monkeypatch.setattr(disk_cache, "LOOK_SECONDS", 0.0)
-    three.limit += MIB // 2
-    three._later.cancel()  # the fixture's
-    three._later = None
+def test_the_size_is_looked_at_again_after_compilations(three, timers):
+    three.limit += 2 * MIB
+    ring(timers)  # the fixture's
+    assert not timers and names(three) == set(NAMES)
+    three.limit -= 3 * MIB // 2
     three.enter(NAMES[2], "Block")
-    assert three._later is None, "not while something is compiled"
+    assert not timers, "not while something is compiled"
     three.exit(NAMES[2])
-    later = three._later
-    if later is not None:  # else it is done already
-        later.join()
-    assert names(three) == {NAMES[1], NAMES[2]} and three._later is None
+    assert [(timer.interval, timer.daemon) for timer in timers] == [(60, True)]
+    ring(timers)
+    assert names(three) == {NAMES[1], NAMES[2]} and not timers
 
 
-def test_one_look_serves_all_compilations_until_then(three, monkeypatch):
-    looks = []
-    monkeypatch.setattr(three, "trim", lambda: looks.append(1))
+def test_one_look_serves_all_compilations_until_then(three, timers):
     for name in NAMES:
         three.enter(name, "Block")
         three.exit(name)
-    first = three._later
-    first.cancel()
-    three._look()
-    assert looks == [1]
-    assert three._later is not None and three._later.interval == 600, "what is too much and in use is looked at later"
-    three._later.cancel()
+    assert len(timers) == 1
+    ring(timers)
+    assert names(three) == set(NAMES) and [timer.interval for timer in timers] == [600], "in use: they are looked at later"
 
 
-def test_a_look_that_failed_is_not_the_last(three, monkeypatch):
-    three._later.cancel()
-    with monkeypatch.context() as patch, pytest.raises(OSError):
+def test_a_look_that_failed_is_not_the_last(three, timers, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(FileNotFoundError):
         patch.setattr(three, "trim", lambda: (_ for _ in ()).throw(FileNotFoundError("another server was faster")))
-        three._look()
-    assert three._later is None
+        ring(timers)
+    assert not timers
+    three.enter(NAMES[2], "Block")
+    three.exit(NAMES[2])
+    assert len(timers) == 1
 
 
 def test_folders_dated_in_the_future_go_first(three):

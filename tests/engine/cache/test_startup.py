@@ -49,29 +49,3 @@ def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
     monkeypatch.setattr(module, "_compute_keys", lambda: 1 / 0)
     module._run(True)
     assert done[-1] == "_trim" and "_start_triton" in done
-
-
-@pytest.mark.parametrize(
-    ("nodes", "prepared"),
-    [
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}}, 0),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "at once"}}}, 1),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "at once", "backend": "eager"}}}, 0),
-        (
-            {
-                "1": {"class_type": "TorchCompileKitModel", "inputs": {}},
-                "2": {"class_type": "TorchCompileKitWarmup", "inputs": {}},
-            },
-            1,
-        ),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "never"}}}, 0),
-        ({"1": {"class_type": "TorchCompileKitModel"}, "2": 3}, 0),
-    ],
-)
-def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, monkeypatch, nodes, prepared):
-    folder, asked = engine("host.model.user_folder"), []
-    monkeypatch.setattr(folder, "prepare", lambda on_gpu: asked.append(on_gpu))
-    monkeypatch.setattr(folder, "open_users_cache", lambda: None)
-    request = {"prompt": nodes}
-    assert pack_module("nodes.routes").prepare_for(request) is request
-    assert len(asked) == prepared

@@ -1,8 +1,10 @@
 """Triton kernels wait for the worker processes, only while a block of ours compiles."""
 
+import types
+
 import pytest
 import torch
-from support import Net
+from support import CompiledNet, Net
 
 
 @pytest.fixture
@@ -61,18 +63,38 @@ def test_it_holds_only_while_a_block_compiles(engine, async_compile):
         return graph
 
     net, x = Net(), torch.randn(2, 4, 8)
-    torch._dynamo.register_backend(backend, name="notes_the_compiler")
-    settings = engine("settings").CompileSettings(backend="eager")
-    object.__setattr__(settings, "backend", "notes_the_compiler")
-    with torch.inference_mode(), engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
-        net(x)
+    with torch.inference_mode():
+        CompiledNet(engine, net, backend=backend).at_once(x)
     assert len(seen) == 1 and seen[0] is not before and hasattr(seen[0], "_waits")
     assert async_compile.AsyncCompile.__dict__["triton"] is before
 
 
-def test_starting_them_returns_at_once_and_twice_is_once(engine, async_compile):
-    workers = engine("cache.workers")
-    workers.start_workers()
-    first = async_compile.AsyncCompile._ready_future
-    workers.start_workers()
-    assert async_compile.AsyncCompile._ready_future is first
+@pytest.fixture
+def starting(engine, compiler, async_compile, monkeypatch):
+    """starting(count): starts the workers twice where PyTorch would use `count` of them; the jobs that they were given."""
+    workers, (cls, calls) = engine("cache.workers"), compiler
+
+    def start(count):
+        jobs = []
+        monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: None)
+        monkeypatch.setattr(async_compile, "get_compile_threads", lambda: count)
+        monkeypatch.setattr(cls, "process_pool", staticmethod(lambda: types.SimpleNamespace(submit=jobs.append)))
+        workers.start_workers.cache_clear()
+        for _ in range(2):
+            workers.start_workers()
+        assert calls == (["start"] if jobs else [])
+        return jobs
+
+    yield start
+    workers.start_workers.cache_clear()
+
+
+@pytest.mark.parametrize(("count", "jobs"), [(1, 0), (3, 3), (100, 12)])
+def test_each_of_them_has_one_job_and_starting_them_twice_is_once(starting, count, jobs):
+    assert len(starting(count)) == jobs
+
+
+def test_what_they_import_is_there(starting):
+    """A worker that fails says nothing, and its first kernel imports after all."""
+    pytest.importorskip("triton")
+    starting(2)[0]()

@@ -1,53 +1,53 @@
-"""Which of PyTorch's callbacks are compilations of ours."""
+"""Which of PyTorch's compilations are ours, by its own callbacks."""
 
 import types
 
 import pytest
+import torch
+from torch._dynamo import callback
+
+# What PyTorch calls back for, and whether that is a compilation.
+TRIGGERS = {"DYNAMO": True, "LAZY_BACKWARD": True, "TRITON_AUTOTUNING": False, "CUDAGRAPH_RECORDING": False}
 
 
 @pytest.fixture
-def told(engine):
+def events(engine):
+    """The module, while it watches."""
+    found = engine("compile.events")
+    with found.watching:
+        yield found
+
+
+@pytest.fixture
+def told(events):
     """What a call in progress on this thread has been told."""
-    events, seen = engine("compile.events"), []
+    seen = []
     session = types.SimpleNamespace(block="Block", start=lambda: seen.append("start"), end=lambda: seen.append("end"))
     events.monitor.calls.append(session)
     yield seen
     events.monitor.calls.remove(session)
 
 
-def args(trigger):
-    return types.SimpleNamespace(callback_trigger=types.SimpleNamespace(name=trigger))
-
-
-@pytest.mark.parametrize("given", [None, args("DYNAMO"), args("LAZY_BACKWARD"), types.SimpleNamespace()])
-def test_a_compilation_is_counted(engine, told, given):
-    events = engine("compile.events")
+@pytest.mark.parametrize(("trigger", "counted"), TRIGGERS.items())
+def test_compiling_counts_and_measuring_kernels_and_recording_graphs_do_not(events, told, trigger, counted):
     before = events.monitor.compilations
-    events._on_compile_start(given)
-    events._on_compile_end(given)
-    assert told == ["start", "end"] and events.monitor.compilations == before + 1
-
-
-@pytest.mark.parametrize("trigger", ["TRITON_AUTOTUNING", "CUDAGRAPH_RECORDING"])
-def test_measuring_kernels_and_recording_graphs_are_none(engine, told, trigger):
-    events = engine("compile.events")
-    before = events.monitor.compilations
-    events._on_compile_start(args(trigger))
-    events._on_compile_end(args(trigger))
-    assert told == [] and events.monitor.compilations == before
+    with callback.callback_handler.install_callbacks(callback.CallbackTrigger[trigger], "0/0"):
+        assert told == ["start"] * counted
+    assert told == ["start", "end"] * counted and events.monitor.compilations == before + counted
 
 
 def test_the_triggers_are_those_of_this_pytorch():
-    from torch._dynamo.callback import CallbackTrigger
-
-    assert {"DYNAMO", "LAZY_BACKWARD", "TRITON_AUTOTUNING", "CUDAGRAPH_RECORDING"} <= {
-        trigger.name for trigger in CallbackTrigger
-    }
+    assert {trigger.name for trigger in callback.CallbackTrigger} == set(TRIGGERS)
 
 
-def test_compilations_of_others_are_not_ours(engine):
-    events = engine("compile.events")
-    before = events.monitor.compilations
-    events._on_compile_start(args("DYNAMO"))
-    events._on_compile_end(args("DYNAMO"))
-    assert events.monitor.compilations == before
+def test_what_pytorch_compiles_in_a_call_of_ours_is_counted_once(events, told):
+    before, compiled = events.monitor.compilations, torch.compile(lambda x: x + 1, backend="eager")
+    for _ in range(2):
+        compiled(torch.ones(2))
+    assert told == ["start", "end"] and events.monitor.compilations == before + 1
+
+
+def test_compilations_of_others_are_not_ours(events):
+    before, run = events.monitor.compilations, []
+    torch.compile(lambda x: x + 1, backend=lambda graph, _inputs: run.append(graph) or graph)(torch.ones(2))
+    assert run and events.monitor.compilations == before

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, Net, relative_error, torch_settings
+from support import Block, CompiledNet, Net, relative_error, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -244,41 +244,56 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
     def left_in_the_module():
         return {name for name in vars(sys.modules[Block.__module__]) if name.startswith("__compiled_fn")}
 
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(weakref.ref(graph))
+        return graph
+
     with compiled(first := Net()):  # the first of a process is kept somewhere
         first(torch.randn(2, 4, 8))
     net, before = Net(width=16), left_in_the_module()
-    with compiled(net):
-        net(torch.randn(2, 4, 16))
-    code = [weakref.ref(group.code._own.__code__) for group in engine("compile.registry").code_of(net).groups.values()]
-    assert code and left_in_the_module() > before
+    CompiledNet(engine, net, backend=backend).at_once(torch.randn(2, 4, 16))
+    assert len(graphs) == 1 and left_in_the_module() > before
     del net
     gc.collect()
     # Not where it is given up: in a reset of PyTorch's, which frees the same, that ended the process.
-    assert len(engine("compile.compiled_code")._unused) >= len(code) and left_in_the_module() > before
-    engine("compile.registry").code_of(Net()).new_run()
+    assert graphs[0]() is not None and left_in_the_module() > before
+    CompiledNet(engine, Net()).new_run()
     gc.collect()
-    assert left_in_the_module() == before
-    assert [ref() for ref in code] == [None] * len(code)
+    assert graphs[0]() is None and left_in_the_module() == before
 
 
-@pytest.mark.parametrize(
-    ("backend", "mode"),
-    [
-        ("aot_eager", "default"),
-        ("inductor", "default"),
-        ("inductor", "reduce-overhead"),
-        ("inductor", "max-autotune"),
-        ("inductor", "max-autotune-no-cudagraphs"),
-    ],
-)
-def test_every_backend_and_mode_that_a_cpu_can_run(compiled, added, engine, backend, mode):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_every_backend_that_a_cpu_can_run(engine, backend):
+    """Inductor also in the background, and as its code is found there by the calls that wait."""
     net, x = Net(), torch.randn(2, 4, 8)
-    expected = net(x)
-    before = torch_settings()
-    with compiled(net, backend=backend, mode=mode):
-        assert relative_error(net(x), expected) < 1e-5
-    assert added(net) == 1 and torch_settings() == before
-    assert not any(group.failure for group in engine("compile.registry").code_of(net).groups.values())
+    step, before = CompiledNet(engine, net, backend=backend), torch_settings()
+    expected, eager = step(x)
+    assert eager and torch.equal(expected, net(x))
+    assert step.wait() == 1 and torch_settings() == before
+    result, eager = step(x)
+    assert not eager and relative_error(result, expected) < 1e-5 and relative_error(step.at_once(x), expected) < 1e-5
+    assert step.graphs == 1 and not step.failures and torch_settings() == before
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
+def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypatch, mode):
+    from torch._inductor import compile_fx, config
+
+    asked = []
+
+    def compiler(graph, _inputs, config_patches):
+        with config.patch(config_patches):
+            asked.append(config_patches)
+        return graph
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiler)
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend="inductor", mode=mode)
+    assert torch.equal(step.at_once(x), net(x)) and not step.failures
+    theirs = {name: value for name, value in torch._inductor.list_mode_options(mode).items() if name != "triton.cudagraphs"}
+    assert asked == [theirs] and ("max_autotune" in theirs) == mode.startswith("max-autotune")
 
 
 def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):

@@ -1,5 +1,6 @@
 """Whether CUDA graphs work with this PyTorch, found out in a process of its own; what that finds a GPU shows (test_gpu.py)."""
 
+import re
 import threading
 
 import pytest
@@ -58,14 +59,11 @@ def test_not_beside_a_model_that_needs_the_memory(probes, monkeypatch):
     assert probe.works(CUDA) is True
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU may well do it")
-def test_what_cannot_be_done_is_no_error(engine):
-    assert engine("cuda_graphs.probe").tried() is False
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU runs it to the end, see test_gpu.py")
 def test_the_process_of_its_own_finds_the_code(engine, caplog):
-    """Without a GPU it gets as far as asking for one."""
+    """Without a GPU it gets as far as asking for one; what cannot be done is no error."""
     with caplog.at_level("DEBUG", logger="torch-compile-kit"):
         assert engine("cuda_graphs.probe").tried() is False
-    assert "in main" in caplog.text and "Import" not in caplog.text and "ModuleNotFound" not in caplog.text
+    assert re.search(r"/engine/cuda_graphs/probe\.py\", line \d+, in main", caplog.text.replace("\\", "/"))
+    last = caplog.text.strip().splitlines()[-1]
+    assert re.match(r"(RuntimeError|AssertionError): .*(no NVIDIA driver|No CUDA GPUs|not compiled with CUDA)", last), last

@@ -4,17 +4,22 @@ import types
 
 import pytest
 import torch
-from support import compiled_code
+from support import compiled_code, without_codegen
 from torch.nn import functional
 
-pytestmark = pytest.mark.host
 HEADS, TOKENS, DIM = 3, 20, 16
 
 
-def frequencies(tokens, heads_first=True):
-    from comfy.ldm.flux.math import rope
+@pytest.fixture(autouse=True, scope="module")
+def host_kernels():
+    import comfy_kitchen  # noqa: F401  registers its operators
 
-    made = rope(torch.rand(1, tokens, generator=torch.Generator().manual_seed(1)) * 64, DIM, 10000)
+
+def frequencies(tokens, heads_first=True):
+    """A rotation for each token and pair of channels, as the host's `rope` (comfy/ldm/flux/math.py) makes them."""
+    positions = torch.rand(1, tokens, 1, generator=torch.Generator().manual_seed(1)) * 64
+    angles = positions / 10000 ** (torch.arange(0, DIM, 2) / DIM)
+    made = torch.stack([angles.cos(), -angles.sin(), angles.sin(), angles.cos()], -1).unflatten(-1, (2, 2))
     return made.unsqueeze(1 if heads_first else 2)
 
 
@@ -40,13 +45,16 @@ def outputs(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
+def test_the_hosts_kernels_as_code(everywhere, engine):
+    """All of them in one graph, in both precisions, and one with frequencies of more tokens, which are cut off."""
     assert set(ALL) == set(engine("inductor.rotary_norms").OPENED)
-    given = {name: inputs(name, dtype) for name in ALL}
+    names = [*ALL, *ALL, "apply_rope"]
+    given = [inputs(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in ALL]
+    given.append(inputs("apply_rope", torch.float32, longer=5))
 
     def all_of_them(given):
-        return [output for name in ALL for output in outputs(getattr(torch.ops.comfy_kitchen, name)(*given[name]))]
+        calls = zip(names, given, strict=True)
+        return [output for name, args in calls for output in outputs(getattr(torch.ops.comfy_kitchen, name)(*args))]
 
     with torch.inference_mode():
         expected = all_of_them(given)
@@ -55,20 +63,12 @@ def test_the_hosts_kernels_as_code(dtype, everywhere, engine):
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         # bf16 steps: what is fused is not rounded on the way
-        torch.testing.assert_close(one, other, **({"rtol": 2e-2, "atol": 2e-2} if dtype is torch.bfloat16 else {}))
-
-
-def test_frequencies_of_more_tokens_are_cut_off(everywhere):
-    given = inputs("apply_rope", torch.float32, longer=5)
-    with torch.inference_mode():
-        expected = torch.ops.comfy_kitchen.apply_rope(*given)
-        actual, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), everywhere.inductor, given)
-    assert "comfy_kitchen" not in code
-    torch.testing.assert_close(tuple(actual), tuple(expected))
+        torch.testing.assert_close(one, other, **({"rtol": 2e-2, "atol": 2e-2} if one.dtype is torch.bfloat16 else {}))
 
 
 @pytest.mark.parametrize("dim", [1, 2])
-def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, engine):
+def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, monkeypatch):
+    decomposed = without_codegen(monkeypatch)
     generator = torch.Generator().manual_seed(3)
 
     def random(tokens):
@@ -91,7 +91,8 @@ def test_text_and_image_are_rotated_before_they_are_joined(dim, everywhere, engi
     given = random(5), random(9), random(5), random(9), frequencies(14, heads_first=dim == 2)
     with torch.inference_mode():
         expected = both(*given)
-        actual, _ = compiled_code(both, recording, given)
+        actual = torch.compile(both, backend=recording, dynamic=False)(*given)
+    assert len(decomposed) == 1 and "comfy_kitchen" not in decomposed[0]
     assert len(graphs) == 1 and "apply_rope](" not in graphs[0] and graphs[0].count("apply_rope1](") == 6, graphs
     torch.testing.assert_close(tuple(actual), tuple(expected))
 
@@ -132,28 +133,27 @@ def test_what_is_joined_for_others_too_stays_joined(everywhere, engine):
     assert untouched == [True] * 5
 
 
-def test_one_graph_serves_all_sizes(everywhere):
-    from torch._inductor.utils import fresh_cache
-
+def test_one_graph_serves_all_sizes(everywhere, monkeypatch):
+    decomposed = without_codegen(monkeypatch)
     compiled = torch.compile(
         lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), backend=everywhere.inductor, dynamic=True, fullgraph=True
     )
-    torch._dynamo.reset()
-    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    with torch.inference_mode(), fresh_cache():
+    with torch.inference_mode():
         for tokens in (6, 9, 30):
             q, k = (torch.randn(2, HEADS, tokens, DIM) for _ in range(2))
             given = q, k, frequencies(tokens)
             torch.testing.assert_close(compiled(*given), tuple(torch.ops.comfy_kitchen.apply_rope(*given)))
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before == 1
+    assert len(decomposed) == 1 and "comfy_kitchen" not in decomposed[0]
 
 
-def test_on_a_cpu_the_hosts_kernels_stay(engine):
+def test_on_a_cpu_the_hosts_kernels_stay(engine, monkeypatch):
     engine("inductor.rotary_norms").register()
-    given = inputs("apply_rope", torch.float32)
+    decomposed = without_codegen(monkeypatch)
     with torch.inference_mode():
-        _, code = compiled_code(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), engine("inductor.backend").inductor, given)
-    assert "comfy_kitchen" in code
+        torch.compile(lambda *a: torch.ops.comfy_kitchen.apply_rope(*a), backend=engine("inductor.backend").inductor)(
+            *inputs("apply_rope", torch.float32)
+        )
+    assert len(decomposed) == 1 and "comfy_kitchen" in decomposed[0]
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 2**-8), (torch.float16, 2**-10)])

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import Block, Net, relative_error, torch_settings
+from support import Block, CompiledNet, Net, relative_error, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -43,18 +43,14 @@ class Positioned(Block):
 @pytest.mark.parametrize("block", [Chunking, Sorting, Positioned])
 def test_one_graph_for_all_sizes_and_one_for_a_batch_of_one(engine, block):
     net = Net(block)
-    settings = engine("settings").CompileSettings(backend="eager", dynamic="auto")
+    step = CompiledNet(engine, net, dynamic="auto")
     before = torch_settings()
 
     def run(batch, tokens):
         x = torch.randn(batch, tokens, 8)
-        expected = net(x)
-        blocks = engine("compile.binding").compiled_blocks(net, settings)
-        with engine("compile.events").watching, blocks:
-            assert relative_error(net(x), expected) < 1e-6
-        stats = [group.stats for group in engine("compile.registry").code_of(net).groups.values()]
-        assert sum(s.graph_breaks for s in stats) == 0
-        return sum(s.graphs for s in stats)
+        assert relative_error(step.at_once(x), net(x)) < 1e-6
+        assert step.graph_breaks == 0
+        return step.graphs
 
     assert run(2, 6) == 1
     assert [run(*shape) for shape in [(2, 8), (2, 9), (3, 7), (4, 32), (2, 6), (5, 101)]] == [1] * 6
@@ -75,39 +71,30 @@ class Normed(Block):
         return super().forward(x, torch.full_like(x[:, :1], 1.0) * self.scale * strength)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_a_block_is_traced_once(engine, backend):
+def test_a_block_is_traced_once(engine):
     """As a symbol the epsilon was a reason to begin anew, when all had been traced."""
     from torch._dynamo.utils import get_compilation_metrics
 
     net = Net(Normed)
     known = set(map(id, get_compilation_metrics()))
-    settings = engine("settings").CompileSettings(backend=backend, dynamic="auto")
     x = torch.randn(2, 6, 8)
-    expected = net(x)
-    with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
-        assert relative_error(net(x), expected) < 1e-5
+    assert relative_error(CompiledNet(engine, net, backend="aot_eager", dynamic="auto").at_once(x), net(x)) < 1e-5
     metrics = [m for m in get_compilation_metrics() if id(m) not in known]
     assert len(metrics) == 1 and not metrics[0].restart_reasons
 
 
-@pytest.mark.parametrize("waits", [True, False])
-def test_floats_that_differ_cost_one_graph_more(engine, waits):
+@pytest.mark.parametrize("at_once", [True, False])
+def test_floats_that_differ_cost_one_graph_more(engine, at_once):
     net = Net(Normed, count=4)
     for number, block in enumerate(net.blocks):
         block.scale = 0.25 * (number + 1)
-    settings = engine("settings").CompileSettings(backend="eager", dynamic="auto")
+    step = CompiledNet(engine, net, dynamic="auto")
 
     def run(strength):
         x = torch.randn(2, 6, 8)
-        expected = net(x, strength=strength)
-        call = engine("background.model_call").ModelCall(waits=waits)
-        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
-            result = net(x, strength=strength)
-        engine("background.model_call").submit(call.requests)
-        assert engine("background.thread").compiler.wait(60)
-        assert relative_error(result, expected) < 1e-6
-        return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
+        result = step.at_once(x, strength=strength) if at_once else step(x, strength=strength)[0]
+        assert relative_error(result, net(x, strength=strength)) < 1e-6
+        return step.wait()
 
     graphs = [run(strength) for strength in (1.0, 0.7, 1.3, 0.2, 0.9)]
     assert graphs[-1] == graphs[2] <= 3
@@ -134,7 +121,22 @@ def test_even_spaces(engine, ends):
         torch.testing.assert_close(spaced(*ends, steps, dtype=torch.float64), exact)
 
 
-class Numbered(Block):
+class Small(torch.nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scale = torch.nn.Parameter(torch.randn(width))
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def small_net(block):
+    net = Net(block, count=2)
+    net.entry = torch.nn.Identity()
+    return net
+
+
+class Numbered(Small):
     """What patches do with the host's `cond_or_uncond`, a list of numbers (comfy_extras/nodes_nag.py, nodes_sag.py)."""
 
     def forward(self, x, numbers):
@@ -145,17 +147,14 @@ class Numbered(Block):
         return super().forward(x * numbers.count(5) if 5 in numbers else x)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_whether_a_number_is_among_numbers_that_vary(engine, backend):
+def test_whether_a_number_is_among_numbers_that_vary(engine):
     """PyTorch before 2.15 says no."""
-    settings = engine("settings").CompileSettings(backend=backend, dynamic="auto")
     for numbers in ([1, 0], [1], [0], [3, 1], [2, 3], [5, 5, 1], [4, 2], [2, 7], [1, 2]):
-        net = torch.nn.Module()
-        net.blocks = torch.nn.ModuleList([Numbered(), Numbered()])
-        x = torch.randn(2, 6, 8)
-        expected = net.blocks[1](net.blocks[0](x, numbers), numbers)
-        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
-            assert relative_error(net.blocks[1](net.blocks[0](x, list(numbers)), list(numbers)), expected) < 1e-6, numbers
+        net, x = small_net(Numbered), torch.randn(2, 6, 8)
+        expected = net(x, numbers=list(numbers))
+        step = CompiledNet(engine, net, backend="aot_eager", dynamic="auto")
+        assert relative_error(step.at_once(x, numbers=list(numbers)), expected) < 1e-6, numbers
+        assert step.graphs and not step.failures
 
 
 # What else may be done with such numbers.
@@ -172,18 +171,20 @@ QUESTIONS = {
 }
 
 
-class Asking(Block):
+class Asking(Small):
     def forward(self, x, numbers, question):
         return super().forward(x * QUESTIONS[question](numbers))
 
 
 @pytest.mark.parametrize("question", QUESTIONS)
 def test_questions_about_numbers_that_vary(engine, question):
-    settings, block = engine("settings").CompileSettings(backend="eager", dynamic="auto"), Asking()
-    net = torch.nn.Module()
-    net.blocks = torch.nn.ModuleList([block, Asking()])
+    net = small_net(Asking)
+    step = CompiledNet(engine, net, dynamic="auto")
     for numbers in ([1, 0], [1], [0], [3, 1], [2, 3]):
         x = torch.randn(2, 6, 8)
-        expected = block(x, numbers, question)
-        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
-            assert relative_error(block(x, list(numbers), question), expected) < 1e-6, numbers
+        expected = net(x, numbers=list(numbers), question=question)
+        assert relative_error(step.at_once(x, numbers=list(numbers), question=question), expected) < 1e-6, numbers
+    if question == "in a range":  # an error of PyTorch 2.11's own: the blocks run eager, and the report says so
+        assert step.graphs or step.failures
+    else:
+        assert step.graphs and not step.failures

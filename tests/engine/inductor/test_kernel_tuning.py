@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support import Net, nothing
+from support import CompiledNet, Net, nothing
 
 
 @pytest.fixture
@@ -53,16 +53,10 @@ def test_it_holds_for_the_first_run_of_new_code_only(engine, benchmarker, fails)
         return run
 
     net, x = Net(), torch.randn(2, 4, 8)
-    torch._dynamo.register_backend(backend, name=f"notes_the_benchmark_{fails}")
-    settings = engine("settings").CompileSettings(backend="eager")
-    object.__setattr__(settings, "backend", f"notes_the_benchmark_{fails}")
+    step = CompiledNet(engine, net, backend=backend)
     for _ in range(2):
-        with (
-            torch.inference_mode(),
-            engine("compile.events").watching,
-            engine("compile.binding").compiled_blocks(net, settings),
-        ):
-            net(x)
+        with torch.inference_mode():
+            step.at_once(x)
     assert compiling[0] is before and hasattr(running[0], "_is_brief")
     assert fails or running[-1] is before  # the second run tunes nothing
     assert cls.__dict__["benchmark_gpu"] is before

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from patching import Runs
-from support import compiled_code
+from support import without_codegen
 from torch.nn import functional
 
-pytestmark = pytest.mark.host
 DIM = 16
 
 
@@ -40,12 +38,13 @@ class Needed(Perceptron):
 
 @pytest.mark.parametrize("shape", [(6, DIM), (2, 6, DIM), (2, 3, 4, DIM)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_gelu_goes_into_the_product_before_it(shape, dtype, everywhere):
+def test_gelu_goes_into_the_product_before_it(shape, dtype, everywhere, monkeypatch):
+    graphs = without_codegen(monkeypatch)
     net, x = Perceptron(dtype=dtype), torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(dtype)
     with torch.inference_mode():
         expected = net(x)
-        actual, code = compiled_code(net, everywhere.inductor, (x,))
-    assert "_addmm_activation" in code
+        actual = torch.compile(net, backend=everywhere.inductor)(x)
+    assert len(graphs) == 1 and "_addmm_activation" in graphs[0]
     torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
@@ -53,14 +52,17 @@ def test_gelu_goes_into_the_product_before_it(shape, dtype, everywhere):
     "net", [Perceptron("none"), Perceptron(bias=False), Perceptron(dtype=torch.float32), Needed()],
     ids=["exact", "no bias", "fp32", "needed by others"],
 )  # fmt: skip
-def test_other_products_stay_as_they_are(net, everywhere):
+def test_other_products_stay_as_they_are(net, everywhere, monkeypatch):
+    graphs = without_codegen(monkeypatch)
     x = torch.randn(2, 6, DIM).to(net.wide.weight.dtype)
     with torch.inference_mode():
-        _, code = compiled_code(net, everywhere.inductor, (x,))
-    assert "_addmm_activation" not in code
+        expected = net(x)
+        torch.testing.assert_close(torch.compile(net, backend=everywhere.inductor)(x), expected, rtol=2e-2, atol=2e-2)
+    assert len(graphs) == 1 and "_addmm_activation" not in graphs[0]
 
 
 def test_who_tunes_products_gets_inductors_own(everywhere, monkeypatch):
+    without_codegen(monkeypatch)
     asked = []
     monkeypatch.setattr(everywhere, "gelu_in_linear", lambda graph: asked.append(graph))
     for options in ({}, {"max_autotune": True}):
@@ -73,44 +75,30 @@ def test_who_tunes_products_gets_inductors_own(everywhere, monkeypatch):
 
 
 def test_products_with_a_derivative_stay(everywhere, monkeypatch):
+    """GELU inside a product has none."""
+    graphs = without_codegen(monkeypatch)
     net, x = Perceptron(), torch.randn(2, DIM).bfloat16().requires_grad_()
-    torch._dynamo.reset()
-    compiled = torch.compile(net, backend=everywhere.inductor)(x)
-    compiled.sum().backward()
-    assert x.grad.abs().sum() > 0
+    (expected,) = torch.autograd.grad(net(x).sum(), x)
+    (actual,) = torch.autograd.grad(torch.compile(net, backend=everywhere.inductor)(x).sum(), x)
+    assert expected.any() and graphs and not any("_addmm_activation" in graph for graph in graphs)
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
 
 
 def test_a_product_with_gelu_serves_all_sizes_and_is_kept_on_disk(everywhere):
     from torch._dynamo.utils import counters
-    from torch._inductor.utils import fresh_cache
+    from torch._inductor.utils import fresh_cache, run_and_get_code
 
-    net = Perceptron()
+    net, written = Perceptron(), []
+    inputs = [torch.randn(shape).bfloat16() for shape in ((2, 6, DIM), (3, 9, DIM), (2, 30, DIM))]
     with torch.inference_mode(), fresh_cache():
+        expected = [net(x) for x in inputs]
         for _ in range(2):
             torch._dynamo.reset()
             counters.clear()
             compiled = torch.compile(net, backend=everywhere.inductor, dynamic=True, fullgraph=True)
-            for shape in ((2, 6, DIM), (3, 9, DIM), (2, 30, DIM)):
-                x = torch.randn(shape).bfloat16()
-                torch.testing.assert_close(compiled(x), net(x), rtol=2e-2, atol=2e-2)
+            actual, code = run_and_get_code(lambda compiled=compiled: [compiled(x) for x in inputs])
+            torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+            written += code
             assert counters["stats"]["unique_graphs"] == 1 and not counters["aot_autograd"]["autograd_cache_bypass"]
     assert counters["aot_autograd"]["autograd_cache_hit"] == 1
-
-
-@pytest.mark.parametrize(("name", "least"), [("flux", 2), ("qwen_image", 2), ("wan", 1)])
-def test_the_hosts_transformers_have_it(name, least, tiny, engine, monkeypatch):
-    epilogues, found = engine("inductor.linear_gelu"), []
-    monkeypatch.setattr(epilogues, "_DTYPES", (torch.float32,))
-
-    def backend(graph, _inputs):
-        epilogues.gelu_in_linear(graph.graph)
-        found.append(str(graph.graph).count("_addmm_activation"))
-        return graph
-
-    torch._dynamo.register_backend(backend, name=f"counts_gelu_{name}")
-    runs = Runs(tiny, engine, name, cfg=1.0, steps=1)
-    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
-    object.__setattr__(settings, "backend", f"counts_gelu_{name}")
-    with torch.inference_mode():
-        runs.run(engine("host.model.attach").attach(runs.patcher, settings))
-    assert max(found) >= least, found
+    assert written and all("_addmm_activation" in source for source in written)

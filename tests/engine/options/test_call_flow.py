@@ -1,15 +1,10 @@
-"""What a block reads of its options, however it does: filtered options give what all of them give, and so do graphs."""
+"""What a block reads of its options, however it does: filtered options give what all of them give."""
 
 import copy
-import itertools
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as some
-from reading_blocks import FOLLOWED, LOST, chain, load
-
-KEYS = ["sigmas", "cond_or_uncond", "uuids", "block_index", "total_blocks", "img_slice", "easycache"]
-numbers = itertools.count()
+from hypothesis import given
+from reading_blocks import FOLLOWED, LOST, chain, load, many, numbers, option_dicts, run, ways
 
 
 @pytest.fixture(scope="module")
@@ -36,24 +31,6 @@ def test_a_file_that_was_updated_since_is_not_believed(engine, tmp_path):
     assert engine("options.filter").keys_read(block) == engine("options.filter").BOOKKEEPING
 
 
-values = some.recursive(
-    some.none() | some.booleans() | some.integers(-2, 2) | some.sampled_from([0.0, -0.0, 1.5, "", "a"]),
-    lambda inner: some.lists(inner, max_size=2) | some.dictionaries(some.sampled_from("ab"), inner, max_size=2),
-    max_leaves=4,
-)
-option_dicts = some.dictionaries(some.sampled_from([*KEYS, "rope_options", "more"]), values)
-ways = some.lists(
-    some.tuples(some.sampled_from([*FOLLOWED.values(), *LOST.values()]), some.sampled_from([*KEYS, "rope_options"])),
-    min_size=1,
-    max_size=3,
-)
-many = settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
-
-
-def run(block, options):
-    return repr(block(1, transformer_options=copy.deepcopy(dict(options))))
-
-
 @many
 @given(ways=ways, options=option_dicts)
 def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, options):
@@ -61,16 +38,3 @@ def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, optio
     options = {"patches": {}, "patches_replace": {}, **options}
     filtered, patched = engine("options.filter").OptionsFilter(block)(copy.deepcopy(options))
     assert not patched and run(block, filtered) == run(block, options)
-
-
-@pytest.mark.host
-@many
-@given(ways=ways, one=option_dicts, other=option_dicts, same=some.sets(some.sampled_from(KEYS)))
-def test_options_that_a_model_can_tell_apart_share_no_graph(engine, folder, ways, one, other, same):
-    graphing, keys = engine("host.graphs.replay"), engine("cuda_graphs.keys")
-    network = chain(load(folder, next(numbers), ways))
-    graphing.read_of(network).look(network, [])
-    other = {**one, **{name: value for name, value in other.items() if name not in same}}
-    one, other = ({"patches": {}, "patches_replace": {}, **options} for options in (one, other))
-    if keys.value_key(graphing.kept_options(network, one)) == keys.value_key(graphing.kept_options(network, other)):
-        assert run(network, one) == run(network, other)

@@ -6,11 +6,11 @@ run fills the cache from the tokens of the text; all steps read it, and run on t
 """
 
 import functools
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
 import torch
+from support import CompiledNet
 from torch import nn
 from torch.nn.functional import layer_norm, scaled_dot_product_attention, silu
 
@@ -115,35 +115,33 @@ class Net(nn.Module):
         return x if cached else x[:, TEXT:]
 
 
-def sample(net, cached=True, batch=2, tokens=6, steps=3, around=nullcontext, **options):
-    """What the steps of one sampling run give, each of them in a context that `around` makes."""
+def sample(net, call=None, cached=True, batch=2, tokens=6, steps=3, **options):
+    """What the steps of one sampling run give.
+
+    Args:
+        call: calls the model; returns its result, and whether blocks ran eager.
+    """
     draw = torch.Generator().manual_seed(1)
     x, text = torch.randn(batch, tokens, WIDTH, generator=draw), torch.randn(1, TEXT, WIDTH, generator=draw)
     net.cache, results = None, []
     for step in range(steps):
         sigma = 1 / (step + 1)
         given = {"sigmas": torch.tensor([sigma]), "uuids": [object()], "cond_or_uncond": [1, 0], "patches": {}, **options}
-        with around():
-            results.append(net(x.clone(), text, sigma, given, cached))
+        args = x.clone(), text, sigma, given, cached
+        results.append(net(*args) if call is None else call(*args)[0])
     return torch.stack(results)
 
 
 @pytest.fixture
 def behind_the_run(engine):
     """behind_the_run(net, **what) samples without waiting for code, and then waits for it; how many graphs that added."""
-    registry, calls, before = engine("compile.registry"), engine("background.model_call"), [0]
-    compiler = engine("background.thread").compiler
-    settings = engine("settings").CompileSettings(backend="eager")
+    before = [0]
 
     def in_background(net, **what):
-        expected = sample(net, **what)
-        with engine("compile.events").watching:
-            step = lambda: engine("compile.binding").compiled_blocks(net, settings, calls.ModelCall(waits=False))  # noqa: E731
-            assert torch.equal(sample(net, around=step, **what), expected)
-            assert compiler.wait(120)
-        found = registry.code_of(net).groups.values()
-        assert not [group.failure for group in found if group.failure] and not any(group.code.must_run for group in found)
-        count = sum(group.stats.graphs for group in found)
+        step, expected = CompiledNet(engine, net), sample(net, **what)
+        assert torch.equal(sample(net, step, **what), expected)
+        count = step.wait()
+        assert not step.failures and not step.graph_breaks
         added, before[0] = count - before[0], count
         return added
 
@@ -153,19 +151,13 @@ def behind_the_run(engine):
 @pytest.fixture
 def run(engine):
     """run(net, **what) samples compiled, compares with eager, and returns how many graphs that added."""
-    registry, before = engine("compile.registry"), [0]
+    before = [0]
 
-    def compiled(net, dynamic="auto", **what):
-        expected = sample(net, **what)
-        settings = engine("settings").CompileSettings(backend="eager", dynamic=dynamic)
-        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings):
-            assert torch.equal(sample(net, **what), expected)
-        groups = registry.code_of(net).groups.values()
-        assert not [group.failure for group in groups if group.failure] and not any(
-            group.stats.graph_breaks for group in groups
-        )
-        count = sum(group.stats.graphs for group in groups)
-        added, before[0] = count - before[0], count
+    def compiled(net, **what):
+        step, expected = CompiledNet(engine, net), sample(net, **what)
+        assert torch.equal(sample(net, lambda *args, **given: (step.at_once(*args, **given), False), **what), expected)
+        assert not step.failures and not step.graph_breaks
+        added, before[0] = step.graphs - before[0], step.graphs
         return added
 
     return compiled

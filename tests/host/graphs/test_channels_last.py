@@ -12,7 +12,7 @@ import torch
 import zoo
 from paging import paged
 from reference_kernels import Reference
-from support import TESTS, relative_error
+from support import TESTS, compile_settings, relative_error
 from torch import nn
 from torch.nn import functional
 
@@ -34,8 +34,7 @@ def reference(engine, monkeypatch):
 
 
 def attached(engine, patcher):
-    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
-    object.__setattr__(settings, "mode", "reduce-overhead")  # refused without inductor, which takes long
+    settings = compile_settings(engine, mode="reduce-overhead", compile="at once")
     return engine("host.model.attach").attach(patcher, settings)
 
 

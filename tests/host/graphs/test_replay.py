@@ -5,7 +5,7 @@ import torch
 from capturing import capture_again
 from paging import paged
 from patching import Runs
-from support import relative_error
+from support import compile_settings, relative_error
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
@@ -246,8 +246,7 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
-    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
-    object.__setattr__(settings, "mode", "reduce-overhead")
+    settings = compile_settings(engine, mode="reduce-overhead", compile="at once")
     compiled = engine("host.model.attach").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)

@@ -7,6 +7,7 @@ from patch_kinds.conditions import controlnet, with_options
 from patch_kinds.weights import lora_file
 from patching import Runs, same
 from sampling import sample
+from support import compile_settings
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -72,8 +73,7 @@ def test_a_warm_unet_is_not_run_again(warming, engine, mode):
     """By default the transformers inside SD 1.5's blocks are compiled, with more tuning whole blocks."""
     setup, runs = zoo.SETUPS["sd15"], warming("sdxl")
     runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
-    settings = engine("settings").CompileSettings(mode=mode, compile="at once")
-    object.__setattr__(settings, "backend", "eager")  # tuning twelve kinds takes minutes
+    settings = compile_settings(engine, mode=mode, compile="at once")  # inductor would tune twelve kinds, for minutes
     runs.compiled = engine("host.model.attach").attach(runs.patcher, settings)
     calls = model_calls(runs.patcher)
     assert SKIPPED not in runs.warm((128, 128)) and calls

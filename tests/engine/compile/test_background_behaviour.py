@@ -1,0 +1,427 @@
+"""Code made in the background, seen from outside: calls run eager until their code is there, then compiled."""
+
+import gc
+import random
+import sys
+import types
+import weakref
+
+import pytest
+import torch
+from support import Block, CompiledNet, Held, Net, torch_settings
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+@pytest.fixture
+def compiled(engine):
+    """compiled(net, **settings): `CompiledNet`. No code is left in the making."""
+    nets = []
+
+    def make(net, **settings):
+        nets.append(weakref.ref(step := CompiledNet(engine, net, **settings)))
+        return step
+
+    yield make
+    for step in filter(None, (ref() for ref in nets)):
+        step.wait()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_calls_run_eager_until_their_code_is_there(compiled, backend):
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected, step = net(x), compiled(net, backend=backend)
+    result, eager = step(x)
+    assert eager and torch.equal(result, expected)
+    assert step.wait() == 1
+    result, eager = step(x)
+    assert not eager and torch.allclose(result, expected, atol=1e-5)
+    assert not step(torch.randn(3, 6, 8))[1], "one code for all sizes"
+    assert step(torch.randn(1, 6, 8))[1] and step.wait() == 2, "but for a batch of one"
+    assert not step(torch.randn(1, 9, 8))[1] and step.wait() == 2
+
+
+def test_calls_that_wait_use_code_of_the_background_and_the_other_way_round(compiled):
+    step, x = compiled(Net()), torch.randn(2, 4, 8)
+    step(x)
+    assert step.wait() == 1
+    step.at_once(x)
+    assert step.graphs == 1
+    other, y = compiled(Net(width=16)), torch.randn(2, 4, 16)
+    other.at_once(y)
+    assert other.graphs == 1
+    assert not other(y)[1] and other.wait() == 1
+
+
+def test_blocks_do_not_change_over_in_the_middle_of_a_call(compiled):
+    """The blocks of a call all run eager or all compiled: their code is ready when the second of three blocks begins."""
+    ran, backend = [], Held()
+
+    class Noting(Block):
+        def forward(self, x):
+            note(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    @torch._dynamo.disable
+    def finish_compiling():
+        backend.go_on.set()
+        step.wait()
+
+    def note(compiling):
+        if not compiling:
+            ran.append("eager")
+            if len(ran) == 4:
+                finish_compiling()
+
+    step, x = compiled(Net(block=Noting), backend=backend), torch.randn(2, 4, 8)
+    step(x)
+    assert backend.begun.wait(60) and len(ran) == 3
+    assert step(x)[1] and len(ran) == 6 and step.graphs == 1
+    assert not step(x)[1] and len(ran) == 6
+
+
+def test_a_patch_gets_code_of_its_own(compiled):
+    net, x = Net(), torch.randn(2, 4, 8)
+    patched = {"transformer_options": {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}}
+    plain, expected, step = net(x), net(x, **patched), compiled(net)
+    assert not torch.equal(plain, expected)
+    step(x)
+    step.wait()
+    for _ in range(3):
+        assert torch.equal(step(x, **patched)[0], expected)
+        step.wait()
+    assert not step(x, **patched)[1]
+    assert torch.equal(step(x)[0], plain)
+
+
+class Times:
+    """A patch whose factor is an attribute of it."""
+
+    def __init__(self, factor):
+        self.factor = factor
+
+    def __call__(self, y, _options):
+        return y * self.factor
+
+
+def test_a_number_of_a_patch_that_differs_for_each_step_needs_two_codes(compiled):
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = compiled(net)
+    for number in range(8):
+        options = {"patches": {"attn1_output_patch": [Times(float(number + 2))]}}
+        result, eager = step(x, transformer_options=options)
+        step.wait()
+        assert torch.allclose(result, net(x, transformer_options=options))
+        assert eager == (number < 2), "the second code takes the number as it comes"
+    assert step.graphs == 2
+
+
+def patch_with_code_of_its_own(factor):
+    code = (lambda y, _options: y * 0.5).__code__
+    return types.FunctionType(code.replace(co_consts=tuple(factor if c == 0.5 else c for c in code.co_consts)), globals())
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_patch_that_is_other_code_for_each_step_is_given_up(compiled, at_once):
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = compiled(net)
+    for number in range(12):
+        options = {"patches": {"attn1_output_patch": [patch_with_code_of_its_own(number + 2.0)]}}
+        result = step.at_once(x, transformer_options=options) if at_once else step(x, transformer_options=options)[0]
+        step.wait()
+        assert torch.allclose(result, net(x, transformer_options=options))
+    assert step.graphs <= 5
+    (failure,) = step.failures
+    assert failure.startswith("Block with attn1_output_patch ") and "for the same shapes" in failure
+
+
+def test_patches_that_are_used_are_not_given_up_however_many(compiled):
+    """A user who tries strengths: each runs more than one step."""
+    step, x = compiled(Net()), torch.randn(2, 4, 8)
+    for tried in range(7):
+        options = {"patches": {"attn1_output_patch": [patch_with_code_of_its_own(tried + 2.0)]}}
+        for _ in range(2):
+            _, eager = step(x, transformer_options=options)
+            step.wait()
+        assert not eager
+    assert not step.failures
+
+
+def test_random_states_and_settings_are_left_alone(compiled):
+    """PyTorch puts random states back when it has compiled; what others have drawn meanwhile must stay drawn."""
+    backend, before, x = Held(), torch_settings(), torch.randn(2, 4, 8)
+    step = compiled(Net(), backend=backend)
+    torch.manual_seed(7)
+    random.seed(7)
+    step(x)
+    assert backend.begun.wait(60)
+    drawn, python = torch.randn(4), random.random()
+    backend.go_on.set()
+    assert step.wait() == 1
+    assert not torch.equal(torch.randn(4), drawn) and random.random() != python
+    assert torch_settings() == before
+
+
+def test_what_a_loader_switches_meanwhile_stays(compiled):
+    """PyTorch puts back what was there when it began to trace: transformers loads models in another default type."""
+    backend = Held()
+    step, other, x = compiled(Net(), backend=backend), compiled(Net()), torch.randn(2, 4, 8)
+    try:
+        torch.set_default_dtype(torch.float16)
+        step(x)
+        other(x)  # were there nothing else to make, trying again would be put off for seconds
+        assert backend.begun.wait(60)
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(True)
+        backend.go_on.set()
+        step.wait()
+        assert torch.get_default_dtype() is torch.float32 and torch.are_deterministic_algorithms_enabled()
+    finally:
+        backend.go_on.set()
+        torch.set_default_dtype(torch.float32)
+        torch.use_deterministic_algorithms(False)
+
+
+def test_pythons_settings_are_as_found_when_code_is_made(compiled):
+    """The switch interval of threads also where the next code is asked for at once."""
+    before = sys.getswitchinterval(), list(sys.meta_path)
+    for _ in range(3):
+        step = compiled(Net())
+        step(torch.randn(2, 4, 8))
+        step.wait()
+        assert (sys.getswitchinterval(), list(sys.meta_path)) == before
+
+
+def test_a_model_that_goes_is_not_kept(compiled):
+    net = Net()
+    gone = weakref.ref(net), weakref.ref(net.blocks[0].inner.weight)
+    step = compiled(net)
+    step(torch.randn(2, 4, 8))
+    del net, step
+    gc.collect()
+    compiled(Net()).wait()
+    gc.collect()
+    assert gone[0]() is None and gone[1]() is None
+
+
+def test_weights_are_freed_while_code_is_being_made(compiled):
+    backend, net = Held(), Net()
+    step, gone = compiled(net, backend=backend), weakref.ref(net.blocks[0].inner.weight)
+    step(torch.randn(2, 4, 8))
+    assert backend.begun.wait(60)
+    del net, step
+    gc.collect()
+    try:
+        assert gone() is None
+    finally:
+        backend.go_on.set()
+        compiled(Net()).wait()
+
+
+def test_code_with_graph_breaks_is_made_when_it_is_called(compiled):
+    class Breaking(Block):
+        def forward(self, x):
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    net, x = Net(block=Breaking), torch.randn(2, 4, 8)
+    expected, step = net(x), compiled(net)
+    assert torch.equal(step(x)[0], expected)
+    step.wait()
+    result, eager = step(x)
+    assert not eager and torch.equal(result, expected)
+    assert step.wait() >= 1 and step.graph_breaks >= 1 and not step.failures
+
+
+def test_what_cannot_be_compiled_is_said_once_and_runs_eager(compiled, caplog):
+    def failing(_graph, _inputs):
+        raise ValueError("no such kernel")
+
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected, step = net(x), compiled(net, backend=failing)
+    for _ in range(2):
+        assert torch.equal(step(x)[0], expected)
+        step.wait()
+    (failure,) = step.failures
+    assert "no such kernel" in failure
+    assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
+
+
+def test_code_for_which_there_is_no_memory_is_made_later(compiled):
+    """Behind other code that is wanted, when the memory may be free again."""
+    made = []
+
+    def short_of_memory(graph, _inputs):
+        made.append("first")
+        if len(made) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return graph
+
+    def other(graph, _inputs):
+        made.append("other")
+        return graph
+
+    gate, x = Held(), torch.randn(2, 4, 8)
+    steps = [compiled(Net(), backend=backend) for backend in (gate, short_of_memory, other)]
+    for step in steps:
+        step(x)
+    gate.go_on.set()
+    steps[0].wait()
+    assert made == ["first", "other", "first"]
+    assert not any(step(x)[1] or step.failures for step in steps)
+
+
+def test_a_switch_that_flips_while_code_is_traced_postpones_it(compiled):
+    """Another model's call, or another node's, has TF32 on for a while."""
+    backends, x = (Held(), Held()), torch.randn(2, 4, 8)
+    steps = [compiled(Net(), backend=backend) for backend in backends]
+    for step in steps:
+        step(x)
+    try:
+        assert backends[0].begun.wait(60)
+        torch.backends.cuda.matmul.allow_tf32 = True
+        backends[0].go_on.set()
+        assert backends[1].begun.wait(60)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        backends[1].go_on.set()
+        steps[0].wait()
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = False
+        backends[1].go_on.set()
+    assert [backend.calls for backend in backends] == [2, 2]
+    assert not any(step(x)[1] or step.failures for step in steps)
+
+
+def test_a_block_that_works_in_place_on_halves_of_its_precision(compiled):
+    """PyTorch compiles for memory that two arguments share, if one is written to: stand-ins must share none."""
+
+    class InPlace(Block):
+        def forward(self, x, context):
+            x += self.inner(self.norm(x))
+            context.mul_(2.0)
+            return x + context.to(x.dtype).mean()
+
+    class Two(Net):
+        def forward(self, x, context):
+            for block in self.blocks:
+                x = block(x, context=context)
+            return x
+
+    net = Two(block=InPlace)
+    given = torch.randn(2, 4, 8), torch.randn(2, 3, 8).bfloat16()
+    expected, step = net(given[0].clone(), given[1].clone()), compiled(net, backend="aot_eager")
+    for eager in (True, False):
+        result, found = step(given[0].clone(), context=given[1].clone())
+        assert torch.allclose(result, expected, atol=1e-5) and found is eager
+        assert step.wait() == 1
+
+
+@pytest.mark.parametrize("how", ["make_fx", "symbolic_trace"])
+def test_other_threads_go_on_while_code_is_traced(compiled, how):
+    """PyTorch refuses to run compiled code while the process traces with FX, whichever thread does (up to 2.13), and sends each
+    module's call of the process to its tracer, which knows none of other threads' modules ("module is not installed as a
+    submodule"); inductor traces so for each kernel (torch/_inductor/loop_body.py)."""
+    untouched = torch.nn.Module.__call__, torch.nn.Module.__getattr__
+    held = Held(lambda x, _inputs: x)
+
+    def backend(graph, inputs):
+        from torch.fx.experimental.proxy_tensor import make_fx
+
+        if how == "make_fx":
+            make_fx(lambda *args: graph(*(held(x, None) for x in args)))(*inputs)
+        else:
+            torch.fx.symbolic_trace(lambda x: held(x, None))
+        return graph
+
+    others = torch.compile(lambda x: x * 2 + 1, backend="eager")
+    others(torch.ones(3))
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = compiled(net, backend=backend)
+    expected, _ = step(x)
+    assert held.begun.wait(60)
+    try:
+        assert (torch.nn.Module.__call__, torch.nn.Module.__getattr__) == untouched
+        assert torch.equal(others(torch.ones(3)), torch.full((3,), 3.0))
+        assert torch.equal(step(x)[0], expected) and step.is_being_compiled
+    finally:
+        held.go_on.set()
+    assert step.wait() == 1 and not step(x)[1]
+
+
+class Given(Block):
+    def forward(self, x, function):
+        return super().forward(function(x))
+
+
+class Closing(Net):
+    """Hands its blocks a function that closes over what the model's forward goes on to change."""
+
+    def __init__(self):
+        super().__init__(Given)
+        self.seen = []
+
+    def forward(self, x):
+        shift = torch.ones(x.shape[-1])
+        self.seen[:] = [weakref.ref(shift)]
+        for block in self.blocks:
+            x = block(x, lambda y: y + shift)
+        shift = None
+        return x
+
+
+def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(compiled):
+    net, x, backend = Closing(), torch.randn(2, 4, 8), Held()
+    expected, step = net(x), compiled(net, backend=backend)
+    result, eager = step(x)
+    assert eager and torch.equal(result, expected)
+    assert backend.begun.wait(60)
+    gc.collect()
+    kept = net.seen[0]()
+    backend.go_on.set()
+    assert kept is None, "the tensor has been freed with the call"
+    assert step.wait() == 1 and not step.failures
+    result, eager = step(x)
+    assert not eager and torch.equal(result, expected) and step.wait() == 1
+
+
+class Counting(Block):
+    """Keeps a sum in a tensor that is no buffer."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = torch.zeros(())
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+class CountingInAList(Block):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = [torch.zeros(())]
+
+    def forward(self, x):
+        self.seen[0] += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("block", [Counting, CountingInAList])
+def test_what_a_block_keeps_counts_no_call_more(compiled, block):
+    """What compiles in the background runs nothing on the model's own tensors."""
+    net, x = Net(block=block), torch.randn(2, 4, 8)
+    step = compiled(net)
+    for _ in range(3):
+        _, eager = step(x)
+        step.wait()
+    assert not eager
+    assert [float(b.seen if block is Counting else b.seen[0]) for b in net.blocks] == [3.0] * 3
+
+
+def test_code_for_calls_under_autocast(compiled):
+    step, x = compiled(Net()), torch.randn(2, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, _ = step(x)
+        assert step.wait() == 1
+        result, eager = step(x)
+    assert not eager and torch.allclose(result, expected, atol=1e-2)
