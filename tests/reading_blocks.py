@@ -26,6 +26,12 @@ class Reader:
         return options["KEY"] if "KEY" in options else None
 """
 
+# In another module only: no name in the block's own leads to it.
+ELSEWHERE = """
+def read_elsewhere(options):
+    return options.get("KEY")
+"""
+
 # What can be followed: the filter stays on.
 FOLLOWED = {
     "get": 'out.append(transformer_options.get("KEY"))',
@@ -41,7 +47,7 @@ for k in transformer_options:
     own[k] = transformer_options[k]
 out.append(own.get("KEY"))""",
     "function": "out.append(read_literal(transformer_options))",
-    "module attribute": "out.append(helpers.read_literal(transformer_options))",
+    "module attribute": "out.append(helpers.read_elsewhere(transformer_options))",
     "method": "out.append(self.method(transformer_options))",
     "method by name": 'out.append(getattr(self, "method")(transformer_options))',
     "part": "out.append(self.part(x, transformer_options=transformer_options))",
@@ -142,7 +148,7 @@ def load(folder, count, ways):
     folder.mkdir(parents=True, exist_ok=True)
     found = []
     for at, (statement, key) in enumerate(ways):
-        helpers = _module(folder, f"helpers_{count}_{at}", HELPERS.replace("KEY", key))
+        helpers = _module(folder, f"helpers_{count}_{at}", (HELPERS + ELSEWHERE).replace("KEY", key))
         body = "".join(f"        {line}\n" for line in statement.splitlines())
         used = key if "part" in statement or "method" in statement else "no key"  # all methods of a class are looked at
         source = HELPERS + _FILE.replace("USED", used) + body + "        return out\n"

@@ -467,6 +467,7 @@ def test_code_of_ours_that_decides_what_is_compiled_is_part_of_the_key(depends, 
 )
 def test_each_of_what_it_depends_on_gives_folders_of_their_own(key, depends, engine, monkeypatch):
     disk, known = engine("cache.disk"), dict(depends.environment())
+    assert known[key]
     structure = ((), ("x", (2, 2), "torch.float32"))
     before = disk.folder_name("Block", structure)
     monkeypatch.setattr(disk, "environment", lambda: {**known, key: "another"})

@@ -1,0 +1,20 @@
+"""What compiled code depends on beside the model."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import ROOT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU nobody asks the CPU")
+def test_telling_what_a_machine_is_compiles_nothing(tmp_path):
+    """PyTorch asks a CPU for its vector units with small C++ programs: as long as no block's folder is in use, in any place."""
+    code = "from engine.cache.environment import environment; print(environment()['device'])"
+    environment = {name: value for name, value in os.environ.items() if name != "TORCHINDUCTOR_VEC_ISA_OK"}
+    environment |= {"TMPDIR": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("CPU "), done.stdout + done.stderr
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]

@@ -1,0 +1,46 @@
+"""A call that fails halfway, when a part of the block has run: what it has changed, where that is known and where not."""
+
+import pytest
+import torch
+import torch._inductor.compile_fx
+from support import Block, Net
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["copies", "no memory for copies"])
+def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(engine, monkeypatch, memory):
+    compiled = []
+
+    class InPlaceThenTrouble(Block):
+        """Changes its input, then needs a second graph."""
+
+        def forward(self, x, transformer_options={}):  # noqa: B006
+            x += self.inner(x)
+            torch._dynamo.graph_break()
+            return x + self.outer(x)
+
+    def compile_fx(graph, *_args, **_options):
+        compiled.append(graph)
+        if len(compiled) == 2:
+            raise RuntimeError("no kernel for this")
+        return graph.forward
+
+    def no_memory(*_args, **_options):
+        raise torch.OutOfMemoryError("no memory for copies")
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    net, x = Net(InPlaceThenTrouble, count=1), torch.randn(2, 4, 8)
+    expected = net(x)
+    if not memory:
+        monkeypatch.setattr(torch.Tensor, "clone", no_memory)
+    with (
+        engine("compile.events").watching,
+        engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()),
+    ):
+        if memory:
+            assert torch.equal(net(x), expected)
+        else:
+            with pytest.raises(Exception, match="no kernel for this"):
+                net(x)
+    assert len(compiled) == 2
