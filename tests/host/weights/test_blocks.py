@@ -7,6 +7,7 @@ import torch
 from paging import Buffers, own_streams, paged
 from patch_kinds.weights import load_partly, lora_file
 from patching import Runs
+from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 from torch import nn
 
