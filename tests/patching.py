@@ -1,6 +1,5 @@
 """Shared by the tests of patches and of several models: sample with and without compiling, and compare."""
 
-import gc
 from contextlib import contextmanager
 
 import pytest
@@ -139,8 +138,10 @@ class KeptCode:
             self.drop()
 
     def drop(self):
+        for _, kept, _ in self._models.values():
+            # Until garbage is collected, which takes a second, other models would share the code of those that are gone.
+            kept.engine("compile.registry")._groups.clear()
         self._models.clear()
-        gc.collect()
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
 

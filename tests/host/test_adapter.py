@@ -103,7 +103,7 @@ def test_a_host_with_other_pages_samples_in_its_own_way(change, flux, look, capl
     # The host itself goes on with its own functions, as it would under their new names.
     with paged(monkeypatch, flux.patcher.model) as pages:
         pages.resident = set(list(pages.layers)[::2])
-        result = flux.run(flux.attach(flux.patcher))
+        result = flux.run(flux.attach(flux.patcher, only_blocks="single_blocks.*"))
         assert pages.pinned == pages.faults == 0  # on a CPU the host itself takes the weights from where they are
     assert relative_error(result, expected) < 1e-5
     breaks = sum(group.stats.graph_breaks for group in flux.groups)

@@ -132,6 +132,7 @@ class TestDynamicSettings:
         outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="true")
         assert (outcome.groups, outcome.graphs, outcome.graphs_after, outcome.graphs_again) == (1, 1, 1, 0)
 
+    @pytest.mark.rest
     def test_false_takes_one_for_each_shape(self, engine):
         outcome = sweep.run_setup(engine, zoo.SETUPS["qwen_image"], dynamic="false")
         shapes = len(sweep.runs_of(zoo.SETUPS["qwen_image"]))

@@ -63,7 +63,7 @@ def test_steps_seeds_and_timestep_ranges_add_nothing(tiny, engine):
     assert runs.check(conditions.unpatched, positive=early + late) <= 2
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux"])
+@pytest.mark.parametrize("name", ["sdxl", pytest.param("flux", marks=pytest.mark.rest)])
 def test_a_controlnet_adds_between_the_blocks_and_costs_nothing(tiny, engine, name):
     runs = Runs(tiny, engine, name, cfg=3.0)
     assert runs.check(conditions.unpatched, positive=conditions.controlled(runs)) == 0

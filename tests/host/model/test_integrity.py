@@ -1,6 +1,7 @@
 """What compiling leaves alone: keys, files, PyTorch's settings, the random state, memory; and what it keeps."""
 
 import gc
+import re
 import weakref
 
 import pytest
@@ -118,7 +119,8 @@ def test_the_warmup_leaves_the_random_state(flux, attach, engine, conditioning, 
 def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine, name, backend, cfg):
     import comfy.model_management
 
-    settings = engine("settings").CompileSettings(backend=backend, compile="at once")
+    blocks = "single_blocks.*" if name == "flux" else ""  # one kind is enough
+    settings = engine("settings").CompileSettings(backend=backend, compile="at once", only_blocks=blocks)
     attach, free_all = engine("host.model.attach").attach, comfy.model_management.unload_all_models
     first = attach(tiny.build_patcher(name), settings)
     prompts, length = tiny.conditioning(name), 5 if name == "wan" else 1
@@ -130,7 +132,7 @@ def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine
     gc.collect()
     second = attach(tiny.build_patcher(name), settings)
     size, latent = engine("warmup.plan").Size(64, 64), {"samples": empty} if length > 1 else None
-    assert "graphs compiled" in engine("host.nodes.warmup").warm_up(second, *prompts, cfg, [size], latent)
+    assert re.search(r"\d graphs? compiled", engine("host.nodes.warmup").warm_up(second, *prompts, cfg, [size], latent))
     assert torch.equal(without, sample(second, prompts, empty, cfg, 7, sampler="euler_ancestral"))
 
 

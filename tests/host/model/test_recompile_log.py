@@ -55,7 +55,7 @@ def test_without_a_warmup_the_first_run_names_the_node(watched):
 
 CAUSES = [
     ({"width": 96}, ["width changed from 64 to 96", "Add 96x64 to extra_sizes", "dynamic to true"]),
-    ({"height": 128}, ["height changed from 64 to 128", "64x128"]),
+    ({"height": 112}, ["height changed from 64 to 112", "64x112"]),
     ({"batch": 2}, ["batch changed from 1 to 2", "64x64 batch 2"]),
     ({"tokens": 40}, ["prompt's length changed from 24 to 40", "dynamic to auto", "connect a prompt of that length"]),
 ]

@@ -159,7 +159,7 @@ def test_what_another_pack_has_put_over_the_models_method_is_called_and_stays(fl
     assert len(calls) == flux.steps and flux.graphs == 2 and base_model.__dict__.pop("apply_model") is counted
 
 
-def test_worker_threads_as_for_several_gpus(flux, second, engine):
+def test_worker_threads_as_for_several_gpus(own_code, flux, second, engine):
     """comfy/samplers.py runs each device's conditions in a thread under no_grad; a prompt runs under inference_mode."""
     import comfy.samplers
 

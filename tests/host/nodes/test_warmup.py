@@ -68,7 +68,7 @@ def test_a_warm_size_is_not_run_again(warming):
     assert calls
 
 
-@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("mode", ["default", pytest.param("max-autotune-no-cudagraphs", marks=pytest.mark.rest)])
 def test_a_warm_unet_is_not_run_again(warming, engine, mode):
     """By default the transformers inside SD 1.5's blocks are compiled, with more tuning whole blocks."""
     setup, runs = zoo.SETUPS["sd15"], warming("sdxl")
@@ -167,7 +167,7 @@ def test_what_could_need_a_graph_is_run_again_and_leaves_nothing_to_compile(warm
     ("name", "batch", "dynamic"),
     [
         ("flux", 2, "auto"),
-        ("sdxl", 1, "auto"),
+        pytest.param("sdxl", 1, "auto", marks=pytest.mark.rest),
         *(
             pytest.param(*case, marks=pytest.mark.rest)
             for case in [("flux", 1, "auto"), ("flux", 1, "true"), ("flux", 1, "false"), ("wan", 1, "false")]
@@ -195,7 +195,7 @@ def test_prompts_of_any_length_in_auto(warming, name):
     runs = warming(name, cfg=4.0)
     length = 5 if name == "wan" else 1
     runs.warm((64, 64, length))
-    lengths = ((5, 5), (77, 77), (200, 200), (400, 400), (24, 100), (77, 5), (154, 77))
+    lengths = ((5, 5), (400, 400), (24, 100), (154, 77))
     assert [runs.sampled(length=length, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
     assert [runs.sampled(length=length, cfg=1.0, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
 
@@ -208,11 +208,11 @@ def test_unequal_prompts_are_warmed_as_the_sampler_runs_them(warming):
 
 
 def test_ranges_of_the_schedule_are_all_run(warming, engine, tiny):
-    runs = warming("sdxl", cfg=3.0, dynamic="false")
-    other = tiny.conditioning("sdxl", 77)[0]
+    runs = warming(cfg=3.0, dynamic="false")
+    other = tiny.conditioning("flux", 77)[0]
     scheduled = with_options(runs.positive, start_percent=0.0, end_percent=0.3)
     scheduled += with_options(other, start_percent=0.3, end_percent=0.8) + with_options(other, start_percent=0.75)
-    control = controlnet(tiny, "sdxl", 1)
+    control = controlnet(tiny, "flux", 1)
     control.set_cond_hint(torch.zeros(1, 3, 64, 64), 0.8, (0.5, 0.6))
     scheduled += with_options(runs.positive, control=control, start_percent=0.9)
     assert engine("host.nodes.sampling").ranges_of((scheduled, runs.negative)) == 7
