@@ -115,6 +115,10 @@ def in_the_host(request):
     """Tests marked `host` run with the pack loaded, as in a server."""
     if request.node.get_closest_marker("host"):
         request.getfixturevalue("pack")
+    yield
+    if "comfy.model_management" in sys.modules:
+        # For each model in this list that is alive without its patcher the host collects all garbage in every run: a second.
+        sys.modules["comfy.model_management"].current_loaded_models.clear()
 
 
 @pytest.fixture(scope="session")

@@ -2,9 +2,19 @@
 
 from contextlib import contextmanager
 
+import pytest
 import torch
 from patch_kinds.weights import louder
 from sampling import sample
+
+# By the model's name, how it is sampled and the latent's shape; see `Runs.plain`.
+_plain_images: dict[tuple, torch.Tensor] = {}
+
+
+def patched(patcher, patch):
+    """A clone of `patcher` that `patch` has patched; `patch` returns it, or None."""
+    clone = patcher.clone()
+    return patch(clone) or clone
 
 
 class Runs:
@@ -21,6 +31,8 @@ class Runs:
         self.patcher = tiny.build_patcher(name)
         self.positive, self.negative = tiny.conditioning(name)
         self.latent = tiny.empty_latent(name, size, size, length)
+        if kept_code.used:
+            kept_code.make(self)
 
     def attach(self, patcher, **settings):
         """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
@@ -43,44 +55,42 @@ class Runs:
     def failures(self):
         return [group.failure.message() for group in self.groups if group.failure]
 
-    def check(self, patch, again=None, **inputs):
+    def plain(self):
+        """The eager image of the model as it is built. Kept for the session: the same name always gives the same weights."""
+        key = self.name, self.cfg, self.steps, tuple(self.latent.shape)
+        if key not in _plain_images:
+            _plain_images[key] = self.run(self.patcher)
+        return _plain_images[key]
+
+    def check(self, patch, **inputs):
         """Compiled equals eager with the patch, without it, and with it again; the number of graphs that it added.
 
         Args:
             patch: takes a clone of a patcher and patches it; returns it, or None.
-            again: the patch when it is added again, if not the same.
             inputs: conditionings for the patched runs.
         """
-
-        def patched(patcher, how=patch):
-            clone = patcher.clone()
-            return how(clone) or clone
-
-        plain = self.run(self.patcher)
-        expected = self.run(patched(self.patcher), **inputs)
+        plain, expected = self.plain(), self.run(patched(self.patcher, patch), **inputs)
         assert torch.isfinite(expected).all()
         assert not torch.allclose(expected, plain, rtol=1e-3, atol=1e-4), "the patch does nothing; this proves nothing"
         compiled = self.attach(self.patcher)
         same(self.run(compiled), plain, "before the patch")
         before = self.graphs
         assert before
-        same(self.run(patched(compiled), **inputs), expected, "with the patch")
+        same(self.run(patched(compiled, patch), **inputs), expected, "with the patch")
         added = self.graphs - before
         same(self.run(compiled), plain, "with the patch removed")
-        same(self.run(patched(compiled, again or patch), **inputs), expected, "with the patch added again")
-        same(self.run(self.attach(patched(self.patcher, again or patch)), **inputs), expected, "with the patch upstream")
-        same(self.run(compiled), plain, "with the patch removed again")
+        same(self.run(self.attach(patched(self.patcher, patch)), **inputs), expected, "with the patch upstream")
         assert self.graphs - before == added, "what was compiled once is compiled again"
         return added
 
     def check_hook(self, path):
         """Compiled equals eager with a hook on the module at `path`, added when it was compiled, and with it removed."""
-        compiled = self.attach(self.patcher)
-        plain = self.run(compiled)
-        same(plain, self.run(self.patcher), "before the hook")
+        compiled, plain = self.attach(self.patcher), self.plain()
+        same(self.run(compiled), plain, "before the hook")
+        expected = None
         for _ in range(2):
             with self.hooked(path, lambda _module, _args, out: louder(out)):
-                expected = self.run(self.patcher)
+                expected = self.run(self.patcher) if expected is None else expected
                 assert not torch.allclose(expected, plain, rtol=1e-3), "the hook does nothing; this proves nothing"
                 same(self.run(compiled), expected, "with the hook")
             same(self.run(compiled), plain, "with the hook removed")
@@ -93,6 +103,64 @@ class Runs:
             yield
         finally:
             handle.remove()
+
+
+class KeptCode:
+    """Code of tiny models as they are built, for tests whose subject is not how that code is made; see `shares_code`.
+
+    Each test has models of its own. Models of one structure share their code as long as one of them is in memory: that one is
+    kept here. Where a test has added to the code of such a model, or it has failed, all is dropped and made anew for the next.
+    """
+
+    def __init__(self):
+        self.used = False
+        self._models = {}
+
+    def make(self, runs):
+        """Compile what runs like `runs` need without a patch."""
+        key = runs.cfg > 1, tuple(runs.latent.shape)
+        if runs.name in self._models and self._models[runs.name][0] != key:
+            self.drop()
+        if runs.name not in self._models:
+            self.used = False
+            kept = Runs(runs.tiny, runs.engine, runs.name, runs.cfg, 1)
+            kept.latent = runs.latent
+            kept.run(kept.attach(kept.patcher))
+            self.used = True
+            self._models[runs.name] = key, kept, self._state(kept)
+
+    def check(self):
+        """After a test: drop what is not as it was made."""
+        for _, kept, _ in self._models.values():
+            for group in kept.groups:
+                group.patched.clear()
+        if any(self._state(kept) != state for _, kept, state in self._models.values()):
+            self.drop()
+
+    def drop(self):
+        for _, kept, _ in self._models.values():
+            # Until garbage is collected, which takes a second, other models would share the code of those that are gone.
+            kept.engine("compile.registry")._groups.clear()
+        self._models.clear()
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+
+    @staticmethod
+    def _state(kept):
+        return [(id(group), group.stats.graphs, group.failure, group.limit_reached) for group in kept.groups]
+
+
+kept_code = KeptCode()
+
+
+@pytest.fixture(autouse=True)
+def shares_code(engine, code_of_this_module):
+    """For a module under the name of `fresh_dynamo`: its tests share the code of unpatched models."""
+    kept_code.used = True
+    yield
+    kept_code.used = False
+    assert engine("background.thread").compiler.wait(120), "the test left something being compiled"
+    kept_code.check()
 
 
 class Differs(AssertionError):

@@ -6,6 +6,7 @@ As a script it runs the named ones, or all, and puts their rows into a file; row
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import time
@@ -233,10 +234,9 @@ def main() -> int:
     import zoo
 
     outcomes, failed = [], []
-    shared = import_module(f"{KIT}.engine.compile.registry")._groups
     for name in options.names or zoo.SETUPS:
         torch._dynamo.reset()
-        shared.clear()  # models of one structure share compiled code, and its counts
+        gc.collect()  # models of one structure share compiled code, and its counts, while both are in memory
         try:
             with torch.inference_mode():
                 outcome = run_setup(

@@ -33,7 +33,7 @@ def warm(zygote, tmp_path_factory):
 COLD = {"killed_compiling", "reset_meanwhile", "full_disk"}
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl"])
+@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.rest)])
 @pytest.mark.parametrize("row", table.HERE, ids=str)
 def test_in_this_process(row, name, tiny, engine, monkeypatch, caplog, inference_mode):
     case = here.Case(tiny, engine, name, row.moment, monkeypatch, caplog)

@@ -48,6 +48,16 @@ def untraceable(n, extra_options):
     return n * float(str(n.abs().mean().item())[:4])
 
 
+class Relabelled:
+    """Is another one in each call."""
+
+    label = ""
+
+    def __call__(self, n, extra_options):
+        self.label += "."
+        return n * 1.5
+
+
 def flux_inputs(q, k, v, pe=None, attn_mask=None, extra_options=None):
     return {"q": q * 1.5, "k": k}
 

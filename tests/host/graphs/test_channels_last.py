@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-UNETS = ("sd15", "sd20", "sdxl", "sdxl_refiner", "svd_img2vid", "koala")
+# SD 1.5's blocks run in parts, SDXL's whole.
+UNETS = ["sd15", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sd20", "sdxl_refiner", "svd_img2vid", "koala"))]
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ import torch
 from capturing import capture_again
 from paging import paged
 from patching import Runs
+from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import compile_settings, relative_error
 from torch import nn
 
@@ -255,7 +256,7 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
 
 
-def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(tiny, engine, monkeypatch):
+def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(own_code, tiny, engine, monkeypatch):
     """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
     capture_again(engine, monkeypatch)
     graphing, calls = engine("host.graphs.replay"), []

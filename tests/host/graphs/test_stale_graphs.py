@@ -7,6 +7,7 @@ import torch
 from capturing import capture_again
 from patch_kinds.conditions import cached
 from patching import Runs, same
+from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -156,7 +157,7 @@ def test_an_input_that_is_elsewhere_is_no_constant_of_a_graph(engine):
     assert not graphs.seen and "another device" in " ".join(graphs.failures.values())
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl", "wan"])
+@pytest.mark.parametrize("name", ["flux", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sdxl", "wan"))])
 def test_a_cache_of_steps_skips_as_many_and_the_others_are_replayed(name, tiny, engine, monkeypatch):
     """EasyCache wraps the model; what it calls is captured, what it decides is not."""
     capture_again(engine, monkeypatch)

@@ -3,12 +3,18 @@
 import pytest
 from patch_kinds import conditions
 from patching import Runs, same
+from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl", "wan"])
-@pytest.mark.parametrize("cache", ["EasyCacheNode", "LazyCacheNode"])
+EASY, LAZY = "EasyCacheNode", "LazyCacheNode"
+OTHER_CACHES = [("flux", LAZY), ("sdxl", EASY), ("wan", EASY), ("wan", LAZY)]
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [("flux", EASY), ("sdxl", LAZY), *(pytest.param(*pair, marks=pytest.mark.rest) for pair in OTHER_CACHES)]
+)
 def test_caches_that_skip_steps(tiny, engine, name, cache):
     runs = Runs(tiny, engine, name, cfg=3.0, steps=6)
     assert runs.check(conditions.cached(cache)) == 0
@@ -27,7 +33,7 @@ def test_areas(tiny, engine):
     assert runs.graphs == kinds > 0, [(kind.class_name, kind.stats.graphs) for kind in runs.groups]
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux"])
+@pytest.mark.parametrize("name", ["sdxl", pytest.param("flux", marks=pytest.mark.rest)])
 def test_masks(tiny, engine, name):
     runs = Runs(tiny, engine, name)
     runs.check(conditions.unpatched, positive=conditions.in_two_masks(runs))
@@ -36,7 +42,7 @@ def test_masks(tiny, engine, name):
 
 
 @pytest.mark.parametrize(
-    "name", ["sdxl", "flux", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sd3", "wan", "qwen_image", "z_image"))]
+    "name", ["sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("flux", "sd3", "wan", "qwen_image", "z_image"))]
 )
 def test_prompts_of_unequal_length(tiny, engine, name):
     runs = Runs(tiny, engine, name)
@@ -50,14 +56,14 @@ def test_prompts_of_unequal_length(tiny, engine, name):
 
 
 def test_steps_seeds_and_timestep_ranges_add_nothing(tiny, engine):
-    runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+    runs = Runs(tiny, engine, "flux", cfg=3.0, steps=4)
     other = conditions.other_prompt(runs, seed=9)
     early = conditions.with_options(runs.positive, start_percent=0.0, end_percent=0.5)
     late = conditions.with_options(other, start_percent=0.5, end_percent=1.0)
     assert runs.check(conditions.unpatched, positive=early + late) <= 2
 
 
-@pytest.mark.parametrize("name", ["sdxl", "flux"])
+@pytest.mark.parametrize("name", ["sdxl", pytest.param("flux", marks=pytest.mark.rest)])
 def test_a_controlnet_adds_between_the_blocks_and_costs_nothing(tiny, engine, name):
     runs = Runs(tiny, engine, name, cfg=3.0)
     assert runs.check(conditions.unpatched, positive=conditions.controlled(runs)) == 0

@@ -5,6 +5,7 @@ import importlib
 import pytest
 import torch
 from patching import Runs, same
+from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -91,8 +92,8 @@ WAYS = {
 }
 # Draws numbers in the middle of a block: before 2.15 no code can be made of that, and the blocks run eager.
 RANDOM = {"HyperTile"}
-# Ours to run always; the others are near twins.
-FIRST = {"BasicGuider", "Dual CFG", "Perp-Neg", "perturbed attention", "self-attention", "normalized attention", "two passes"}
+# Another batch, another size; the others, whose patches are of the kinds in test_patches.py, are marked `rest`.
+FIRST = {"Dual CFG", "two passes"}
 
 
 @pytest.mark.parametrize("way", [way if way in FIRST else pytest.param(way, marks=pytest.mark.rest) for way in WAYS])

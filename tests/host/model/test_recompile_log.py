@@ -9,6 +9,9 @@ from sampling import sample
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
+# One kind of block is enough where the sentence is what is looked at.
+SINGLE = {"only_blocks": "single_blocks.*"}
+
 
 class Watched(Runs):
     """A warmed model whose runs return what the log said. The backend traces only."""
@@ -38,7 +41,7 @@ def watched(tiny, engine, caplog):
 
 
 def test_a_warmed_size_says_nothing(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     report = runs.warm((64, 64), (96, 64), (64, 64, 1, 2))
     assert "64x64 batch 1" in report and "96x64 batch 1" in report
     for size in ({}, {"width": 96}, {"batch": 2}, {"seed": 9}, {"width": 96, "seed": 10}):
@@ -50,25 +53,25 @@ def test_without_a_warmup_the_first_run_names_the_node(watched):
     assert "the first run" in sentence and "Torch Compile Warmup" in sentence
 
 
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"width": 96}, ["width changed from 64 to 96", "Add 96x64 to extra_sizes", "dynamic to true"]),
-        ({"height": 128}, ["height changed from 64 to 128", "64x128"]),
-        ({"batch": 2}, ["batch changed from 1 to 2", "64x64 batch 2"]),
-        ({"tokens": 40}, ["prompt's length changed from 24 to 40", "dynamic to auto", "connect a prompt of that length"]),
-    ],
-)
-def test_each_cause_has_its_sentence_once(watched, change, words):
-    runs = watched()
+CAUSES = [
+    ({"width": 96}, ["width changed from 64 to 96", "Add 96x64 to extra_sizes", "dynamic to true"]),
+    ({"height": 112}, ["height changed from 64 to 112", "64x112"]),
+    ({"batch": 2}, ["batch changed from 1 to 2", "64x64 batch 2"]),
+    ({"tokens": 40}, ["prompt's length changed from 24 to 40", "dynamic to auto", "connect a prompt of that length"]),
+]
+
+
+def test_each_cause_has_its_sentence_once(watched):
+    runs = watched(**SINGLE)
     runs.warm()
-    (sentence,) = runs.said(**change)
-    assert all(word in sentence for word in words), sentence
-    assert runs.said(**change, seed=4) == []
+    for change, words in CAUSES:
+        (sentence,) = runs.said(**change)
+        assert all(word in sentence for word in words), sentence
+        assert runs.said(**change, seed=4) == []
 
 
 def test_each_cause_without_a_warmup_suggests_the_node_and_not_its_inputs(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.said()
     for change in ({"width": 96}, {"batch": 2}, {"tokens": 40}):
         (sentence,) = runs.said(**change)
@@ -92,10 +95,11 @@ def test_cfg_above_one_runs_the_negative_too(watched):
 
 
 def test_dynamic_false_compiles_for_each_size_and_says_what_to_set(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.warm()
-    assert all("set dynamic to true" in s for width in (96, 128) for s in runs.said(width=width))
-    dynamic = watched(dynamic="true")
+    said = [runs.said(width=width) for width in (96, 128)]
+    assert all(len(sentences) == 1 and "set dynamic to true" in sentences[0] for sentences in said), said
+    dynamic = watched(dynamic="true", **SINGLE)
     dynamic.warm()
     assert [s for width in (96, 128) for s in dynamic.said(width=width)] == []
 
@@ -114,7 +118,7 @@ def test_a_lora_in_bypass_mode_is_named(watched):
 
 
 def test_an_input_that_the_conditioning_adds_is_named(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.warm()
     reference = [[text, {**options, "reference_latents": [torch.zeros(1, 16, 8, 8)]}] for text, options in runs.positive]
     (sentence,) = runs.said(positive=reference)
@@ -142,7 +146,7 @@ def test_a_controlnet_is_named(engine):
 
 
 def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.warm()
     (sentence,) = runs.said(width=96)
     notice = sentence.removeprefix("Flux: ")
@@ -153,7 +157,7 @@ def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
 
 
 def test_a_patch_is_named(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.warm()
     patched = runs.compiled.clone()
     patched.set_model_attn1_output_patch(lambda out, _options: out * 0.5)
@@ -162,15 +166,15 @@ def test_a_patch_is_named(watched):
 
 
 def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
-    runs = watched()
+    runs = watched(**SINGLE)
     runs.warm()
-    other = runs.attach(runs.patcher, dynamic="false", cache_limit=7)
+    other = runs.attach(runs.patcher, dynamic="false", cache_limit=7, **SINGLE)
     (sentence,) = runs.said(patcher=other)
-    assert sentence.startswith("Flux: 2 graphs compiled while sampling") and "these settings of Torch Compile Model" in sentence
+    assert sentence.startswith("Flux: 1 graph compiled while sampling") and "these settings of Torch Compile Model" in sentence
     (sentence,) = runs.said(patcher=other, width=96)
     assert "width changed from 64 to 96" in sentence
     runs.said(width=96)
-    (sentence,) = runs.said(patcher=runs.attach(runs.patcher, dynamic="false", cache_limit=9), width=96)
+    (sentence,) = runs.said(patcher=runs.attach(runs.patcher, dynamic="false", cache_limit=9, **SINGLE), width=96)
     assert "these settings" in sentence, "what is known is known of other code"
 
 
@@ -178,7 +182,7 @@ def test_the_page_is_told(watched, engine):
     heard = []
     engine("notices.recompile_log").listeners.append(lambda name, sentence, size: heard.append((name, sentence, size)))
     try:
-        runs = watched()
+        runs = watched(**SINGLE)
         runs.warm()
         runs.said(width=96)
     finally:
@@ -188,20 +192,14 @@ def test_the_page_is_told(watched, engine):
 
 
 def test_many_runs_after_one_warmup_add_nothing(watched):
-    runs = watched(dynamic="auto")
+    runs = watched(dynamic="auto", **SINGLE)
     runs.warm((64, 64), (96, 64), (64, 64, 1, 2))
     before = runs.graphs
-    for seed in range(10):
+    for seed in range(3):
         assert runs.said(seed=seed) == []
-    for tokens in (5, 77, 200, 400):
+    for tokens in (5, 400):
         assert runs.said(tokens=tokens) == []
-    for sampler, scheduler in (
-        ("euler", "normal"),
-        ("dpmpp_2m", "karras"),
-        ("heun", "simple"),
-        ("lms", "normal"),
-        ("ddim", "simple"),
-    ):
+    for sampler, scheduler in (("dpmpp_2m", "karras"), ("heun", "simple"), ("lms", "normal")):
         sample(runs.compiled, (runs.positive, runs.negative), runs.latent, 1.0, 1, sampler=sampler, scheduler=scheduler)
     assert runs.graphs == before
     assert torch.isfinite(runs.run(runs.compiled)).all()

@@ -85,10 +85,18 @@ def test_blocks_as_flux_has_them(block, everywhere):
     assert [recorder.together for recorder in recorders] == [[True] * 3]
 
 
-def test_one_graph_serves_all_sizes(everywhere):
+@pytest.mark.parametrize("backend", ["rewritten", pytest.param("inductor", marks=pytest.mark.rest)])
+def test_one_graph_serves_all_sizes(everywhere, backend):
     from torch._inductor.utils import fresh_cache
 
-    compiled = torch.compile(single_block, backend=everywhere.inductor, dynamic=True, fullgraph=True)
+    def rewritten(graph, example_inputs):
+        for rewrite in everywhere.REWRITES[1:]:
+            assert rewrite(graph.graph)
+        graph.recompile()
+        return graph
+
+    backend = everywhere.inductor if backend == "inductor" else rewritten
+    compiled = torch.compile(single_block, backend=backend, dynamic=True, fullgraph=True)
     torch._dynamo.reset()
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     with torch.inference_mode(), fresh_cache():

@@ -3,6 +3,7 @@
 import pytest
 from patch_kinds import conditions, weights
 from patching import Runs, same
+from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -17,7 +18,7 @@ def test_merged_into_the_weights(flux):
     assert flux.check(weights.two_loras) == 0
 
 
-@pytest.mark.parametrize("share", [0.0, 0.5])
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.rest), 0.5])
 def test_applied_at_each_cast_in_low_memory(flux, share):
     import comfy.model_patcher
 
@@ -48,7 +49,7 @@ def test_hooks_that_bring_patches_and_objects(flux):
     assert flux.check(conditions.unpatched, positive=weights.hooked_patch(flux)) == 2
 
 
-@pytest.mark.parametrize("ratio", [0.0, 0.4])
+@pytest.mark.parametrize("ratio", [pytest.param(0.0, marks=pytest.mark.rest), 0.4])
 def test_merged_models(flux, ratio):
     other = weights.other_flux()
     merged = weights.merged_with(other, ratio)

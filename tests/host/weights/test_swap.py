@@ -3,6 +3,7 @@
 import pytest
 import torch
 from patching import Runs, same
+from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
