@@ -89,7 +89,6 @@ def real_work(name, prompt, cfg):
     [
         ("flux", "eager"),
         pytest.param("wan", "eager", marks=pytest.mark.rest),
-        ("qwen_image", "eager"),
         pytest.param("sdxl", "eager", marks=pytest.mark.rest),
         pytest.param("qwen_image", "inductor", marks=pytest.mark.rest),
     ],
