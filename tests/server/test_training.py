@@ -76,7 +76,7 @@ def trainings(server):
 
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("flux", 4), *(pytest.param(name, 20, marks=pytest.mark.rest) for name in ("flux", "sdxl", "wan"))],
+    [("flux", 6), *(pytest.param(name, 20, marks=pytest.mark.rest) for name in ("flux", "sdxl", "wan"))],
 )
 def test_it_makes_the_lora_of_the_uncompiled_model(trainings, name, steps):
     eager, none = trainings.run(training(name, "64x64 64x64", False, "eager", steps))
@@ -91,8 +91,9 @@ def test_it_makes_the_lora_of_the_uncompiled_model(trainings, name, steps):
     assert any(value.any() for value in lora.values())
 
     if name != "wan":  # its latents are videos, which the host's buckets do not take
-        two = in_buckets(training(name, "64x64 64x64 96x64 96x64", True, "buckets", 2))
-        assert trainings.run(two)[1] == graphs, "the second bucket adds none"
+        two = in_buckets(training(name, "64x64 64x64 96x64 96x64", True, "buckets", max(steps, 8)))  # so that both are drawn
+        # None at all where the model of the training before, and so its code, is still in memory.
+        assert trainings.run(two)[1] <= graphs, "the second bucket adds none"
 
     # The file loads in the plain model and goes on in both: same image, same losses.
     whole = workflow(name, 1.0)
