@@ -57,6 +57,21 @@ def free_port():
         return probe.getsockname()[1]
 
 
+def wait_until(is_so, what, timeout=60):
+    """Wait for a condition.
+
+    Args:
+        is_so: called again and again until it returns something true, which is returned.
+        what: that condition in words, for the error.
+    """
+    deadline = time.monotonic() + timeout
+    while not (found := is_so()):
+        if time.monotonic() > deadline:
+            raise ServerError(f"not within {timeout} s: {what}")
+        time.sleep(0.05)
+    return found
+
+
 class Server:
     """A ComfyUI process.
 

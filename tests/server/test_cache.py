@@ -12,7 +12,7 @@ import pytest
 from devtools import prompts
 from devtools.server import PromptRejectedError, error_of, outputs_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from devtools import locales, prompts
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
 
 def test_the_page_gets_our_texts_in_each_language(server):

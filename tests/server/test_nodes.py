@@ -10,7 +10,7 @@ from PIL import Image
 from devtools import prompts
 from devtools.server import PromptRejectedError, error_of, outputs_of
 
-pytestmark = pytest.mark.server
+pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
 MODEL_INPUTS = {
     "model": None,

@@ -1,25 +1,24 @@
 """When a real server gets ready to compile: when a prompt is queued that will, and by itself after a restart."""
 
-import time
+import contextlib
 from pathlib import Path
 
 import pytest
 
 from devtools import inprocess, prompts
-from devtools.server import Server
+from devtools.server import Server, ServerError, wait_until
 
 pytestmark = pytest.mark.server
 PREPARED = "import_inductor: "
-# Longer than nodes/routes.py waits.
-IDLE = 12
+# Longer than nodes/routes.py waits (IDLE there, from before the server answers).
+IDLE = 8
 
 
 def seen(server, seconds):
     """Whether the server has prepared, or does so within some seconds."""
-    deadline = time.monotonic() + seconds
-    while PREPARED not in server.log() and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return PREPARED in server.log()
+    with contextlib.suppress(ServerError):
+        return wait_until(lambda: PREPARED in server.log(), "it has prepared", seconds)
+    return False
 
 
 @pytest.mark.rest
