@@ -177,6 +177,11 @@ def torch_settings() -> dict:
     return settings
 
 
+def wait_until_compiled(engine) -> None:
+    """Return when nothing is left to compile in the background."""
+    assert engine("background.thread").compiler.wait(120), "code is still being made"
+
+
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over the norm of what was expected."""
     return ((actual.float() - expected.float()).norm() / expected.float().norm()).item()

@@ -143,16 +143,23 @@ def place_reading_forward(m):
     m.add_object_patch(key, forward)
 
 
-def quantised(state_dict, format_name):
-    """The state dict as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
+def quantised(state_dict, format_name, convrot=None):
+    """The state dict as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`).
+
+    Args:
+        convrot: of INT8, how many channels are rotated together.
+    """
     import comfy.quant_ops as quant_ops
 
-    layout = quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
-    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
+    layout, config, how = quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"], {"format": format_name}, {}
+    if convrot is not None:
+        rotation = {"convrot": True, "convrot_groupsize": convrot}
+        config, how = {**config, **rotation}, {"per_channel": True, **rotation}
+    marker = torch.tensor(list(json.dumps(config).encode()), dtype=torch.uint8)
     result = {}
     for key, weight in state_dict.items():
         if key.endswith(".weight") and weight.dim() == 2 and "blocks" in key:
-            tensor = quant_ops.QuantizedTensor.from_float(weight.bfloat16(), layout)
+            tensor = quant_ops.QuantizedTensor.from_float(weight.bfloat16(), layout, **how)
             result |= tensor.state_dict(key)
             result[key.removesuffix("weight") + "comfy_quant"] = marker
         else:

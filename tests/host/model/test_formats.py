@@ -1,0 +1,299 @@
+"""Compiled code really runs: for each format of the weights, with each kind of attention, made in the background or at once.
+
+Each row samples a prompt, waits until nothing is left to compile, and samples another one. In the second prompt each call of
+each block must run compiled code, nothing may be compiled any more, and the image must be eager's. Runs are counted where
+PyTorch's backend hands code out, not taken from the engine's statistics. A row that fails today is a strict expected failure
+whose reason names the fault.
+"""
+
+import functools
+import itertools
+import unittest.mock
+
+import pytest
+import torch
+from compiled_runs import CompiledRuns
+from patch_kinds import options, weights
+from patch_kinds.packed import pack
+from patching import Runs
+from support import relative_error, wait_until_compiled
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+BACKGROUND, AT_ONCE = MODES = "in the background", "at once"
+PYTORCH, UNTRACEABLE = "PyTorch attention", "untraceable attention"
+# The classes of the blocks that are compiled, by model.
+BLOCKS = {
+    "flux": ("DoubleStreamBlock", "SingleStreamBlock"),
+    "wan": ("WanAttentionBlock",),
+    "sdxl": ("BasicTransformerBlock",),
+}
+# The names of the faults, all of issue 35.
+NEVER_FITS = "guards on what the background thread's copy holds never match the block: code is made again and again"
+IN_THE_PROMPT = "a block that is no single graph is compiled while the second prompt waits"
+EAGER_FOR_GOOD = "tracing fails outside the call, and PyTorch then runs the block eager for good, without a word"
+
+
+def fails(reason):
+    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
+
+
+@pytest.fixture
+def counted():
+    with CompiledRuns().installed() as runs:
+        yield runs
+
+
+@pytest.fixture
+def check(engine, counted):
+    """check(runs, patcher, mode, expected, pieces): see the module's docstring.
+
+    Args:
+        pieces: graphs of a block that use its weights: two around an operation that cannot be traced.
+    """
+
+    def check(runs, patcher, mode, expected, pieces=1):
+        settings = engine("settings").CompileSettings(backend="eager", compile=mode)
+        compiled = engine("host.model.attach").attach(patcher, settings)
+        assert relative_error(runs.run(compiled), expected) < 1e-5, "while code is made"
+        wait_until_compiled(engine)
+        graphs = counted.graphs
+        counted.clear()
+        assert relative_error(runs.run(compiled), expected) < 1e-5, "once it is made"
+        by_block = counted.by_block(patcher.model.diffusion_model, BLOCKS[runs.name])
+        assert by_block, "no blocks"
+        assert by_block == dict.fromkeys(by_block, pieces * runs.steps), f"{counted.graphs - graphs} graphs more"
+        wait_until_compiled(engine)
+        assert counted.graphs == graphs, "compiled in the second prompt or after it"
+
+    return check
+
+
+# Formats of the weights. Each takes the state dict of a model and returns a patcher.
+
+
+def loaded(state_dict, **chosen):
+    import comfy.sd
+
+    return comfy.sd.load_diffusion_model_state_dict(dict(state_dict), model_options=chosen)
+
+
+def unquantised(dtype):
+    """As the host's loader has it with this `weight_dtype` chosen for a checkpoint in bf16."""
+    return lambda state_dict: loaded({name: tensor.bfloat16() for name, tensor in state_dict.items()}, dtype=dtype)
+
+
+def quantised_as(format_name, **how):
+    def load(state_dict):
+        import comfy.quant_ops
+
+        if format_name not in comfy.quant_ops.QUANT_ALGOS:
+            pytest.skip(f"this ComfyUI has no {format_name}")
+        return loaded(weights.quantised(state_dict, format_name, **how))
+
+    return load
+
+
+def native(load):
+    """Products in the format itself, as on GPUs that have them; on a CPU the host's kernels fall back to others inside."""
+
+    def load_native(state_dict):
+        import comfy.model_management as management
+
+        names = "supports_fp8_compute", "supports_nvfp4_compute", "supports_mxfp8_compute"
+        with unittest.mock.patch.multiple(management, **dict.fromkeys(names, lambda *_: True)):
+            return load(state_dict)
+
+    return load_native
+
+
+def packed(state_dict):
+    patcher = loaded(state_dict)
+    pack(patcher)
+    return patcher
+
+
+FORMATS = {
+    "bf16": unquantised(torch.bfloat16),
+    "fp8": unquantised(torch.float8_e4m3fn),
+    "scaled fp8": quantised_as("float8_e4m3fn"),
+    "int8": quantised_as("int8_tensorwise"),
+    "int8 with ConvRot": quantised_as("int8_tensorwise", convrot=256),
+    "mxfp8": quantised_as("mxfp8"),
+    "nvfp4": quantised_as("nvfp4"),
+    "packed as GGUF": packed,
+    "scaled fp8, native": native(quantised_as("float8_e4m3fn")),
+    "mxfp8, native": native(quantised_as("mxfp8")),
+    "nvfp4, native": native(quantised_as("nvfp4")),
+}
+QUANTISED = [name for name in FORMATS if name not in ("bf16", "fp8", "packed as GGUF")]
+# On the CPU these take seconds, and a page of warnings for each product.
+SLOW = "mxfp8, native", "nvfp4, native"
+
+
+def rows():
+    for format_name, attention, mode in itertools.product(FORMATS, (PYTORCH, UNTRACEABLE), MODES):
+        marks = []
+        if mode == BACKGROUND and attention == UNTRACEABLE:
+            marks.append(fails(IN_THE_PROMPT))
+        elif mode == BACKGROUND and format_name in QUANTISED:
+            marks.append(fails(NEVER_FITS))
+        if format_name in SLOW or (attention == UNTRACEABLE and format_name not in ("bf16", "int8")):
+            marks.append(pytest.mark.rest)
+        yield pytest.param(format_name, attention, mode, marks=marks, id=f"{format_name}-{attention}-{mode}")
+
+
+@torch._dynamo.disable
+def kernel(q, k, v, mask):
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def attention_like_sage(q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, **kwargs):
+    """What the host puts in the place of PyTorch's attention with `--use-sage-attention`."""
+    assert skip_reshape
+    return kernel(q, k, v, mask).transpose(1, 2).flatten(2)
+
+
+@pytest.fixture(scope="module")
+def state_dict(tiny):
+    return tiny.build_patcher("flux").model.diffusion_model.state_dict()
+
+
+@pytest.fixture(scope="module")
+def eager_images():
+    """By format and attention."""
+    return {}
+
+
+@pytest.mark.parametrize(("format_name", "attention", "mode"), list(rows()))
+def test_each_call_of_a_block_runs_compiled_code(
+    format_name, attention, mode, tiny, engine, state_dict, eager_images, check, monkeypatch
+):
+    import comfy.ldm.flux.math
+    from comfy.ldm.modules.attention import wrap_attn
+
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    runs.patcher = FORMATS[format_name](state_dict)
+    if attention == UNTRACEABLE:
+        monkeypatch.setattr(comfy.ldm.flux.math, "optimized_attention", wrap_attn(attention_like_sage))
+    if (format_name, attention) not in eager_images:
+        try:
+            eager_images[format_name, attention] = runs.run(runs.patcher)
+        except ValueError as error:
+            if "CPU does not support swizzle" in str(error):
+                pytest.skip(f"PyTorch {torch.__version__} cannot multiply {format_name} on a CPU, neither does ComfyUI then")
+            raise
+    check(runs, runs.patcher, mode, eager_images[format_name, attention], 2 if attention == UNTRACEABLE else 1)
+
+
+def test_formats_are_what_they_are_called(state_dict):
+    """None of them is another one under a new name."""
+    kinds = {}
+    for name in FORMATS:
+        if not name.endswith("native"):
+            layer = FORMATS[name](state_dict).model.diffusion_model.single_blocks[0].linear1
+            saved = layer.state_dict()
+            marker = saved.get("comfy_quant")
+            kinds[name] = type(layer.weight).__name__, saved["weight"].dtype, marker is not None and bytes(marker.tolist())
+    assert len(set(kinds.values())) == len(kinds), kinds
+
+
+# What holds only during a call, or is known only by what it closes over.
+
+
+def layers_that_close_over_their_forward(patcher):
+    """The usual way of wrapping a layer."""
+
+    def louder(original):
+        return lambda *args, **kwargs: original(*args, **kwargs) * 2.0
+
+    for number in range(4):
+        key = f"diffusion_model.blocks.{number}.self_attn.forward"
+        patcher.add_object_patch(key, louder(patcher.get_model_object(key)))
+
+
+def scaled_norm(module, q, k, v):
+    q, k = type(module).forward(module, q, k, v)
+    return q * 3.0, k
+
+
+def layers_with_a_partial_forward(patcher):
+    for block in patcher.model.diffusion_model.single_blocks:
+        block.norm.forward = functools.partial(scaled_norm, block.norm)
+
+
+def inside(context):
+    """The diffusion model runs in a context that another node has wrapped around it."""
+
+    def patch(patcher):
+        def wrapper(executor, *args, **kwargs):
+            with context():
+                return executor(*args, **kwargs)
+
+        patcher.add_wrapper("diffusion_model", wrapper)
+
+    return patch
+
+
+def autocast():
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def no_inference_mode():
+    return torch.inference_mode(False)
+
+
+def other_attention():
+    """A function of the host's that another node replaces while the model runs."""
+    import comfy.ldm.flux.layers as layers
+
+    original = layers.attention
+
+    def scaled(q, *args, **kwargs):
+        return original(q * 1.1, *args, **kwargs)
+
+    return unittest.mock.patch.object(layers, "attention", scaled)
+
+
+PATCHES = {
+    "LoRA in bypass mode": ("flux", weights.bypass_lora, NEVER_FITS),
+    "layers that close over their forward": ("wan", layers_that_close_over_their_forward, NEVER_FITS),
+    "layers with a partial as forward": ("flux", layers_with_a_partial_forward, EAGER_FOR_GOOD),
+    "a layer whose new forward reads its place": ("wan", weights.place_reading_forward, NEVER_FITS),
+    "autocast inside": ("flux", inside(autocast), EAGER_FOR_GOOD),
+    "no inference mode inside": ("flux", inside(no_inference_mode), EAGER_FOR_GOOD),
+    "a function exchanged inside": ("flux", inside(other_attention), NEVER_FITS),
+    "image prompts": ("sdxl", options.image_prompts("attn2"), None),
+}
+
+
+def patch_rows():
+    for (name, (model, patch, fault)), mode in itertools.product(PATCHES.items(), MODES):
+        # At once other tests have them, in more ways.
+        marks = [pytest.mark.rest] if mode == AT_ONCE else [fails(fault)] if fault else []
+        yield pytest.param(model, patch, mode, marks=marks, id=f"{name}-{mode}")
+
+
+@pytest.mark.parametrize(("model", "patch", "mode"), list(patch_rows()))
+def test_each_call_of_a_patched_block_runs_compiled_code(model, patch, mode, tiny, engine, check):
+    runs = Runs(tiny, engine, model, cfg=1.0)
+    clone = runs.patcher.clone()
+    patched = patch(clone) or clone
+    check(runs, patched, mode, runs.run(patched))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_block_that_stays_eager_is_named_with_the_reason(mode, tiny, engine, counted):
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    with runs.hooked("single_blocks.1.linear1", lambda _module, _args, out: out * 1.3):
+        expected = runs.run(runs.patcher)
+        compiled = runs.attach(runs.patcher, compile=mode)
+        for _ in range(2):
+            counted.clear()
+            assert relative_error(runs.run(compiled), expected) < 1e-5
+            wait_until_compiled(engine)
+        by_block = counted.by_block(runs.patcher.model.diffusion_model, BLOCKS["flux"])
+        assert [path for path, count in by_block.items() if count < runs.steps] == ["single_blocks.1"]
+        (message,) = runs.failures
+        assert "SingleStreamBlock" in message and "hook" in message
+        assert message in str(engine("notices.report").report_json())
