@@ -30,6 +30,7 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(BASE / "inductor")
 
 
 sys.path.append(str(ROOT / "tests"))  # `support` and `zoo`
+from not_looked_at import pytest_terminal_summary  # noqa: E402, F401
 
 
 def load_devtools():
@@ -53,22 +54,10 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
 
 
-# Files are handed to the processes one by one: those that take minutes first, lest one process is left with them.
-LONG = [
-    "test_older_hosts",
-    "test_cache_files",
-    "test_sweep",
-    "test_faults",
-    "test_warmup",
-    "test_warm",
-    "test_lora",
-    "test_integrity",
-]
-
-
 def pytest_collection_modifyitems(config, items):
     """Without a CUDA device its tests do not count, not even as skipped; `pytest -m gpu` runs them where there is one."""
-    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))
+    # The first process gets the first tests: those that share a server.
+    items.sort(key=lambda item: item.get_closest_marker("server") is None)
     if inprocess.has_gpu():
         return
     needing = [item for item in items if item.get_closest_marker("gpu")]
