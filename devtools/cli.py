@@ -90,6 +90,7 @@ def main(argv):
     if options.command == "lint":
         return lint.main(python, host)
     environment = {**os.environ, "COMFYUI_PATH": str(host)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles ComfyUI's sources: 3 s of a core
     if options.command not in ("test", "matrix"):
         return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
     # Above tests/ pytest would import our __init__.py once more, as a package of tests.

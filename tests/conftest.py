@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import gc
 import importlib
 import importlib.util
 import os
@@ -76,6 +77,9 @@ def pack():
     import nodes
 
     assert asyncio.run(nodes.load_custom_node(str(ROOT))), "the host did not load the pack; see its log above"
+    # The host collects garbage whenever it loads a model: a second among two million objects of imports.
+    gc.collect()
+    gc.freeze()
     return sys.modules[PACKAGE]
 
 
