@@ -169,11 +169,19 @@ def compiler_settings():
     return {(module.__name__, name): value for module in modules for name, value in module.get_config_copy().items()}
 
 
+def wait_for_the_compiler():
+    """A reset beside a thread that compiles ends the process, and its settings hold meanwhile."""
+    thread = sys.modules.get(f"{PACKAGE}.engine.background.thread")
+    if thread is not None:
+        assert thread.compiler.wait(120), "the test left something being compiled"
+
+
 @pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a setting of PyTorch changed: the tests after it would fail, or pass, for no reason of their own."""
     before = compiler_settings()
     yield
+    wait_for_the_compiler()
     after = compiler_settings()
     assert {name: value for name, value in after.items() if name in before and value != before[name]} == {}
 
@@ -182,10 +190,7 @@ def settings_restored():
 def fresh_dynamo():
     """No test sees the compiled code of another. Only after tests that compiled something."""
     yield
-    thread = sys.modules.get(f"{PACKAGE}.engine.background.thread")
-    if thread is not None:
-        # A reset beside a thread that compiles ends the process.
-        assert thread.compiler.wait(120), "the test left something being compiled"
+    wait_for_the_compiler()
     if "torch._dynamo" not in sys.modules:
         return
     import torch._dynamo

@@ -1,4 +1,4 @@
-"""CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (tests/test_gpu.py, benchmarks/soak.py)."""
+"""CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (tests/test_gpu.py)."""
 
 import pytest
 import torch

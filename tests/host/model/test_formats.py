@@ -31,6 +31,7 @@ BLOCKS = {
 # The names of the faults, all of issue 35.
 NEVER_FITS = "guards on what the background thread's copy holds never match the block: code is made again and again"
 IN_THE_PROMPT = "a block that is no single graph is compiled while the second prompt waits"
+DEPENDS_ON_TIME = "with other things to do on the machine, code that was made is not used in the second prompt"
 EAGER_FOR_GOOD = "tracing fails outside the call, and PyTorch then runs the block eager for good, without a word"
 
 
@@ -138,6 +139,8 @@ def rows():
             marks.append(fails(IN_THE_PROMPT))
         elif mode == BACKGROUND and format_name in QUANTISED:
             marks.append(fails(NEVER_FITS))
+        elif mode == BACKGROUND and format_name == "packed as GGUF":
+            marks.append(pytest.mark.xfail(strict=False, raises=AssertionError, reason=DEPENDS_ON_TIME))
         if format_name in SLOW or (attention == UNTRACEABLE and format_name not in ("bf16", "int8")):
             marks.append(pytest.mark.rest)
         yield pytest.param(format_name, attention, mode, marks=marks, id=f"{format_name}-{attention}-{mode}")

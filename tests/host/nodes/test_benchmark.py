@@ -201,6 +201,7 @@ def test_video_model(benchmarked):
     assert result.video and result.size == "64x64x5 batch 1" and "a video" in result.table()
 
 
+@pytest.mark.usefixtures("own_code")
 @pytest.mark.parametrize("share", [0.5, 0.0])
 def test_partly_loaded_weights(benchmarked, share):
     runs = benchmarked()
