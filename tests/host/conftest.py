@@ -22,11 +22,13 @@ def code_of_this_module():
 
 
 @pytest.fixture
-def own_code():
+def own_code(engine):
     """For a test of such a module whose subject is how code is made, and freed."""
     from patching import kept_code
 
     kept_code.drop()
+    kept_code.forget_others(engine)
     kept_code.used = False
     yield
     kept_code.drop()
+    kept_code.forget_others(engine)
