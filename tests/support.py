@@ -31,6 +31,30 @@ class Block(nn.Module):
         return x + y
 
 
+class Counting(Block):
+    """Keeps a sum in a tensor that is no buffer."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = torch.zeros(())
+
+    def forward(self, x):
+        self.seen += 1
+        return super().forward(x)
+
+
+class CountingInAList(Block):
+    """Keeps it in a list, where nothing that looks through a module's attributes finds it."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.seen = [torch.zeros(())]
+
+    def forward(self, x):
+        self.seen[0] += 1
+        return super().forward(x)
+
+
 class Net(nn.Module):
     """A model in which `count` blocks repeat."""
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from support import Block, Net
+from support import Block, Counting, CountingInAList, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -214,28 +214,6 @@ def test_functions_in_a_stand_in(engine):
     assert number == later and again.__code__ is copy.__code__
     assert tensor.shape == kept.shape and not tensor.any(), "its form alone"
     assert also_marked._torchdynamo_disable
-
-
-class Counting(Block):
-    """Keeps a sum in a tensor that is no buffer."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = torch.zeros(())
-
-    def forward(self, x):
-        self.seen += 1
-        return super().forward(x)
-
-
-class CountingInAList(Block):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = [torch.zeros(())]
-
-    def forward(self, x):
-        self.seen[0] += 1
-        return super().forward(x)
 
 
 @pytest.mark.parametrize(("block", "found"), [(Counting, True), (CountingInAList, False)])

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, CompiledNet, Held, Net, torch_settings
+from support import Block, CompiledNet, Counting, CountingInAList, Held, Net, torch_settings
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -382,28 +382,6 @@ def test_functions_among_the_arguments_are_kept_as_they_were_and_without_data(co
     assert step.wait() == 1 and not step.failures
     result, eager = step(x)
     assert not eager and torch.equal(result, expected) and step.wait() == 1
-
-
-class Counting(Block):
-    """Keeps a sum in a tensor that is no buffer."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = torch.zeros(())
-
-    def forward(self, x):
-        self.seen += 1
-        return super().forward(x)
-
-
-class CountingInAList(Block):
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.seen = [torch.zeros(())]
-
-    def forward(self, x):
-        self.seen[0] += 1
-        return super().forward(x)
 
 
 @pytest.mark.parametrize("block", [Counting, CountingInAList])
