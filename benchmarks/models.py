@@ -8,12 +8,15 @@ The sessions' server loads this file by itself (session_nodes.py), so nothing of
 import argparse
 import json
 import os
+import re
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
+# Layers of the blocks, by their names in Flux and Z-Image.
+QUANTISED = re.compile(r"(double_blocks|single_blocks|layers)\..*(qkv|proj|mlp\.[02]|linear[12]|out|w[123])\.weight$")
 KINDS = ("diffusion_models", "vae", "loras")
 LORA_RANK = 16
 # The host's autoencoders: of images, and of Wan's videos.
@@ -306,6 +309,28 @@ def write(name: str, folder: Path, kinds=KINDS) -> None:
         os.sync()  # nothing is left to be written while the first prompt reads
 
 
+def write_int8(name: str, folder: Path) -> None:
+    """`name`_int8.safetensors: the model's file with the layers of its blocks as ComfyUI quantises them, INT8 with ConvRot."""
+    import comfy.quant_ops as quant
+    import safetensors.torch
+
+    source, file = (folder / "diffusion_models" / f"{name}{end}.safetensors" for end in ("", "_int8"))
+    if file.exists():
+        return
+    options = {"convrot": True, "convrot_groupsize": 256}
+    marker = torch.tensor(list(json.dumps({"format": "int8_tensorwise", **options}).encode()), dtype=torch.uint8)
+    quantised = {}
+    for key, weight in safetensors.torch.load_file(source).items():
+        if not QUANTISED.search(key):
+            quantised[key] = weight
+            continue
+        on_device = weight.cuda() if torch.cuda.is_available() else weight
+        values, about = quant.TensorWiseINT8Layout.quantize(on_device, is_weight=True, per_channel=True, **options)
+        stem = key.removesuffix("weight")
+        quantised |= {key: values.cpu(), f"{stem}weight_scale": about.scale.cpu(), f"{stem}comfy_quant": marker.clone()}
+    safetensors.torch.save_file(quantised, str(file))
+
+
 def main() -> None:
     from . import host
 
@@ -314,10 +339,13 @@ def main() -> None:
     parser.add_argument("--model", required=True, choices=list(MODELS))
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--int8", action="store_true")
     options = parser.parse_args()
     folder = options.folder.resolve()
     host.enter(options.host)
     write(options.model, folder, options.kinds)
+    if options.int8:
+        write_int8(options.model, folder)
     os._exit(0)  # a process that made a CUDA context takes seconds to end
 
 

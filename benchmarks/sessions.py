@@ -123,13 +123,14 @@ def settings_for(info: dict, settings: dict) -> dict:
     return {name: value for name, value in settings.items() if name in known}
 
 
-def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, settings: dict) -> dict:
+def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, settings: dict, weights: str = "default") -> dict:
     """The prompt as the server takes it.
 
     Args:
         number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
         info: the server's /object_info.
         settings: inputs of Torch Compile Model; those that the server's version does not have are left out.
+        weights: one of WEIGHTS.
     """
     from . import models
 
@@ -145,7 +146,8 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
 
     size = {"width": width, "height": height, "batch_size": prompt.batch}
     if model.family is None:
-        patcher = add("model", "UNETLoader", unet_name=file, weight_dtype="default")
+        made = f"{name}_int8.safetensors" if weights == "int8" else file
+        patcher = add("model", "UNETLoader", unet_name=made, weight_dtype="default" if weights == "int8" else weights)
     else:
         patcher = add("model", "SessionModel", name=name)
     if prompt.lora is not None:
@@ -170,6 +172,10 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
     else:
         add("save", "SaveImage", images=images, filename_prefix="session")
     return nodes
+
+
+# What the host's loader is told of the weights; int8: they are so in the file.
+WEIGHTS = ["default", "int8", "fp8_e4m3fn", "fp8_e4m3fn_fast"]
 
 
 class OutOfTimeError(Exception):
@@ -238,6 +244,7 @@ class Bench:
             "--disable-all-custom-nodes",
             "--whitelist-custom-nodes",
             *packs,
+            *(["--use-sage-attention"] if getattr(self.options, "attention", "") == "sage" else []),
         ]
         for folder in KEPT:
             (self.base / folder).mkdir(exist_ok=True)
@@ -280,10 +287,12 @@ class Bench:
         """All prompts of a model's session; a variant that dies is a result."""
         for folder in (*KEPT, "output", "temp") if cache == "cold" else ("output", "temp"):
             shutil.rmtree(self.base / folder, ignore_errors=True)
-        numbered = [(n, p) for n, p in enumerate(SESSIONS[model].prompts, 1) if n in (self.options.prompts or range(1, 99))]
+        prompts = SESSIONS[model].prompts
+        chosen = self.options.prompts or range(1, len(prompts) + 1)
+        numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
         common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores}
-        common["free_gib"] = self.options.free
+        common |= {"free_gib": self.options.free, "weights": self.options.weights, "attention": self.options.attention}
         for some in (numbered[:restart], numbered[restart:]):
             if not some:
                 continue
@@ -296,7 +305,7 @@ class Bench:
                 if COMPILERS[variant] == MODEL_NODE:
                     common["settings"] = settings_for(info, settings)
                 for number, prompt in some:
-                    nodes = graph(model, prompt, number, variant, info, settings)
+                    nodes = graph(model, prompt, number, variant, info, settings, self.options.weights)
                     row = {**common, "number": number, "prompt": prompt.name, **self._run(server, nodes)}
                     row["server_start"] = round(server.seconds_to_start, 1)
                     self.known["rows"].append(row)
@@ -335,7 +344,8 @@ def _version_of(folder: Path | None) -> str | None:
 
 
 def _line(row: dict) -> str:
-    where = f"{row['model']} {row['variant']} {row['cache']} cores {row['cores'] or 'all'} free {row['free_gib'] or 'all'}"
+    where = " ".join(str(row[key]) for key in ("model", "weights", "attention", "variant", "cache"))
+    where += f" cores {row['cores'] or 'all'} free {row['free_gib'] or 'all'}"
     if "died" in row:
         return f"{where} | {row['number']} {row['prompt']}: {row['died']}"
     first, *others = row["steps"]
@@ -355,7 +365,9 @@ def main() -> None:
     parser.add_argument("--variants", nargs="+", choices=list(COMPILERS), default=list(COMPILERS))
     parser.add_argument("--caches", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--cores", type=int, nargs="+", default=[0], help="0: all; 4 starts the server on the first four")
-    parser.add_argument("--prompts", type=int, nargs="+", help="only these of each session, by their number from 1")
+    parser.add_argument("--prompts", type=int, nargs="+", help="these of each session, by their number from 1, in this order")
+    parser.add_argument("--weights", choices=WEIGHTS, default="default", help="int8 makes a second file, with ConvRot")
+    parser.add_argument("--attention", choices=["default", "sage"], default="default", help="of ComfyUI")
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
     parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
@@ -383,6 +395,7 @@ def make_files(bench: Bench, model: str) -> None:
     options = bench.options
     folder = bench.base / "models"
     command = [sys.executable, "-m", "benchmarks.models", "--host", options.host, "--model", model]
+    command += ["--int8"] if options.weights == "int8" else []
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
     try:
         subprocess.run(

@@ -94,10 +94,8 @@ class CompileSettings:
 
     @property
     def waits(self) -> bool:
-        """Whether code that is not ready is waited for; also by who has kernels tuned, which draws random numbers, and with
-        TF32: it is on during a call only, and code that was made in between is for other calls.
-        """
-        return self.compile == "at once" or self.mode.startswith("max-autotune") or self.allow_tf32
+        """Whether code that is not ready is waited for; also where kernels are tuned, which draws random numbers."""
+        return self.compile == "at once" or self.mode.startswith("max-autotune")
 
     @property
     def wants_graphs(self) -> bool:

@@ -133,11 +133,11 @@ class CompiledNet:
         return self._call(True, args, kwargs)[0]
 
     def _call(self, waits, args, kwargs):
-        call = self.engine("background.model_call").ModelCall(waits=waits)
+        call = self.engine("background.model_call").ModelCall(synchronous=waits)
         blocks = self.engine("compile.binding").compiled_blocks(self.net, self.settings, call)
         with self.engine("compile.events").watching, blocks:
             result = self.net(*args, **kwargs)
-        return result, bool(call.eager)
+        return result, call.uncompiled
 
     def wait(self):
         """Until no code is being made in the background; the number of graphs that there are then."""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from patch_kinds.weights import load_partly
+from patch_kinds.weights import load_partly, quantised
 from patching import Runs
 from support import Net, relative_error
 from torch import nn
@@ -208,6 +208,44 @@ class TestStreaming:
             assert relative_error(runs.run(compiled), expected) < 1e-3
         notes = engine("host.weights.blocks").notes_on(runs.patcher.model)
         assert any("put in place" in note for note in notes), "nothing was streamed; this proves nothing"
+
+
+class TestInTheBackground:
+    """The default mode: traced in the call, lowered by the worker, run from then on."""
+
+    @pytest.mark.parametrize("name", ["flux", "sdxl", "wan"])
+    def test_images_are_right_before_and_after_the_code_is_there(self, tiny, engine, name):
+        runs = Runs(tiny, engine, name, steps=4)
+        expected = runs.run(runs.patcher)
+        compiled = runs.attach(runs.patcher, backend="inductor", compile="in the background")
+        compiler, code = engine("background.thread").compiler, engine("compile.registry").code_of
+        for _ in range(3):
+            assert relative_error(runs.run(compiled), expected) < 2e-3
+        assert compiler.wait(300)
+        before = code(runs.patcher.model.diffusion_model).eager_calls
+        assert before > 0
+        for _ in range(2):
+            assert relative_error(runs.run(compiled), expected) < 2e-3
+        assert code(runs.patcher.model.diffusion_model).eager_calls == before
+        assert runs.graphs and not runs.failures
+
+    @pytest.mark.parametrize("format_name", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
+    def test_quantised_weights(self, tiny, engine, format_name):
+        import comfy.sd
+
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        runs.patcher = comfy.sd.load_diffusion_model_state_dict(
+            quantised(runs.patcher.model.diffusion_model.state_dict(), format_name)
+        )
+        expected = runs.run(runs.patcher)
+        compiled = runs.attach(runs.patcher, backend="inductor", compile="in the background")
+        runs.run(compiled)
+        assert engine("background.thread").compiler.wait(300)
+        code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
+        before = code.eager_calls
+        for _ in range(3):
+            assert relative_error(runs.run(compiled), expected) < 3e-2
+        assert code.eager_calls == before and not runs.failures and sum(g.stats.graph_breaks for g in runs.groups) == 0
 
 
 class TestAttention:

@@ -17,13 +17,15 @@ from contextlib import ExitStack, contextmanager
 
 from ..torch_settings import SharedScope, late_method
 
-# Of the time that it waits the thread may run beside the host: a queue of prompts that never rests gets its code as well.
-SHARE = 0.15
-# Seconds: how long the thread sleeps, and for how long the host's thread is seen in one place when it is said to stand. It has
-# Python's lock within `thread.INTERVAL` if it wants it. Where it only seems to, the next question finds it elsewhere.
-NAP, STANDS = 0.003, 0.005
-# Seconds at the most that are held against it: between two questions it may also have been idle, or waited for a compiler.
-DEBT = 0.05
+# Share of the waiting time that the worker may run beside the host. A smaller share slows each step less, for longer: all that
+# is lost either way is some seconds (measured: 45 s until the code is there at 0.15, 21 s at 0.5).
+DUTY_CYCLE = 0.5
+# Seconds that a job waits at the most; from then on it runs without waiting.
+CEILING = 20.0
+# Seconds between two looks at the host's thread; a frame that has not moved for BLOCKED_AFTER waits for the GPU.
+POLL_SECONDS, BLOCKED_AFTER = 0.003, 0.005
+# Seconds at the most that are held against the worker: between two calls it may also have been idle, or waited for a compiler.
+MAX_DEBT = 0.05
 # Modules and functions that compiling goes through all the time.
 _BUSIEST = (
     ("torch._subclasses.fake_tensor", "FakeTensorMode", "__torch_dispatch__"),
@@ -31,6 +33,10 @@ _BUSIEST = (
     ("torch._inductor.scheduler", "Scheduler", "can_fuse"),
     ("torch._inductor.codegen.simd", "SIMDScheduling", "codegen_node_schedule"),
 )
+
+
+class Stopped(BaseException):
+    """Raised on the worker when the process ends."""
 
 
 class Gate:
@@ -51,6 +57,38 @@ class Gate:
         self._since = 0.0
         self._asked: float | None = None
         self._credit = 0.0
+        self._tracing = 0
+        self._stopped = False
+        self._waited_before_job = 0.0
+
+    def begin_job(self) -> None:
+        """The ceiling counts from here."""
+        self._waited_before_job = self.waited
+
+    def stop(self) -> None:
+        """The process ends: the worker gets `Stopped` the next time it asks."""
+        self._stopped = True
+        self._open.set()
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """While it lasts, a call traces, which is Python alone, and the worker waits without a share."""
+        self._tracing += 1
+        try:
+            yield
+        finally:
+            self._tracing -= 1
+
+    @contextmanager
+    def opened(self) -> Iterator[None]:
+        """Open while it lasts; then as before."""
+        was_open = self._open.is_set()
+        self._open.set()
+        try:
+            yield
+        finally:
+            if not was_open:
+                self._open.clear()
 
     def open(self) -> None:
         """From now on nobody needs Python much."""
@@ -63,17 +101,24 @@ class Gate:
 
     def wait(self) -> None:
         """On the thread that compiles: until nobody needs Python, or its share is due."""
+        if self._stopped:
+            raise Stopped
+        while self._tracing and not self._stopped and self.waited - self._waited_before_job < CEILING:
+            if self._host_stands(time.monotonic()):  # it may wait for something that this thread holds
+                break
+            time.sleep(POLL_SECONDS)
+            self.waited += POLL_SECONDS
         now = time.monotonic()
         if self._asked is not None:
-            self._credit = max(self._credit - (now - self._asked), -DEBT)
+            self._credit = max(self._credit - (now - self._asked), -MAX_DEBT)
         self._asked = None
-        if self._is_free(now):
+        if self._is_free(now) or self.waited - self._waited_before_job > CEILING:
             return
         while self._credit <= 0:
-            self._open.wait(NAP)
+            self._open.wait(POLL_SECONDS)
             then = time.monotonic()
             self.waited += then - now
-            self._credit += SHARE * (then - now)
+            self._credit += DUTY_CYCLE * (then - now)
             now = then
             if self._is_free(now):
                 return
@@ -89,7 +134,7 @@ class Gate:
         place = id(frame), frame.f_lasti
         if place != self._place:
             self._place, self._since = place, now
-        return now - self._since > STANDS
+        return now - self._since > BLOCKED_AFTER
 
 
 gate = Gate()
@@ -128,6 +173,7 @@ def waiting_at_gate(first: str | None) -> Iterator[None]:
     Args:
         first: a module to import, slowly, before the rest.
     """
+    gate.begin_job()
     _waiters.add(threading.get_ident())
     sys.meta_path.insert(0, _Imports)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -35,24 +35,17 @@ def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
 _fx = torch.fx._symbolic_trace
 # Function -> what isolated threads run in its place.
 _REPLACED: dict[str, tuple[Any, str, Callable]] = {
-    # PyTorch saves random states, TF32 and the like before it traces and puts them back after it
-    # (torch/_dynamo/convert_frame.py, `preserve_global_state`): seconds later, in which the sampler has drawn its noise, or a
-    # loader has begun or ended.
-    "python": (random, "setstate", _nothing),
+    # AOTAutograd saves the random states before it traces and puts them back after it (`preserve_rng_state`): seconds later, in
+    # which the sampler has drawn its noise.
+    "python": (random, "setstate", _nothing),  # Dynamo, of the trace that warms it up
     "cpu": (torch.random, "set_rng_state", _nothing),
     "cuda": (torch.cuda, "set_rng_state", _nothing),
-    "precision": (torch._C, "_set_fp32_precision_setter", _nothing),
-    "dtype": (torch, "set_default_dtype", _nothing),
-    "deterministic": (torch, "use_deterministic_algorithms", _nothing),
     # On machines without a GPU tracing gives the process a device guard that goes with the thread
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
     # `copy_args_to_cpu_if_needed`), and waits for the allocator with Python's lock in hand: see `thread._unused_bytes`.
     "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
-    # From 2.13 on `torch.compiler.is_compiling()` is true for all threads while one compiles: ComfyUI then neither looks for
-    # interrupts nor offloads with streams (comfy/ops.py, comfy/model_management.py).
-    "compiling": (torch.compiler, "_compile_session_context", nullcontext),
     # What is traced with FX gets each call of a module in the process, and refuses those it does not know
     # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.
     "modules": (_fx._Patcher, "patch_method", _nothing),
@@ -98,3 +91,10 @@ def isolated() -> Iterator[None]:
             yield
     finally:
         _isolated.discard(threading.get_ident())
+
+
+def warm_up_dynamo() -> None:
+    """Trace once: a process's first trace is a second slower than the next, as Dynamo imports and fills tables of its own."""
+    layer, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+    with isolated(), torch.inference_mode():
+        torch.compile(layer, backend="eager", dynamic=True)(x)

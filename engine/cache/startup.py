@@ -23,14 +23,15 @@ class _Preparation:
     thread: threading.Thread | None = None
 
 
-def prepare(on_gpu: bool) -> None:
+def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
     """Start once a process; returns at once.
 
     Args:
         on_gpu: the model runs on a CUDA device.
+        first: a step of the caller's, before the others.
     """
     if _Preparation.thread is None:
-        _Preparation.thread = threading.Thread(target=_run, args=(on_gpu,), name="torch-compile-kit prepare", daemon=True)
+        _Preparation.thread = threading.Thread(target=_run, args=(on_gpu, first), name="torch-compile-kit prepare", daemon=True)
         _Preparation.thread.start()
 
 
@@ -51,10 +52,10 @@ def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
     return time.perf_counter() - began
 
 
-def _run(on_gpu: bool) -> None:
+def _run(on_gpu: bool, first: Callable[[], None]) -> None:
     cache = current()
     restarted = cache is not None and cache.has_current()  # then most graphs are read
-    steps = [_import_inductor, _compute_keys]
+    steps = [first, _import_inductor, _compute_keys]
     if on_gpu:
         steps.append(_start_triton)
         if not restarted:

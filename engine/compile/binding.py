@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from ..background.model_call import ModelCall, submit
+from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
@@ -137,7 +137,6 @@ def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall
     binding = Binding(model, settings, call or ModelCall(), **options)
     with binding.bound():
         yield binding.plain
-    submit(binding.call.requests)
 
 
 @dataclass(frozen=True)

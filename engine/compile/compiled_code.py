@@ -1,4 +1,4 @@
-"""What PyTorch has compiled for one block group: made for a call, or ahead of it."""
+"""Hold what PyTorch has compiled for one block group, and call it."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..background.stand_in import StandIn
-from ..cache.disk import current
-from ..cache.startup import wait_until_prepared
-from ..failures.describe import is_graph_break, is_limit_hit, is_switched, never_swallowed
-from ..inductor.run_modes import NotRun, NotTried, ahead, backend_of
-from ..inductor.run_modes import state as backend_state
+from ..background.model_call import ModelCall
+from ..background.thread import Job
+from ..cache.disk import current as current_cache
+from ..errors import BlockCompileError
+from ..failures.describe import describe_failure, is_limit_hit, never_swallowed
 from ..settings import CompileSettings
 from ..torch_settings import compile_scope
 from .call_shapes import Changed
-from .events import monitor, watching
+from .events import monitor
 from .fallback import Fallback
 from .session import DYNAMIC, STATIC, CompileSession
 from .stats import CompileStats
+from .traced_graph import backend_for, current, dead_code
 
 logger = logging.getLogger("torch-compile-kit")
-# Code objects that nobody calls any more. Not freed where they are given up: that can be in the middle of PyTorch's freeing of
-# the same (a reset), and ends the process.
-_unused: list[types.CodeType] = []
 # PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
 TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
-# The host's: there may be layers in the block that would better be left out of its graphs; whether they are from now on.
-leave_out: list[Callable[[nn.Module], bool]] = []
+# Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the
+# block is traced again.
+on_compile_failure: list[Callable[[nn.Module], bool]] = []
+# Called when a trace begins.
+on_trace: list[Callable[[], None]] = []
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -66,7 +66,9 @@ class BlockCode:
         settings: decides backend, options, shapes and limits.
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
-        must_run: it cannot be made ahead of a call: it is no single graph, or no copy of a call is like the call.
+        compiles: how often it was traced, and how often a graph of it was lowered.
+        jobs: graphs of it that wait for the worker or are being lowered.
+        is_tracing: Dynamo traces it in a call.
     """
 
     name: str
@@ -74,111 +76,112 @@ class BlockCode:
     settings: CompileSettings
     folder: tuple[str, str]
     varying: set[str]
-    must_run: bool = False
     compiles: int = 0
+    traces: int = 0
     stats: CompileStats = field(default_factory=CompileStats)
+    jobs: set[Job] = field(default_factory=set)
+    is_tracing: bool = False
+    _block: weakref.ref[nn.Module] | None = None
     _own: Callable | None = None
-    _ready: Callable | None = None
     _compiled: Callable | None = None
 
     def __post_init__(self) -> None:
         self.fallback = Fallback(self.name, self.forward, self.settings, self.stats)
 
-    def call(self, block: nn.Module, args: tuple, kwargs: dict, again: bool = False) -> object:
-        """Call compiled code, and note what that compiles.
+    @property
+    def is_being_lowered(self) -> bool:
+        for job in list(self.jobs):
+            if job.over:
+                self.jobs.discard(job)
+        return bool(self.jobs)
+
+    def count_lowered(self, seconds: float, from_disk: int) -> None:
+        """A graph has been lowered; on any thread."""
+        self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
+        self.compiles += 1
+
+    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, again: bool = False) -> object:
+        """Call the block's graphs, and note what that traces.
 
         Args:
-            again: there has been code for such a call, so something else than shapes differs: a float, perhaps.
+            again: there have been graphs for such a call, so something else than shapes differs: a float, perhaps.
         """
-        beforehand = backend_state.ahead
-        if beforehand:
-            compiled = self._compile(whole=True)
-        elif self._compiled is None:
-            compiled = self._compiled = self._compile(whole=self.settings.fullgraph)
-        else:
-            compiled = self._compiled
-        changed = Changed(() if beforehand else (args, kwargs))
-        session = CompileSession(self.name, changed.keep, functools.partial(self._switches, again), self.folder)
+        if self._compiled is None:
+            self._compiled = self._compile()
+        self._block = weakref.ref(block)
+        changed = Changed((args, kwargs))
+        session = CompileSession(
+            self.name, functools.partial(self._trace_begins, changed), functools.partial(self._switches, again)
+        )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
             own = {} if TAKES_LIMIT else {"recompile_limit": limit}
             compile_scope.enter(accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True, **own)
         monitor.calls.append(session)
+        outer, current.call = current.call, call
         try:
-            return compiled(block, *args, **kwargs)
-        except NotRun:
-            return None
+            return self._compiled(block, *args, **kwargs)
         except Exception as error:
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
-            if not changed.put_back() or (beforehand and is_switched(error)):
+            if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise
-            if not is_limit_hit(error) and any(left_out(block) for left_out in leave_out):
-                return None if beforehand else self.forward(block, *args, **kwargs)
-            if beforehand and is_graph_break(error) and not self.settings.fullgraph:
-                self.must_run = True
-                return None
-            cache = current()
+            if not is_limit_hit(error) and any(exclude(block) for exclude in on_compile_failure):
+                return self.forward(block, *args, **kwargs)
+            cache = current_cache()
             if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
-                if not beforehand:
-                    return self.fallback.after(error, block, args, kwargs)
-                failure = self.fallback.of(error)
-                if failure is not None:
-                    self.fallback.give_up(failure)
-                return None
+                return self.fallback.after(error, block, args, kwargs)
         finally:
+            current.call = outer
             monitor.calls.pop()
-            session.close()
             if limited:
                 compile_scope.exit()
             if session.started:
+                self.is_tracing = False
                 self.compiles += 1
+                self.traces += 1
                 self.stats.add(session.stats())
-        return self.call(block, args, kwargs, again)  # what was damaged on disk is gone: once more
+        return self.call(block, call, args, kwargs, again)  # what was damaged on disk is gone: once more
 
-    def run_ready(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Run the block eager where there is no code for this very call that has been tried; compiles none."""
-        if self._ready is None:
-            return self.forward(block, *args, **kwargs)
-        backend_state.declines = True
-        try:
-            return self._ready(block, *args, **kwargs)
-        except NotTried:
-            return self.forward(block, *args, **kwargs)
-        finally:
-            backend_state.declines = False
+    def _trace_begins(self, changed: Changed) -> None:
+        changed.keep()
+        self.is_tracing = True
+        for tell in on_trace:
+            tell()
 
-    def compile_ahead(self, stand_in: StandIn) -> None:
-        """On a thread of its own: make the code for such a call, of which nothing runs; `again` as for `call`."""
-        if self.fallback.failure is not None or self.must_run:
+    def lowering_failed(self, error: Exception) -> None:
+        """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker."""
+        block = self._block() if self._block is not None else None
+        if block is not None and any(exclude(block) for exclude in on_compile_failure):
             return
-        self.stats.seconds += wait_until_prepared()
-        with first_call_lock, watching, ahead(stand_in.holds):
-            block, args, kwargs = stand_in.made()
-            self.call(block, args, kwargs, stand_in.again)
+        cache = current_cache()
+        if cache is None or not cache.heal(self.folder[0], error):
+            self.fallback.give_up(describe_failure(self.name, error))
 
-    def _compile(self, whole: bool) -> Callable:
+    def raise_if_stopped(self) -> None:
+        """Raise BlockCompileError where it has failed and the user wants the run to stop then."""
+        failure = self.fallback.failure
+        if failure is not None and self.settings.on_failure == "stop":
+            raise BlockCompileError(failure.message())
+
+    def _compile(self) -> Callable:
         """torch.compile of a private copy of the forward.
 
         PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each group
         and setting its own, and frees it with this object.
-
-        Args:
-            whole: as one graph, or not at all.
         """
-        if self._own is None:
-            source = self.forward
-            own = types.FunctionType(
-                source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
-            )
-            own.__kwdefaults__ = source.__kwdefaults__
-            own.__qualname__ = source.__qualname__
-            self._own, self._ready = own, torch._dynamo.run(own)
-            weakref.finalize(self, _unused.append, own.__code__).atexit = False
-        options = self.settings.inductor_options() or None
+        source = self.forward
+        own = types.FunctionType(
+            source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
+        )
+        own.__kwdefaults__ = source.__kwdefaults__
+        own.__qualname__ = source.__qualname__
+        self._own = own
+        weakref.finalize(self, dead_code.append, own.__code__).atexit = False
         limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
-        return torch.compile(self._own, backend=backend_of(self.settings.backend), fullgraph=whole, options=options, **limit)
+        backend = backend_for(self, self.settings.backend, self.settings.inductor_options())
+        return torch.compile(own, backend=backend, fullgraph=self.settings.fullgraph, **limit)
 
     def variants(self) -> list[object] | None:
         """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
@@ -207,8 +210,8 @@ def free_unused() -> None:
     It never does so itself: its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives,
     which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
-    while _unused:
-        torch._C._dynamo.eval_frame.reset_code(_unused.pop())
+    while dead_code:
+        torch._C._dynamo.eval_frame.reset_code(dead_code.pop())
 
 
 def _cache_entries(code: types.CodeType) -> list:

@@ -1,31 +1,23 @@
-"""All blocks of one group, which share compiled code: what each call of a block runs."""
+"""Run the blocks of one group, which share compiled code."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from ..background.model_call import CodeRequest, ModelCall
-from ..background.stand_in import StandIn
-from ..background.thread import compiler
+from ..background.model_call import ModelCall
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import Failure
-from ..inductor.run_modes import state as backend_state
 from ..options.filling import changes_an_object
-from ..options.filter import OptionsFilter, patch_objects
+from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .compiled_code import BlockCode, first_call
 from .events import watching
-from .fallback import PATCH_VARIANTS
 from .stats import CompileStats
-
-NONE: Mapping = MappingProxyType({})
 
 
 @dataclass(eq=False)
@@ -56,9 +48,6 @@ class BlockGroup:
     varying: set[str] = field(default_factory=set)
     fills_cache: bool = False
     _seen: set[tuple] = field(default_factory=set)
-    _asked: Counter[tuple] = field(default_factory=Counter)
-    _made: set[tuple] = field(default_factory=set)
-    _waiting: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         code = self.forward.__code__
@@ -81,11 +70,11 @@ class BlockGroup:
 
     @property
     def is_being_compiled(self) -> bool:
-        """Whether a thread makes code for it now, or soon."""
-        return bool(self._waiting)
+        """Whether a graph of it waits for the worker, or is being lowered."""
+        return self.code.is_being_lowered
 
     def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Run `block` compiled, or eager where that has failed before or is not ready."""
+        """Run `block` compiled, or eager where that has failed before."""
         if changes_an_object(args, kwargs):
             self.fills_cache = True
             return self.forward(block, *args, **kwargs)
@@ -104,14 +93,14 @@ class BlockGroup:
             kwargs = {**kwargs, "transformer_options": options}
         else:
             args = (*args[:at], options, *args[at + 1 :])
-        compiles = group.code.compiles
+        traces = group.code.traces
         try:
-            return group._run(block, call, args, kwargs, given)
+            return group._run(block, call, args, kwargs)
         finally:
             if options is not given:
                 OptionsFilter.write_back(given, options)
-            if patches and call.waits:
-                group.code.fallback.count_variant(shapes_of(args, kwargs), call, group.code.compiles != compiles)
+            if patches:
+                group.code.fallback.count_variant(shapes_of(args, kwargs), call, group.code.traces != traces)
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
@@ -126,75 +115,33 @@ class BlockGroup:
         for group in (self, *self.patched.values()):
             group.code.fallback.forgive()
 
-    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping = NONE) -> object:
+    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         if self.failure is not None:
             return self.code.fallback.run(block, args, kwargs)
         for tensor in args:
             if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
-                return self._run_contiguous(block, call, args, kwargs, given)
+                return self._run_contiguous(block, call, args, kwargs)
             if isinstance(tensor, torch.Tensor) and has_odd_strides(tensor):
-                return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs, given)
+                return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs)
         signature = shapes_of(args, kwargs)
-        if not call.waits and not self.code.must_run:
-            return self._run_if_ready(block, call, (signature, patch_objects(given)), args, kwargs)
         if signature in self._seen:
-            return self.code.call(block, args, kwargs, again=True)
-        if self.limit_reached and self.settings.dynamic == "false":
+            return self.code.call(block, call, args, kwargs, again=True)
+        if (self.limit_reached and self.settings.dynamic == "false") or _is_captured(args):
             return self.forward(block, *args, **kwargs)
-        if self._waiting:  # the thread makes what is wanted here, or is about to
-            compiler.finish(self, call.poll)
-        self.stats.seconds += wait_until_prepared(call.poll)
+        if call.synchronous:
+            self.stats.seconds += wait_until_prepared(call.poll)
         with first_call(call.poll):
             watching.renew()
-            result = self.code.call(block, args, kwargs)
+            result = self.code.call(block, call, args, kwargs)
             if self.failure is None:
                 self._seen.add(signature)
         return result
 
-    def _run_if_ready(self, block: nn.Module, call: ModelCall, variant: tuple, args: tuple, kwargs: dict) -> object:
-        """Run compiled code if PyTorch has some for this very call, else eager, and have it made.
-
-        Args:
-            variant: shapes and patches of the call.
-        """
-        if (id(self), variant) in call.eager:
-            return self.forward(block, *args, **kwargs)
-        runs = backend_state.runs
-        result = self.code.run_ready(block, args, kwargs)
-        if backend_state.runs > runs:
-            self._asked.pop(variant[0], None)
-        else:
-            call.eager.add((id(self), variant))
-            capturing = args and getattr(args[0], "is_cuda", False) and torch.cuda.is_current_stream_capturing()
-            if variant not in self._waiting and not capturing:
-                call.requests.append(CodeRequest(self, variant, StandIn(block, args, kwargs)))
-        return result
-
-    def make(self, variant: tuple, stand_in: StandIn) -> None:
-        """Have code made for such a call; see `submit`."""
-        if variant in self._waiting or self.limit_reached or self.failure is not None:
-            return
-        shapes = variant[0]
-        self._asked[shapes] += 1  # since such a call last ran compiled
-        if self._asked[shapes] > PATCH_VARIANTS:  # it has been compiled for such calls, and this one still needs another code
-            if self.patches:
-                self.code.fallback.too_many_variants()
-            self.code.must_run = True
-            return
-        self._waiting.add(variant)
-        stand_in.again = shapes in self._made
-        self._made.add(shapes)
-        compiler.ask(self, stand_in, lambda: self._waiting.discard(variant))
-
-    def compile_ahead(self, stand_in: StandIn) -> None:
-        """On the compiler's thread, see `BlockCode.compile_ahead`."""
-        self.code.compile_ahead(stand_in)
-
-    def _run_contiguous(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, given: Mapping) -> object:
+    def _run_contiguous(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
         copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
         by_id = {id(original): copy for original, copy in copied}
-        result = self._run(block, call, tuple(by_id.get(id(a), a) for a in args), kwargs, given)
+        result = self._run(block, call, tuple(by_id.get(id(a), a) for a in args), kwargs)
         for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return result
@@ -209,3 +156,9 @@ class BlockGroup:
         if self.numbers is None:
             self.numbers = numbers
         self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)
+
+
+def _is_captured(args: tuple) -> bool:
+    """Whether a CUDA graph is being captured, which bears no trace."""
+    first = args[0] if args else None
+    return isinstance(first, torch.Tensor) and first.is_cuda and torch.cuda.is_current_stream_capturing()

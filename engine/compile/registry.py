@@ -35,10 +35,10 @@ class Generation(NamedTuple):
 class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
-    `settled`: the last call of the model that ran its blocks found all its code. `eager_calls` counts calls in which blocks ran
-    eager while their code was made in the background. What is left uncompiled of a UNet, by class: `left_out` are blocks of
-    convolutions, `too_small` blocks with little of the work; of others only `parts` are compiled (see `graph_choice`).
-    `uncalled`: blocks, by class, if no call so far has run any of them: it uses them by other methods than `forward`.
+    `eager_calls` counts calls in which blocks ran uncompiled while their graphs were lowered in the background. What is left
+    uncompiled of a UNet, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of others
+    only `parts` are compiled. `uncalled`: blocks, by class, if no call so far has run any of them: the model uses them by other
+    methods than `forward`.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,6 @@ class ModelCode:
         self.parts: Counter[str] = Counter()
         self.uncalled: Counter[str] | None = None
         self.eager_calls = 0
-        self.settled = False
         self._generation = Generation()
         self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()

@@ -1,14 +1,16 @@
-"""The compilations inside one call of a block: settings of PyTorch that hold for them, their folder on disk, what they cost."""
+"""Scope PyTorch's settings while a call of a block traces, and while a graph of it is lowered; count what both cost."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 
 from torch._dynamo.utils import counters, get_compilation_metrics
 
-from ..cache.disk import DiskCache, current
+from ..background.gate import gate
+from ..cache.disk import current
 from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..inductor.kernel_tuning import brief_benchmark, tuning_scope
@@ -36,47 +38,72 @@ STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
 
 
+# Read while a graph is lowered; see `COMPILE_SWITCHES`.
+LOWERING_SWITCHES = {
+    name: COMPILE_SWITCHES[name] for name in ("force_non_lazy_backward_lowering", "unsafe_marked_cacheable_functions")
+}
+
+
+@dataclass
+class Spent:
+    """What lowering has cost; filled in when its scope ends.
+
+    Args:
+        from_disk: graphs that inductor's disk cache had.
+    """
+
+    seconds: float = 0.0
+    from_disk: int = 0
+
+    @staticmethod
+    def tuning() -> AbstractContextManager:
+        """While kernels run for the first time."""
+        brief = brief_benchmark()
+        return nullcontext() if brief is None else tuning_scope.applied(benchmark=brief)
+
+
+@contextmanager
+def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
+    """Settings of PyTorch, and where it writes, while a graph is lowered.
+
+    Args:
+        folder: name of the group's folder in the disk cache, and the class of its blocks.
+    """
+    spent, cache, began = Spent(), current(), time.perf_counter()
+    hits = counters["inductor"]["fxgraph_cache_hit"]
+    if cache is not None:
+        cache.enter(*folder)
+    try:
+        with (
+            compile_scope.applied(**LOWERING_SWITCHES),
+            attention_scope.applied(attention_order=ATTENTION_ORDER),
+            libdevice_scope.applied(**libdevice()),
+            kernel_scope.applied(compile=waiting_compile()),
+        ):
+            yield spent
+    finally:
+        if cache is not None:
+            cache.exit(folder[0])
+        spent.seconds = time.perf_counter() - began
+        spent.from_disk = counters["inductor"]["fxgraph_cache_hit"] - hits
+
+
 class CompileSession:
-    """The compilations inside one call of a block.
+    """The traces inside one call of a block.
 
     Args:
         block: class name of the block.
-        on_first: called before the first compilation, when nothing of the block has run yet; must not raise.
+        on_first: called before the first trace, when nothing of the block has run yet; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
-        folder: name of the group's folder in the disk cache, and the class of its blocks.
     """
 
-    __slots__ = (
-        "_began",
-        "_breaks",
-        "_cache",
-        "_graphs",
-        "_hits",
-        "_known",
-        "_scopes",
-        "_tunes",
-        "block",
-        "folder",
-        "on_first",
-        "seconds",
-        "started",
-        "switches",
-    )
+    __slots__ = ("_began", "_breaks", "_graphs", "_metrics", "_scopes", "block", "on_first", "seconds", "started", "switches")
 
-    def __init__(
-        self,
-        block: str,
-        on_first: Callable[[], None],
-        switches: Callable[[], dict[str, object]],
-        folder: tuple[str, str],
-    ):
+    def __init__(self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]]):
         self.block = block
         self.on_first = on_first
         self.switches = switches
-        self.folder = folder
-        self._cache: DiskCache | None = None
         self._scopes = ExitStack()
-        self._tunes = False
         self._began = 0.0
         self.started = False
         self.seconds = 0.0
@@ -84,54 +111,31 @@ class CompileSession:
     def start(self) -> None:
         if not self.started:
             self.started = True
-            self._cache = current()
-            if self._cache is not None:
-                self._cache.enter(*self.folder)
             self._graphs = counters["stats"]["unique_graphs"]
             self._breaks = dict(counters["graph_break"])
-            self._hits = counters["inductor"]["fxgraph_cache_hit"]
-            self._known = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
+            self._metrics = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
-        self._stop_tuning()
+        self._began = time.perf_counter()
         with ExitStack() as scopes:  # all of them or, after an error, none
+            scopes.enter_context(gate.tracing())
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
             scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
-            scopes.enter_context(libdevice_scope.applied(**libdevice()))
             scopes.enter_context(tracing_scope.applied(**TRACING))
-            scopes.enter_context(kernel_scope.applied(compile=waiting_compile()))
             self._scopes = scopes.pop_all()
-        self._began = time.perf_counter()
 
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         self._scopes.close()
-        brief = brief_benchmark()
-        if brief is not None:
-            tuning_scope.enter(benchmark=brief)
-            self._tunes = True
-
-    def _stop_tuning(self) -> None:
-        if self._tunes:
-            self._tunes = False
-            tuning_scope.exit()
-
-    def close(self) -> None:
-        """The call has ended. Kernels are tuned when they first run, so the folder is inductor's until now."""
-        self._stop_tuning()
-        if self._cache is not None:
-            self._cache.exit(self.folder[0])
-            self._cache = None
 
     def stats(self) -> CompileStats:
-        """What this call compiled, by PyTorch's own counters."""
+        """What this call traced, by PyTorch's own counters."""
         breaks = {
             reason: count - self._breaks.get(reason, 0)
             for reason, count in counters["graph_break"].items()
             if count > self._breaks.get(reason, 0)
         }
-        known = set(map(id, self._known))
-        metrics = [m for m in get_compilation_metrics() if id(m) not in known]
+        before = set(map(id, self._metrics))
+        metrics = [m for m in get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         graphs = counters["stats"]["unique_graphs"] - self._graphs
-        hits = counters["inductor"]["fxgraph_cache_hit"] - self._hits
-        return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks, hits)
+        return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks)

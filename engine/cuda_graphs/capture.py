@@ -17,9 +17,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..background.model_call import CodeRequest
+from ..compile.traced_graph import gpu_lock
 from ..failures.describe import never_swallowed
-from ..inductor.run_modes import gpu_lock
 from ..per_model import PerModel
 from .launches import as_numbers
 from .model_state import ModelState
@@ -74,8 +73,6 @@ class ModelGraphs:
         failures: why a call cannot be captured.
         model: what the graphs know of it.
         code: see `call`.
-        requests: what plain calls have asked for; submitted when replays have taken over, which need no Python to speak of.
-        plain_calls: since then.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -83,8 +80,6 @@ class ModelGraphs:
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
-    requests: list[CodeRequest] = field(default_factory=list)
-    plain_calls: int = 0
     captures: int = 0
     replays: int = 0
     _pool: object = None
@@ -147,9 +142,11 @@ class ModelGraphs:
                         gpu_lock.release()
                 if captured is not None:
                     return captured.replay(tensors)
+        before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._renew(code())
-        self.seen.add(key)
+        if self.code == before:  # else code that has never run is there now, and a capture bears none
+            self.seen.add(key)
         return result
 
     def _renew(self, code: Hashable) -> None:

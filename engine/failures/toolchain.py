@@ -114,6 +114,8 @@ _LONG_PATH = (
     r"Windows allows no longer paths: set LongPathsEnabled (registry: HKLM\SYSTEM\CurrentControlSet\Control\FileSystem) to 1 "
     "and restart, or give ComfyUI a shorter --user-directory."
 )
+# One of inductor's templates holds a character that is not in every encoding (pytorch#189342).
+_UTF8 = "PyTorch reads its own files in the encoding of this system: set the variable PYTHONUTF8=1 before ComfyUI starts."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 
 
@@ -153,6 +155,7 @@ TROUBLES = (
     Trouble("metal", r"failed to compile\s+#include <c10/metal", _METAL),
     Trouble("No such file or directory", r"No such file or directory: '[A-Za-z]:[^'\n]{200,}'|WinError 206", _LONG_PATH),
     Trouble("UnicodeDecodeError", r"UnicodeDecodeError: 'utf-8' codec can't decode", _LANGUAGE),
+    Trouble("codec can't decode", r"UnicodeDecodeError: '[\w-]+' codec can't decode", _UTF8),
     Trouble("CalledProcessError", r"CalledProcessError: [^\n]*\.c(pp)?'", _linux_compiler),
 )
 

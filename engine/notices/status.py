@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from ..compile.compiled_code import on_trace
 from ..compile.registry import code_of
 from ..per_model import PerModel
 from .words import say
@@ -132,6 +133,9 @@ class Status:
         if network is None:
             return None
         groups = code_of(network).groups.values()
+        tracing = list(dict.fromkeys(group.class_name for group in groups if group.code.is_tracing))
+        if tracing:
+            return "compiling", say("preparing", ", ".join(tracing))
         making = list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled))
         if making:
             self._making_since = self._making_since or time.monotonic()
@@ -187,6 +191,9 @@ def status_of(node: str) -> Status:
 
 
 def tell_all() -> None:
-    """On the thread that compiles, after each piece of work."""
+    """When a trace begins, and on the worker after each job."""
     for status in list(statuses.values()):
         status.tell()
+
+
+on_trace.append(tell_all)

@@ -61,7 +61,9 @@ class Flow:
             raise Lost(f"{function.__qualname__} of PyTorch")
         if FRAMES.intersection(function.__code__.co_names):
             raise Lost(f"{function.__qualname__} looks at variables by name")
-        key = (code, held, frozenset((name, tuple(map(id, objects))) for name, objects in given.items()))
+        # Decorated functions share the code of the decorator's wrapper, and differ in what it closes over.
+        closure = tuple(map(id, function.__closure__ or ()))
+        key = (code, closure, held, frozenset((name, tuple(map(id, objects))) for name, objects in given.items()))
         if key in self._returns:
             known = self._returns[key]
             if known is None:

@@ -83,8 +83,6 @@ TORCH = {
     "torch._dynamo.utils.counters": READ,
     "torch._dynamo.utils.get_compilation_metrics": READ,
     "torch._dynamo.eval_frame.OptimizedModule": READ,
-    "torch._dynamo.convert_frame.compile_lock": READ,
-    "torch._dynamo.run": READ,
     "torch._dynamo.disable": READ,
     "torch._dynamo.lookup_backend": READ,
     "torch._dynamo.exc.FailOnRecompileLimitHit": READ,
@@ -100,6 +98,9 @@ TORCH = {
     "torch._dynamo.config.fail_on_recompile_limit_hit": READ,
     "torch._dynamo.config.recompile_limit": READ,
     "torch._dynamo.config.specialize_float": READ,
+    "torch._guards.TracingContext.get": called(),
+    "torch._guards.tracing": called(1),
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass": called(1),
     "torch._dynamo.config.use_recursive_dict_tags_for_guards": READ,
     "torch._functorch.config.force_non_lazy_backward_lowering": READ,
     "torch._inductor.config.triton.persistent_reductions": READ,
@@ -156,8 +157,6 @@ TORCH = {
     "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__": replaced("self"),
     # What compiling does to the process, kept in the thread that compiles.
     "torch._C._ensureCUDADeviceGuardSet": READ,
-    "torch._C._set_fp32_precision_setter": READ,
-    "torch.compiler._compile_session_context": Use(since="2.13"),  # before, only the thread that compiles is compiling
     "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
     "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.14"),  # after, the thread that traces has it
@@ -311,4 +310,4 @@ FOREIGN = {
     "_exit": Foreign("os"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_is_brief"}
+OWN_STRINGS = {"_repaired", "_is_brief", "_parameters_", "_buffers_"}

@@ -9,8 +9,8 @@ DIM = 8
 
 
 @pytest.fixture
-def run_modes(engine):
-    return engine("inductor.run_modes")
+def traced_graph(engine):
+    return engine("compile.traced_graph")
 
 
 def given(*dtypes, seed=3):
@@ -26,8 +26,18 @@ def results_and_gradients(function, inputs):
     return [out, *torch.autograd.grad((out * weight).sum(), inputs)]
 
 
-def check(run_modes, function, out_of_place, dtypes=(torch.float32,) * 3, backend="aot_eager"):
-    compiled = torch.compile(function, backend=run_modes.backend_of(backend), fullgraph=True)
+def backend_of(traced_graph, name):
+    """What blocks get, without the wait for code."""
+
+    def backend(graph, inputs):
+        traced_graph.prepare(graph, inputs)
+        return torch._dynamo.lookup_backend(name)(graph, inputs)
+
+    return backend
+
+
+def check(traced_graph, function, out_of_place, dtypes=(torch.float32,) * 3, backend="aot_eager"):
+    compiled = torch.compile(function, backend=backend_of(traced_graph, backend), fullgraph=True)
     actual = results_and_gradients(compiled, given(*dtypes))
     expected = results_and_gradients(out_of_place, given(*dtypes))
     assert [t.dtype for t in actual] == [t.dtype for t in expected]
@@ -67,12 +77,12 @@ def kept_by_a_norm_out_of_place(x, y, z):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_a_sum_written_into_what_a_norm_has_kept(run_modes, monkeypatch, backend):
+def test_a_sum_written_into_what_a_norm_has_kept(traced_graph, monkeypatch, backend):
     if backend == "inductor":
         without_codegen(monkeypatch)
     with pytest.raises(RuntimeError, match="inplace"):
         results_and_gradients(kept_by_a_norm, given(*(torch.float32,) * 3))
-    check(run_modes, kept_by_a_norm, kept_by_a_norm_out_of_place, backend=backend)
+    check(traced_graph, kept_by_a_norm, kept_by_a_norm_out_of_place, backend=backend)
 
 
 def two_sums(x, y, z):
@@ -116,8 +126,8 @@ def read_by_the_older_name_out_of_place(x, y, z):
         (read_by_the_older_name, read_by_the_older_name_out_of_place),
     ],
 )
-def test_chains_of_sums(run_modes, function, out_of_place):
-    check(run_modes, function, out_of_place)
+def test_chains_of_sums(traced_graph, function, out_of_place):
+    check(traced_graph, function, out_of_place)
 
 
 def by_methods(x, y, z):
@@ -150,15 +160,15 @@ def by_operators_out_of_place(x, y, z):
 @pytest.mark.parametrize(
     ("function", "out_of_place"), [(by_methods, by_methods_out_of_place), (by_operators, by_operators_out_of_place)]
 )
-def test_all_that_is_written_out_of_place(run_modes, function, out_of_place):
-    check(run_modes, function, out_of_place)
+def test_all_that_is_written_out_of_place(traced_graph, function, out_of_place):
+    check(traced_graph, function, out_of_place)
 
 
-def test_a_tensor_keeps_its_dtype(run_modes):
+def test_a_tensor_keeps_its_dtype(traced_graph):
     def out_of_place(x, y, z):
         return (x + y * z).to(x.dtype) * norm(x)
 
-    check(run_modes, kept_by_a_norm, out_of_place, (torch.bfloat16, torch.float32, torch.float32))
+    check(traced_graph, kept_by_a_norm, out_of_place, (torch.bfloat16, torch.float32, torch.float32))
 
 
 def with_a_view(x, y, z):
@@ -196,10 +206,10 @@ def into_a_view(x, y, z):
 @pytest.mark.parametrize(
     "function", [with_a_view, with_a_view_of_an_intermediate, with_a_view_between, with_a_part, into_a_view]
 )
-def test_a_tensor_with_a_view_is_left_as_it_is(engine, run_modes, function):
+def test_a_tensor_with_a_view_is_left_as_it_is(engine, traced_graph, function):
     assert changed(engine, function, [t * 1 for t in given(*(torch.float32,) * 3)]) == (False, False)
     torch._dynamo.reset()
-    check(run_modes, function, function)
+    check(traced_graph, function, function)
 
 
 def test_the_rewrite_says_that_it_did(engine):
@@ -215,10 +225,10 @@ def test_integers_are_left_as_they_are(engine):
     assert changed(engine, count, [given(torch.float32)[0] * 1, torch.ones(DIM, dtype=torch.int64)]) == (False, False)
 
 
-def test_without_gradients_sums_stay_in_place(run_modes, monkeypatch):
-    asked, rewrite = [], run_modes.out_of_place
-    monkeypatch.setattr(run_modes, "out_of_place", lambda graph: asked.append(graph) or rewrite(graph))
-    compiled = torch.compile(kept_by_a_norm, backend=run_modes.backend_of("eager"), fullgraph=True)
+def test_without_gradients_sums_stay_in_place(traced_graph, monkeypatch):
+    asked, rewrite = [], traced_graph.out_of_place
+    monkeypatch.setattr(traced_graph, "out_of_place", lambda graph: asked.append(graph) or rewrite(graph))
+    compiled = torch.compile(kept_by_a_norm, backend=backend_of(traced_graph, "eager"), fullgraph=True)
     for context, inputs in (
         (torch.no_grad, given(*(torch.float32,) * 3)),
         (torch.inference_mode, [t.detach() for t in given(*(torch.float32,) * 3)]),

@@ -152,24 +152,8 @@ def model_raises(case):
     case.needs_nothing_new(graphs)
 
 
-def no_stand_in(case):
-    background, made, tries = case.engine("background.thread"), case.engine("background.stand_in").StandIn.made, []
-
-    def short(stand_in):
-        tries.append(1)
-        if len(tries) <= 2:
-            raise torch.OutOfMemoryError("no memory")
-        return made(stand_in)
-
-    case.monkeypatch.setattr(background, "PATIENCE", 0.01)
-    case.monkeypatch.setattr(case.engine("background.stand_in").StandIn, "made", short)
-    case.is_right()
-    assert len(tries) > 2 and not case.failures
-    case.is_compiled()
-
-
 def no_memory_to_compile(case):
-    case.monkeypatch.setattr(case.engine("background.thread"), "PATIENCE", 0.01)
+    case.monkeypatch.setattr(case.engine("background.thread"), "RETRY_SECONDS", 0.01)
     case.compiler.plan = [raising(torch.OutOfMemoryError("no memory"))]
     if case.behind:
         case.is_right()

@@ -246,7 +246,7 @@ class Process:
                 self.answer["resets"] = self.answer.get("resets", 0) + 1
 
         threading.Thread(target=resets, daemon=True).start()
-        backends = self.module("engine.inductor.run_modes")
+        backends = self.module("engine.compile.traced_graph")
         found = backends.inductor
 
         def inductor(*args, **kwargs):

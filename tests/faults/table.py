@@ -41,7 +41,6 @@ HERE = [
     Row("error", "background", "a file cannot be read once", "eager until the next run", "passes"),
     Row("error", "at once", "a file cannot be read once", "eager until the next run", "passes"),
     Row("error", "sampling", "the prompt does not fit the model", "the model's own words, no new code", "model_raises"),
-    Row("out of memory", "background", "none for the stand-in, twice", "tried until there is", "no_stand_in"),
     Row("out of memory", "background", "in the compiler", "tried until there is", "no_memory_to_compile"),
     Row("out of memory", "at once", "in the compiler", "the host sees it and may free memory", "no_memory_to_compile"),
     Row("out of memory", "at once", "for copies of the inputs", "compiled all the same", "no_copies"),

@@ -222,8 +222,8 @@ def unreadable_descriptions(machine):
 
 
 def no_memory_to_read(machine):
-    answer = machine.process("fail=engine.inductor.run_modes.inductor:memory", "run")
-    assert refused(answer, "run", "MemoryError", error="BackendCompilerFailed")
+    answer = machine.process("fail=engine.compile.traced_graph.inductor:memory", "run")
+    assert refused(answer, "run", "MemoryError", error="MemoryError")
     assert read(machine.process("run"))
 
 
@@ -302,7 +302,7 @@ def killed_loading(machine):
 
 
 def killed_reading(machine):
-    machine.killed("kill=engine.inductor.run_modes.inductor", "run")
+    machine.killed("kill=engine.compile.traced_graph.inductor", "run")
     assert read(machine.process("run"))
 
 

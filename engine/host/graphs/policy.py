@@ -39,11 +39,13 @@ class Way(enum.Enum):
     WITHOUT_GRAPHS = enum.auto()  # block by block: there can be none
 
 
-def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.device, waits: bool, notes: list[str]) -> Way:
+def way_of_call(
+    settings: CompileSettings, network: nn.Module, device: torch.device, synchronous: bool, notes: list[str]
+) -> Way:
     """Decided for each call: what is known of the model grows meanwhile.
 
     Args:
-        waits: code that is not there is compiled in this call.
+        synchronous: code that is not there is waited for in this call.
         notes: gets the reason when the user has asked for graphs and there can be none.
     """
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
@@ -55,7 +57,7 @@ def way_of_call(settings: CompileSettings, network: nn.Module, device: torch.dev
     if pays is None:
         return Way.MEASURED
     # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
-    if pays or not (waits or code_of(network).settled):
+    if pays or (not synchronous and code_of(network).is_being_compiled):
         return Way.REPLAYED
     if graphs_of(network).graphs:
         graphs_of(network).drop()

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from ...background.gate import gate
-from ...background.model_call import ModelCall, submit
 from ...blocks.channels_last import run_channels_last
 from ...blocks.forwards import exchanged
 from ...compile.binding import Binding
@@ -37,8 +36,6 @@ from .policy import note
 logger = logging.getLogger("torch-compile-kit")
 # What the `forward` of the host's models runs inside the wrappers of other nodes.
 INNER = "_forward"
-# Calls, one after the other, that could not be captured: weights come and go.
-PLAIN_CALLS = 3
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 # File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.
@@ -71,7 +68,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         reason, key = _obstacle(network, options, wrapped), None
         code = code_of(network)
         # Part of the key: a capture bears no kernel that has never run.
-        fast = binding.call.waits or code.generation(norm_kernels.ready).norms
+        fast = binding.call.synchronous or code.generation(norm_kernels.ready).norms
         if reason is None:
             try:
                 held = graphs.model.held_by_others()
@@ -89,7 +86,8 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
         result = graphs.call(key, call, args, kwargs, fixed, keep, generation)
-        _submit_behind_replays(graphs, binding.call, key)
+        if key in graphs.graphs:  # a replay needs no Python to speak of
+            gate.open()
         return result
 
     inside = functools.partial(_run_inside, network, graphed_call)
@@ -140,17 +138,6 @@ def _is_known(wrapper: object) -> bool:
     return code is not None and (Path(code.co_filename).name, code.co_name) in _KNOWN_WRAPPERS
 
 
-def _submit_behind_replays(graphs: ModelGraphs, call: ModelCall, key: object) -> None:
-    """Compiling begins when calls are replayed: launching kernel by kernel beside it would take several times as long."""
-    graphs.requests += call.requests
-    graphs.plain_calls = graphs.plain_calls + 1 if call.requests else 0
-    call.requests.clear()
-    if key in graphs.graphs:
-        gate.open()
-    if graphs.requests and (key in graphs.graphs or key in graphs.failures or graphs.plain_calls > PLAIN_CALLS):
-        submit(graphs.requests)
-
-
 def _run_bound(
     binding: Binding, network: nn.Module, notes: list[str], fast: bool, device: torch.device, forward: Callable, *args, **kwargs
 ) -> object:
@@ -159,7 +146,7 @@ def _run_bound(
             if fast:
                 norm_kernels.ready = True  # from here on
                 return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
-            norm_kernels.ask(binding.call, device)
+            norm_kernels.prepare(device)
         return forward(*args, **kwargs)
 
 

@@ -18,7 +18,6 @@ from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
 from ...notices.status import status_of, tell_all
 from ...settings import CompileSettings
-from ..adapter import makes_room
 from ..graphs.replay import forget_graphs, graphs_summary, new_run, runs_channels_last
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
@@ -84,7 +83,7 @@ def prepare_compiling(settings: CompileSettings) -> None:
     """
     check_machine(settings)
     opened_kernels.register()
-    compiler.makes_room, compiler.after_work = makes_room, tell_all
+    compiler.after_work = tell_all
     get_ready(settings)
 
 

@@ -10,7 +10,7 @@ import comfy.model_management
 import torch
 from torch import nn
 
-from ...background.model_call import ModelCall, submit
+from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
 from ...compile.events import watching
@@ -61,13 +61,13 @@ class NetworkCalls:
         """
         network = loaded.network
         with traceable_casts(network):
-            way = way_of_call(self.settings, network, loaded.device, call.waits, self.notes)
+            way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
                 return eager(network, functools.partial(policy.measure, network, run))
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings.block_swap))
             with self._bound(way, loaded, binding), told or nullcontext():
                 result = run()
-                _after_call(network, call, way)
+                code_of(network).eager_calls += call.uncompiled
             return result
 
     @contextmanager
@@ -94,16 +94,6 @@ def eager(network: nn.Module, run: Callable[[], object], afterwards: Callable[[]
     afterwards()
     code_of(network).eager_calls += 1
     return result
-
-
-def _after_call(network: nn.Module, call: ModelCall, way: Way) -> None:
-    """What the call lacked is made, once nobody is kept from Python by it."""
-    code = code_of(network)
-    code.eager_calls += bool(call.eager)
-    if call.ran or code.uncalled:
-        code.settled = not call.eager and not code.is_being_compiled
-    if way is not Way.COMPILED:
-        submit(call.requests)  # else the next call asks again, and is captured
 
 
 def raise_if_interrupted() -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import folder_paths
 
+from ...background.isolation import warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache
 from ...cache.startup import prepare
 from ...settings import CompileSettings
@@ -51,4 +52,4 @@ def get_ready(settings: CompileSettings) -> None:
 
 
 def _prepare() -> None:
-    prepare(on_gpu=device_type() == "cuda")
+    prepare(on_gpu=device_type() == "cuda", first=warm_up_dynamo)

@@ -60,15 +60,15 @@ class BlockCompiler:
             note(self.notes, said)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
-            args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.waits)
+            args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 return eager(network, run, measure_attention)
             where = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
-            return self._calls.run(where, call, run, self._told(base_model, args, kwargs))
+            return self._calls.run(where, call, run, self._told(base_model, args, kwargs, call.synchronous))
 
     @contextmanager
-    def _told(self, base_model, args: tuple, kwargs: dict) -> Iterator[None]:
+    def _told(self, base_model, args: tuple, kwargs: dict, synchronous: bool) -> Iterator[None]:
         """What is compiled meanwhile is told, and noted for the warmup that runs."""
         network, settings, compilations = base_model.diffusion_model, self.settings, monitor.compilations
         try:
@@ -78,5 +78,7 @@ class BlockCompiler:
             raise
         if monitor.compilations != compilations or is_warming():
             added = watch_of(network).added(settings.settings_key(), stats_for(network, settings))
+            if not synchronous:  # nobody has waited
+                return
             info = call_info_of(base_model, settings, args, kwargs)
             report_compilation(network, type(base_model).__name__, info, added, settings)

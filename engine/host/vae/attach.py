@@ -17,13 +17,12 @@ from comfy.patcher_extension import CallbacksMP
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from ...background.thread import compiler
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import never_swallowed
 from ...notices.status import Line
 from ...notices.words import say
-from ..adapter import forbids_threads, makes_room
+from ..adapter import forbids_threads
 from ..graphs.norm_kernels import kernels, norm_kernels
 from .trial import Timer, Trial
 
@@ -119,7 +118,6 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
 def prepare_kernels(device: torch.device) -> None:
     """Have them made, if a thread may."""
     if not forbids_threads():
-        compiler.makes_room = makes_room
         norm_kernels.prepare(device)
 
 

@@ -50,7 +50,7 @@ def _leave_out(block: nn.Module) -> bool:
     return bool(found)
 
 
-compiled_code.leave_out.append(_leave_out)
+compiled_code.on_compile_failure.append(_leave_out)
 
 
 class PackedWeights:

@@ -21,7 +21,7 @@ def gate(engine, monkeypatch):
     found = engine("background.gate").gate
     monkeypatch.setattr(found, "is_busy", lambda: True)
     monkeypatch.setattr(found, "_host_stands", lambda now: False)
-    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.0)
+    monkeypatch.setattr(engine("background.gate"), "DUTY_CYCLE", 0.0)
     monkeypatch.setattr(found, "_credit", 0.0)
     found.close()
     yield found
@@ -111,7 +111,7 @@ def compute():
 
 
 def test_it_has_its_share_of_a_host_that_never_rests(engine, gate, asked, monkeypatch):
-    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.3)
+    monkeypatch.setattr(engine("background.gate"), "DUTY_CYCLE", 0.3)
     waited, step = gate.waited, asked()
     seconds = until_made(step, compute)
     assert step.graphs == 1
@@ -128,7 +128,7 @@ def test_a_host_that_stands_in_a_call_needs_no_python(gate, asked, monkeypatch, 
 
 
 def test_time_between_two_jobs_is_not_held_against_it(engine, gate, monkeypatch):
-    monkeypatch.setattr(engine("background.gate"), "SHARE", 0.15)
+    monkeypatch.setattr(engine("background.gate"), "DUTY_CYCLE", 0.15)
     monkeypatch.setattr(gate, "_asked", time.monotonic() - 3600)
     began, waited = time.monotonic(), gate.waited
     gate.wait()

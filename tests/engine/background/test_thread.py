@@ -1,151 +1,135 @@
-"""Code made in the background: calls run eager until it is ready, then find it; nothing else is touched by it."""
+"""The worker thread and its queue, and what lowering on it leaves alone."""
 
-import functools
 import gc
+import subprocess
 import sys
 import threading
 import time
+import weakref
 
 import pytest
 import torch
-from support import Block, Counting, CountingInAList, Net
+from support import ROOT, CompiledNet, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
 @pytest.fixture
-def behind(engine):
-    """behind(net, *args, **settings): a call of the model that waits for nothing; its result, and whether it ran eager."""
-    calls, compiler = engine("background.model_call"), engine("background.thread").compiler
-
-    def run(net, *args, waits=False, **chosen):
-        settings = engine("settings").CompileSettings(**{"backend": "eager", **chosen})
-        call = calls.ModelCall(waits=waits)
-        with engine("compile.events").watching, engine("compile.binding").compiled_blocks(net, settings, call):
-            return net(*args[:1], **(args[1] if len(args) > 1 else {})), bool(call.eager)
-
-    yield run
-    assert compiler.wait(60)
+def queue(engine):
+    """The module, its queue empty before and afterwards."""
+    module = engine("background.thread")
+    assert module.compiler.wait(60)
+    yield module
+    assert module.compiler.wait(60)
 
 
-@pytest.fixture
-def made(engine):
-    """made(net): waits for the thread; the number of graphs that there are then."""
-
-    def wait(net):
-        assert engine("background.thread").compiler.wait(120)
-        return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
-
-    return wait
+class Owner:
+    """Something that a job belongs to."""
 
 
-def test_nothing_is_captured_while_there_is_code_that_has_not_been_tried(behind, made, engine, monkeypatch):
-    """PyTorch lets other threads find code as soon as it is compiled; its kernels are loaded when it first runs."""
-    backends, found, locked = engine("inductor.run_modes"), torch._C._dynamo.eval_frame._debug_get_cache_entry_list, []
-    net, x = Net(), torch.randn(2, 4, 8)
-
-    def tries(_compiled, _args):
-        (group,) = engine("compile.registry").code_of(net).groups.values()
-        locked.append((len(found(group.code._own.__code__)), backends.gpu_lock.locked()))
-
-    monkeypatch.setattr(backends, "_try_kernels", tries)
-    behind(net, x)
-    assert made(net) == 1 and locked == [(1, True)]
-    assert not backends.gpu_lock.locked()
+def job(queue, action, owner=None, **more):
+    owner = owner or test_jobs_run_in_order
+    return queue.Job(weakref.ref(owner), action, torch.device("cpu"), **more)
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_code_that_is_being_tried_is_run_by_nobody_else(behind, made, engine, monkeypatch, waits):
-    """Else the other thread's measuring unloads kernels that this one runs: `load_kernel() must be called before run()`."""
-    backends, trying, go_on = engine("inductor.run_modes"), threading.Event(), threading.Event()
-    compiler, order = engine("background.thread").compiler, []
-
-    def tries(_compiled, _args):
-        trying.set()
-        assert go_on.wait(60)
-        order.append("tried")
-
-    monkeypatch.setattr(backends, "_try_kernels", tries)
-    net, x = Net(), torch.randn(2, 4, 8)
-    expected = net(x)
-    behind(net, x)
-    assert trying.wait(60)
-    if waits:
-        threading.Timer(0.2, go_on.set).start()
-        result, eager = behind(net, x, waits=True)
-        assert order == ["tried"] and not eager and torch.equal(result, expected)
-        return
-    result, eager = behind(net, x)
-    assert eager and torch.equal(result, expected) and compiler.busy and not order, "who need not wait runs eager"
+def test_jobs_run_in_order(queue):
+    done, go_on = [], threading.Event()
+    jobs = [job(queue, lambda: go_on.wait(60)), *(job(queue, lambda n=n: done.append(n)) for n in range(3))]
+    for one in jobs:
+        queue.compiler.submit(one)
+    assert queue.compiler.busy and not jobs[-1].over
     go_on.set()
-    assert made(net) == 1
-    result, eager = behind(net, x)
-    assert not eager and torch.equal(result, expected)
+    assert queue.compiler.wait(60) and done == [0, 1, 2] and all(one.over and one.error is None for one in jobs)
 
 
-def test_memory_that_is_short_postpones_it(behind, made, engine, monkeypatch):
-    background, tries = engine("background.thread"), []
-    monkeypatch.setattr(background, "PATIENCE", 0.01)
-    monkeypatch.setattr(background, "_has_room", lambda _job: tries.append(1) or len(tries) > 3)
-    net, x = Net(), torch.randn(2, 4, 8)
-    behind(net, x)
-    assert made(net) == 1 and len(tries) == 4
+def test_a_job_that_somebody_waits_for_is_next(queue):
+    done, go_on, polls = [], threading.Event(), []
+    first, *others = [job(queue, lambda: go_on.wait(60)), *(job(queue, lambda n=n: done.append(n)) for n in range(3))]
+    for one in (first, *others):
+        queue.compiler.submit(one)
+    queue.compiler.finish(others[-1], lambda: polls.append(go_on.set()))
+    assert polls and others[-1].over and done[0] == 2
+    assert queue.compiler.wait(60) and done == [2, 0, 1]
 
 
-def test_it_never_waits_for_the_allocator_with_pythons_lock_in_hand(behind, made, engine, monkeypatch):
-    """comfy-aimdo waits for Python's lock inside PyTorch's allocator: both would wait for good."""
-    asked, stand_in = [], engine("background.stand_in").StandIn
-    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None: {})
-    original = stand_in.made
+def test_a_poll_that_raises_ends_the_wait_and_not_the_job(queue):
+    go_on = threading.Event()
+    waiting = job(queue, lambda: go_on.wait(60))
+    queue.compiler.submit(waiting)
 
-    def asking(self):
-        try:
-            torch.cuda.memory.memory_stats_as_nested_dict()
-        except RuntimeError as error:
-            asked.append(str(error))
-        return original(self)
+    def cancel():
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(stand_in, "made", asking)
-    net, x = Net(), torch.randn(2, 4, 8)
-    behind(net, x)
-    assert made(net) == 1 and len(asked) == 1 and "no statistics" in asked[0]
-    assert torch.cuda.memory.memory_stats_as_nested_dict() == {}, "others may"
+    with pytest.raises(KeyboardInterrupt):
+        queue.compiler.finish(waiting, cancel)
+    assert not waiting.over
+    go_on.set()
+    assert queue.compiler.wait(60) and waiting.over and waiting.error is None
 
 
-def test_a_host_that_makes_room_is_not_asked_for_any(behind, made, engine, monkeypatch):
-    background = engine("background.thread")
-    monkeypatch.setattr(background, "_has_room", lambda _job: False)
-    monkeypatch.setattr(background.compiler, "makes_room", lambda: True)
-    net, x = Net(), torch.randn(2, 4, 8)
-    behind(net, x)
-    assert made(net) == 1
+def test_a_job_whose_owner_is_gone_is_dropped(queue):
+    done, go_on, owner = [], threading.Event(), Owner()
+    queue.compiler.submit(job(queue, lambda: go_on.wait(60)))
+    queue.compiler.submit(job(queue, lambda: done.append(1), owner))
+    del owner
+    go_on.set()
+    assert queue.compiler.wait(60) and not done
 
 
-def test_pythons_switch_interval_is_as_found_when_the_thread_is_over(behind, made, engine):
+def test_short_of_memory_it_is_tried_again_after_the_others(queue, monkeypatch):
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.01)
+    done, go_on = [], threading.Event()
+
+    def short():
+        done.append("short")
+        if len(done) < 4:
+            raise torch.OutOfMemoryError("no memory")
+
+    queue.compiler.submit(job(queue, lambda: go_on.wait(60)))
+    tried = job(queue, short)
+    queue.compiler.submit(tried)
+    queue.compiler.submit(job(queue, lambda: done.append("other")))
+    go_on.set()
+    assert queue.compiler.wait(60) and done == ["short", "other", "short", "short"] and tried.error is None
+
+
+def test_who_waits_is_told_at_once_that_memory_is_short(queue):
+    def short():
+        raise torch.OutOfMemoryError("no memory")
+
+    told = []
+    waiting = job(queue, short, on_error=told.append)
+    go_on = threading.Event()
+    queue.compiler.submit(job(queue, lambda: go_on.wait(60)))
+    queue.compiler.submit(waiting)
+    queue.compiler.finish(waiting, go_on.set)
+    assert waiting.attempts == 1 and isinstance(waiting.error, torch.OutOfMemoryError) and not told
+
+
+def test_an_error_ends_one_job(queue):
+    done, told = [], []
+    queue.compiler.submit(job(queue, lambda: 1 / 0, on_error=told.append))
+    queue.compiler.submit(job(queue, lambda: done.append(1)))
+    assert queue.compiler.wait(60) and done == [1] and [type(e) for e in told] == [ZeroDivisionError]
+
+
+def test_pythons_switch_interval_is_as_found_when_the_thread_is_over(queue):
     """Also where the next thread begins at once: it is no thread's own."""
-    compiler, before, seen = engine("background.thread").compiler, sys.getswitchinterval(), []
+    before, seen = sys.getswitchinterval(), []
     for _ in range(3):
-        net = Net()
-        behind(net, torch.randn(2, 4, 8))
-        while compiler.busy:
-            seen.append(sys.getswitchinterval())
-        assert sys.getswitchinterval() == before
-    assert min(seen) < before
+        queue.compiler.submit(job(queue, lambda: seen.append(sys.getswitchinterval())))
+        assert queue.compiler.wait(60) and sys.getswitchinterval() == before
+    assert max(seen) < before
 
 
-def test_python_begins_no_full_collection_beside_the_thread_nor_until_the_host_rests(behind, made, engine, monkeypatch):
+def test_python_begins_no_full_collection_beside_the_thread_nor_until_the_host_rests(queue, engine, monkeypatch):
     """One stops every thread of a server for a third of a second."""
-    compiler, gate = engine("background.thread").compiler, engine("background.gate").gate
-    before, seen, busy = gc.get_threshold(), [], [True]
+    gate, before, seen, busy = engine("background.gate").gate, gc.get_threshold(), [], [True]
     monkeypatch.setattr(gate, "is_busy", lambda: busy[0])
-    net = Net()
-    behind(net, torch.randn(2, 4, 8))
     gate.open()
-    while compiler.busy:
-        seen.append(gc.get_threshold())
-    put_off = (*before[:2], 2**30)
-    assert made(net) == 1 and set(seen[seen.index(put_off) :]) == {put_off}
-    assert gc.get_threshold() == put_off, "the host has not come to rest"
+    queue.compiler.submit(job(queue, lambda: seen.append(gc.get_threshold())))
+    assert queue.compiler.wait(60) and seen == [(*before[:2], 2**30)]
+    assert gc.get_threshold() == seen[0], "the host has not come to rest"
     busy[0] = False
     end = time.monotonic() + 10
     while gc.get_threshold() != before and time.monotonic() < end:
@@ -153,86 +137,123 @@ def test_python_begins_no_full_collection_beside_the_thread_nor_until_the_host_r
     assert gc.get_threshold() == before
 
 
-def test_an_error_of_the_thread_itself_ends_nothing(behind, made, engine, monkeypatch):
-    net, x = Net(), torch.randn(2, 4, 8)
-    stand_in = engine("background.stand_in").StandIn
-    with monkeypatch.context() as patch:
-        patch.setattr(stand_in, "made", lambda _self: 1 / 0)
-        behind(net, x)
-        assert made(net) == 0
-    behind(net, x)
-    assert made(net) == 1
+def test_it_never_waits_for_the_allocator_with_the_gil_held(queue, monkeypatch):
+    """comfy-aimdo waits for the GIL inside PyTorch's allocator: both would wait for good."""
+    monkeypatch.setattr(torch.cuda.memory, "memory_stats_as_nested_dict", lambda device=None: {})
+    told = []
+    queue.compiler.submit(job(queue, torch.cuda.memory.memory_stats_as_nested_dict, on_error=told.append))
+    queue.compiler.submit(job(queue, lambda: torch.cuda.memory.memory_stats_as_nested_dict(), on_error=told.append))
+    assert queue.compiler.wait(60) and ["no statistics" in str(error) or "statistics of memory" in str(error) for error in told]
+    assert torch.cuda.memory.memory_stats_as_nested_dict() == {}, "others may"
 
 
-def test_a_stand_in_has_the_forms_and_none_of_the_data(engine):
-    block = Block().requires_grad_(False)
-    wide = torch.randn(2, 3, 8).transpose(0, 1)
-    found, args, kwargs = engine("background.stand_in").StandIn(block, (wide, wide), {"scale": torch.ones(1).expand(3)}).made()
-    assert type(found) is Block and found is not block and found.inner is not block.inner
-    assert [n for n, _ in found.named_parameters()] == [n for n, _ in block.named_parameters()]
-    for mine, theirs in zip(found.parameters(), block.parameters(), strict=True):
-        assert (mine.shape, mine.stride(), mine.dtype, type(mine)) == (
-            theirs.shape,
-            theirs.stride(),
-            theirs.dtype,
-            type(theirs),
-        )
-        assert mine.data_ptr() != theirs.data_ptr() and mine.is_inference() == theirs.is_inference()
-    assert args[0] is args[1] and args[0].stride() == wide.stride() and kwargs["scale"].stride() == (0,)
-    assert len({p.untyped_storage().data_ptr() for p in found.parameters()}) == 1
-    assert len({t.untyped_storage().data_ptr() for t in [*found.parameters(), args[0], kwargs["scale"]]}) == 3
+def test_kernels_are_loaded_while_nothing_is_captured_and_before_anybody_can_run_them(engine, monkeypatch):
+    traced, seen = engine("compile.traced_graph"), []
+    net, x = CompiledNet(engine, Net()), torch.randn(2, 4, 8)
+    go_on, loading = threading.Event(), threading.Event()
+
+    def warm_up(_lowering, _code, _cached):
+        seen.append(traced.gpu_lock.locked())
+        loading.set()
+        assert go_on.wait(60)
+
+    monkeypatch.setattr(traced._Lowering, "warm_up", warm_up)
+    expected = net.net(x)
+    net(x)
+    assert loading.wait(60)
+    result, uncompiled = net(x)
+    assert uncompiled and torch.equal(result, expected)
+    go_on.set()
+    assert net.wait() == 1 and seen == [True] and not traced.gpu_lock.locked()
+    assert not net(x)[1]
 
 
-def _decorated(function):
-    @functools.wraps(function)
-    def wrapper(*args):
-        return function(*args)
+def only_above(limit):
+    """A backend whose code is for sizes above a limit, which it tells as lowering does: by a guard on its fake inputs."""
+    seen = []
 
-    return wrapper
+    def backend(graph, inputs):
+        sizes = [size for tensor in inputs if isinstance(tensor, torch.Tensor) for size in tensor.shape]
+        above = all(size > limit for size in sizes if isinstance(size, torch.SymInt) and "s" in str(size))
+        seen.append(above)
 
+        def run(*args):
+            return graph.forward(*args)
 
-@_decorated
-def known_by_name(x):
-    return x
+        return run
 
-
-def test_functions_in_a_stand_in(engine):
-    """Those that a call makes are copied, whatever they close over; others stay themselves, by which PyTorch may know them."""
-
-    def itself(n):
-        return (itself, kept, later, n)
-
-    kept, marked = torch.ones(3, 2), torch._dynamo.disable(lambda: kept)
-    given = (itself, [itself, marked], known_by_name, torch.nn.functional.max_pool2d)
-    block, (copy, (same, also_marked), *others), _ = engine("background.stand_in").StandIn(Block(), given, {}).made()
-    assert isinstance(block, Block) and others == [known_by_name, torch.nn.functional.max_pool2d]
-    assert copy is same is not itself and copy.__code__ is itself.__code__ and copy.__qualname__ == itself.__qualname__
-    with pytest.raises(NameError, match="later"):
-        copy(1)
-    later = 2
-    again, tensor, number, _ = engine("background.stand_in").StandIn(Block(), given, {}).made()[1][0](1)
-    assert number == later and again.__code__ is copy.__code__
-    assert tensor.shape == kept.shape and not tensor.any(), "its form alone"
-    assert also_marked._torchdynamo_disable
+    return backend, seen
 
 
-@pytest.mark.parametrize(("block", "found"), [(Counting, True), (CountingInAList, False)])
-def test_kernels_are_tried_on_nobodys_tensors(behind, made, engine, monkeypatch, block, found):
-    """On a GPU, beside a sampler that goes on: what a block keeps is not to count a call more."""
-    backends, tried = engine("inductor.run_modes"), []
+def test_code_runs_only_where_the_guards_of_its_lowering_hold(engine):
+    """Lowering specialises sizes further than Dynamo does (divisible, in 32 bits, one larger than another)."""
+    backend, seen = only_above(5)
+    net = CompiledNet(engine, Net(), backend=backend)
+    small, large = torch.randn(2, 4, 8), torch.randn(7, 9, 8)
+    for x in (large, small, large, small, torch.randn(3, 4, 8), torch.randn(8, 8, 8)):
+        result, _ = net(x)
+        net.wait()
+        assert torch.equal(result, net.net(x))
+    assert seen == [True, False], "a graph for either kind of sizes"
+    for x in (large, small):
+        result, uncompiled = net(x)
+        assert not uncompiled and torch.equal(result, net.net(x))
+    assert net.graphs == 2
 
-    def tries(_compiled, args):
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
-        tried.append((len(tensors), all(map(backends.state.may_be_written, tensors))))
 
-    monkeypatch.setattr(backends, "_try_kernels", tries)
-    net = Net(block=block)
-    behind(net, torch.randn(2, 4, 8))
-    assert made(net) == 1
-    ((count, may_be),) = tried
-    assert count > 3 and may_be is found
+@pytest.mark.parametrize("waits", [False, True])
+def test_code_that_cannot_run_is_given_up_and_the_image_is_right(engine, waits):
+    """Some kernels turn out not to run on a GPU when they are launched."""
+
+    class InPlace(Net):
+        def forward(self, x):
+            x = x.clone()
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    def backend(graph, _inputs):
+        def run(*args):
+            for tensor in args:
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 3:
+                    tensor.add_(1)  # it has begun
+            raise RuntimeError("too many resources requested for launch")
+
+        return run
+
+    net = CompiledNet(engine, InPlace(), backend=backend)
+    x = torch.randn(2, 4, 8)
+    expected = net.net(x)
+    for _ in range(3):
+        result = net.at_once(x) if waits else net(x)[0]
+        net.wait()
+        assert torch.equal(result, expected)
+    assert len(net.failures) == 1 and "too many resources" in net.failures[0]
 
 
-def test_with_tf32_it_is_waited_for_code(engine):
-    settings = engine("settings").CompileSettings
-    assert settings(allow_tf32=True).waits and not settings().waits
+ENDS = """
+import importlib, sys, types
+sys.path.insert(0, sys.argv[1] + "/tests")
+kit = types.ModuleType("kit")
+kit.__path__ = [sys.argv[1]]
+sys.modules["kit"] = kit
+import torch
+from support import CompiledNet, Net
+
+def engine(name):
+    return importlib.import_module(f"kit.engine.{name}")
+
+with torch.inference_mode():
+    net, x = CompiledNet(engine, Net(), backend="inductor"), torch.randn(2, 4, 8)
+    assert net(x)[1]
+print("over", engine("background.thread").compiler.busy)
+"""
+
+
+def test_a_process_that_ends_while_code_is_compiled_ends_well(tmp_path):
+    """The interpreter would abort: a thread inside PyTorch that wants the GIL."""
+    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", ENDS, str(ROOT)], capture_output=True, text=True, env={**__import__("os").environ, **environment}
+    )
+    assert ended.returncode == 0 and ended.stdout.strip() == "over True", ended.stderr[-2000:]

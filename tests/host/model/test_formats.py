@@ -2,8 +2,7 @@
 
 Each row samples a prompt, waits until nothing is left to compile, and samples another one. In the second prompt each call of
 each block must run compiled code, nothing may be compiled any more, and the image must be eager's. Runs are counted where
-PyTorch's backend hands code out, not taken from the engine's statistics. A row that fails today is a strict expected failure
-whose reason names the fault.
+PyTorch's backend hands code out, not taken from the engine's statistics.
 """
 
 import functools
@@ -28,15 +27,6 @@ BLOCKS = {
     "wan": ("WanAttentionBlock",),
     "sdxl": ("BasicTransformerBlock",),
 }
-# The names of the faults, all of issue 35.
-NEVER_FITS = "guards on what the background thread's copy holds never match the block: code is made again and again"
-IN_THE_PROMPT = "a block that is no single graph is compiled while the second prompt waits"
-DEPENDS_ON_TIME = "with other things to do on the machine, code that was made is not used in the second prompt"
-EAGER_FOR_GOOD = "tracing fails outside the call, and PyTorch then runs the block eager for good, without a word"
-
-
-def fails(reason):
-    return pytest.mark.xfail(strict=True, raises=AssertionError, reason=reason)
 
 
 @pytest.fixture
@@ -127,7 +117,6 @@ FORMATS = {
     "mxfp8, native": native(quantised_as("mxfp8")),
     "nvfp4, native": native(quantised_as("nvfp4")),
 }
-QUANTISED = [name for name in FORMATS if name not in ("bf16", "fp8", "packed as GGUF")]
 # On the CPU these take seconds, and a page of warnings for each product.
 SLOW = "mxfp8, native", "nvfp4, native"
 
@@ -135,12 +124,6 @@ SLOW = "mxfp8, native", "nvfp4, native"
 def rows():
     for format_name, attention, mode in itertools.product(FORMATS, (PYTORCH, UNTRACEABLE), MODES):
         marks = []
-        if mode == BACKGROUND and attention == UNTRACEABLE:
-            marks.append(fails(IN_THE_PROMPT))
-        elif mode == BACKGROUND and format_name in QUANTISED:
-            marks.append(fails(NEVER_FITS))
-        elif mode == BACKGROUND and format_name == "packed as GGUF":
-            marks.append(pytest.mark.xfail(strict=False, raises=AssertionError, reason=DEPENDS_ON_TIME))
         if format_name in SLOW or (attention == UNTRACEABLE and format_name not in ("bf16", "int8")):
             marks.append(pytest.mark.rest)
         yield pytest.param(format_name, attention, mode, marks=marks, id=f"{format_name}-{attention}-{mode}")
@@ -259,21 +242,21 @@ def other_attention():
 
 
 PATCHES = {
-    "LoRA in bypass mode": ("flux", weights.bypass_lora, NEVER_FITS),
-    "layers that close over their forward": ("wan", layers_that_close_over_their_forward, NEVER_FITS),
-    "layers with a partial as forward": ("flux", layers_with_a_partial_forward, EAGER_FOR_GOOD),
-    "a layer whose new forward reads its place": ("wan", weights.place_reading_forward, NEVER_FITS),
-    "autocast inside": ("flux", inside(autocast), EAGER_FOR_GOOD),
-    "no inference mode inside": ("flux", inside(no_inference_mode), EAGER_FOR_GOOD),
-    "a function exchanged inside": ("flux", inside(other_attention), NEVER_FITS),
-    "image prompts": ("sdxl", options.image_prompts("attn2"), None),
+    "LoRA in bypass mode": ("flux", weights.bypass_lora),
+    "layers that close over their forward": ("wan", layers_that_close_over_their_forward),
+    "layers with a partial as forward": ("flux", layers_with_a_partial_forward),
+    "a layer whose new forward reads its place": ("wan", weights.place_reading_forward),
+    "autocast inside": ("flux", inside(autocast)),
+    "no inference mode inside": ("flux", inside(no_inference_mode)),
+    "a function exchanged inside": ("flux", inside(other_attention)),
+    "image prompts": ("sdxl", options.image_prompts("attn2")),
 }
 
 
 def patch_rows():
-    for (name, (model, patch, fault)), mode in itertools.product(PATCHES.items(), MODES):
+    for (name, (model, patch)), mode in itertools.product(PATCHES.items(), MODES):
         # At once other tests have them, in more ways.
-        marks = [pytest.mark.rest] if mode == AT_ONCE else [fails(fault)] if fault else []
+        marks = [pytest.mark.rest] if mode == AT_ONCE else []
         yield pytest.param(model, patch, mode, marks=marks, id=f"{name}-{mode}")
 
 

@@ -1,0 +1,397 @@
+"""Run a graph as soon as Dynamo has traced it, and swap compiled code in when a worker thread has lowered it.
+
+torch.compile lowers a graph (AOTAutograd, inductor, Triton or C++) inside the call that traced it, so the first image waits for
+minutes. Tracing later, on a copy and on another thread, misses what holds only during the call: contexts, hooks, functions that
+ComfyUI or another node swaps. So:
+
+1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend.
+2. The first run queues a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
+   exact and as slow as uncompiled code.
+3. The worker lowers the graph on fake tensors, so it holds no weight.
+4. It loads and tunes the kernels on zeros, while it holds `gpu_lock`: a CUDA graph capture bears neither.
+5. The code is published, and runs from then on wherever the guards hold that lowering added to those of Dynamo. A call with
+   other sizes has Dynamo trace the graph once more, as it would have traced the block.
+
+A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. Graphs with numbers that vary
+are lowered in the call (`lowered_inline`): PyTorch restarts the trace for some of them.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+import time
+import types
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Protocol
+
+import torch
+from torch import fx
+from torch._guards import TracingContext, tracing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from ..background.model_call import ModelCall
+from ..background.thread import Job, compiler
+from ..cache.startup import wait_until_prepared
+from ..failures.describe import never_swallowed
+from ..inductor.backend import inductor, needs_gradients
+from ..out_of_place import out_of_place
+from .call_shapes import Changed
+from .events import monitor
+from .session import lowering_scope
+
+logger = logging.getLogger("torch-compile-kit")
+# A CUDA graph capture holds it, and the worker while it loads kernels and publishes code.
+gpu_lock = threading.Lock()
+# Of memory that stays free beside the tensors on which kernels are tuned.
+MARGIN = 512 * 2**20
+
+
+class Owner(Protocol):
+    """What a graph belongs to: see `BlockCode`."""
+
+    name: str
+    folder: tuple[str, str]
+    jobs: set[Job]
+
+    def count_lowered(self, seconds: float, from_disk: int) -> None: ...
+
+    def lowering_failed(self, error: Exception) -> None: ...
+
+    def raise_if_stopped(self) -> None: ...
+
+
+class _Current(threading.local):
+    """The model's call in progress on this thread."""
+
+    call: ModelCall | None = None
+
+
+current = _Current()
+# Code objects of freed graphs, whose compiled code PyTorch would keep; see `compiled_code.free_unused`.
+dead_code: list[types.CodeType] = []
+
+
+def backend_for(owner: Owner, name: str, options: dict) -> Callable:
+    """A backend of torch.compile for one owner.
+
+    Args:
+        name: of the registered backend that lowers; `inductor` is ours, see `inductor/backend.py`.
+        options: inductor's.
+    """
+    reference = weakref.ref(owner)  # PyTorch's table of compiled code would keep the owner alive
+
+    def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
+        prepare(graph, example_inputs)
+        lower = _lowering(name, options)
+        if _has_varying_numbers(graph):
+            return lowered_inline(reference, graph, example_inputs, lower)
+        return TracedGraph(reference, graph, example_inputs, lower, backend)
+
+    backend.__name__ = name
+    return backend
+
+
+def prepare(graph: fx.GraphModule, example_inputs: list) -> None:
+    """Change a graph as it must be before it runs: see `out_of_place.py`."""
+    if needs_gradients(example_inputs) and out_of_place(graph.graph):
+        graph.recompile()
+
+
+def _lowering(name: str, options: dict) -> Callable[[fx.GraphModule, list], Callable]:
+    if name == "inductor":
+        return lambda graph, inputs: inductor(graph, inputs, options=options)
+    return torch._dynamo.lookup_backend(name)
+
+
+def _has_varying_numbers(graph: fx.GraphModule) -> bool:
+    """Whether a float is an input: Dynamo passes it as a tensor and reads it with `item()`."""
+    return any(node.op == "call_method" and node.target == "item" for node in graph.graph.nodes)
+
+
+def lowered_inline(owner: weakref.ref[Owner], graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
+    """Lower the graph in the call that traced it."""
+    belongs_to = owner()
+    if belongs_to is None:
+        return graph.forward
+    with lowering_scope(belongs_to.folder) as spent:
+        code = lower(graph, inputs)
+    belongs_to.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
+    return code
+
+
+class TracedGraph:
+    """One FX graph of a block; called with its inputs.
+
+    Args:
+        owner: of the graph; a job whose owner is gone is dropped.
+        graph, example_inputs: as Dynamo hands them to a backend.
+        lower: makes the code from a graph and fake inputs.
+        backend: for the same graph at other sizes.
+    """
+
+    def __init__(self, owner: weakref.ref, graph: fx.GraphModule, example_inputs: list, lower: Callable, backend: Callable):
+        self._owner = owner
+        self._backend = backend
+        placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        # Dynamo removes them from the nodes when it is done.
+        fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
+        self._sizes_at = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+        self._changeable = [i for i, node in enumerate(placeholders) if not _is_weight(node)]
+        devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]
+        # A number may come as a tensor on the CPU.
+        self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+        # Lowering rewrites its graph.
+        self._traced = fx.GraphModule(graph, copy.deepcopy(graph.graph))
+        for node in self._traced.graph.nodes:
+            node.meta = {}  # fake tensors
+        self._run_traced = self._traced.forward
+        self._lowering: _Lowering | None = _Lowering(graph, fakes, lower, self._device, set(self._changeable))
+        self._code: Callable | None = None
+        self._holds: Callable[[tuple], bool] | None = None
+        self._other_sizes: Callable | None = None
+        self._job: Job | None = None
+        self._has_run = False
+
+    def __call__(self, *args: Any) -> Any:
+        if self._code is None:
+            return self._run_unlowered(args)
+        if self._holds is not None and not self._holds(args):
+            return self._run_other_sizes(args)
+        if not self._has_run:
+            return self._run_first(args)
+        return self._code(*args)
+
+    def _run_unlowered(self, args: tuple) -> Any:
+        owner, call, job = self._owner(), current.call, self._job
+        if owner is None or call is None or self._lowering is None:
+            return self._run_traced(*args)
+        if job is None:
+            job = self._submit(owner)
+        if call.synchronous and not _is_capturing(self._device):
+            if monitor.listener is not None:
+                monitor.listener(owner.name)
+            try:
+                compiler.finish(job, call.poll)
+            finally:
+                if monitor.listener is not None:
+                    monitor.listener(None)
+            if self._code is not None:
+                return self(*args)
+        if job.over:
+            self._job = None  # where the group goes on, the next call tries again
+            if call.synchronous and job.error is not None and never_swallowed(job.error):
+                raise job.error
+        owner.raise_if_stopped()
+        call.uncompiled = True
+        return self._run_traced(*args)
+
+    def _submit(self, owner: Owner) -> Job:
+        """Not before Dynamo has made the guards of the graph, which read what lowering changes."""
+        cached = 0
+        if self._device.type == "cuda":
+            # Not on the worker: who asks PyTorch's allocator waits for it with the GIL held, and comfy-aimdo, which works
+            # inside the allocator, needs the GIL for its log.
+            cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        self._job = job = Job(
+            self._owner, _action(weakref.ref(self), self._owner, cached), self._device, _reporter(self._owner)
+        )
+        owner.jobs.add(job)
+        compiler.submit(job)
+        return job
+
+    def lower(self, owner: Owner, cached: int) -> None:
+        """On the worker.
+
+        Args:
+            cached: bytes on the device that PyTorch held without using them when the job was queued.
+        """
+        lowering = self._lowering
+        if lowering is None or self._code is not None:
+            return
+        wait_until_prepared()
+        with lowering_scope(owner.folder) as spent:
+            code, holds = lowering.run(self._sizes_at)
+            lowered = time.perf_counter()
+            with gpu_lock, spent.tuning():
+                lowering.warm_up(code, cached)
+                self._holds, self._code = holds, code
+            loading = time.perf_counter() - lowered
+        owner.count_lowered(spent.seconds, spent.from_disk)
+        logger.debug("%s: lowered in %.1f s, %.1f s of them loading kernels", owner.name, spent.seconds, loading)
+
+    def _run_first(self, args: tuple) -> Any:
+        """A kernel may turn out not to run on this GPU."""
+        if _is_capturing(self._device):
+            return self._run_traced(*args)
+        changed = Changed((tuple(args[i] for i in self._changeable), {}))
+        changed.keep()
+        assert self._code is not None
+        try:
+            result = self._code(*args)
+        except Exception as error:
+            owner = self._owner()
+            if never_swallowed(error) or owner is None or not changed.put_back():
+                raise
+            self._code = self._job = None
+            owner.lowering_failed(error)
+            owner.raise_if_stopped()
+            return self._run_traced(*args)
+        self._has_run, self._lowering = True, None
+        return result
+
+    def _run_other_sizes(self, args: tuple) -> Any:
+        if _is_capturing(self._device):
+            return self._run_traced(*args)
+        if self._other_sizes is None:
+            own = _call_of(self._traced)
+            weakref.finalize(self, dead_code.append, own.__code__).atexit = False
+            self._other_sizes = torch.compile(own, backend=self._backend)
+        return self._other_sizes(*args)
+
+
+def _call_of(module: fx.GraphModule) -> types.FunctionType:
+    """A function that calls the module, with a code object of its own, by which PyTorch keeps what it compiles."""
+
+    def call(*args: object) -> object:
+        return module(*args)
+
+    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+
+
+def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[], None]:
+    """What a job does; it keeps neither graph nor owner."""
+
+    def run() -> None:
+        traced, belongs_to = graph(), owner()
+        if traced is not None and belongs_to is not None:
+            traced.lower(belongs_to, cached)
+
+    return run
+
+
+def _reporter(owner: weakref.ref) -> Callable[[Exception], None]:
+    def report(error: Exception) -> None:
+        belongs_to = owner()
+        if belongs_to is not None:
+            belongs_to.lowering_failed(error)
+
+    return report
+
+
+class _Lowering:
+    """What lowering a graph needs of the call that traced it: its fake tensors and modes.
+
+    Args:
+        changeable: the inputs that are no weights, which code may write to.
+    """
+
+    def __init__(self, graph: fx.GraphModule, fakes: list, lower: Callable, device: torch.device, changeable: set[int]):
+        self._graph, self._fakes, self._lower, self._device = graph, fakes, lower, device
+        self._changeable = changeable
+        self._context = TracingContext.get()
+        self._guards_before: int | None = None
+        self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        kind = device.type
+        self._autocast: dict[str, Any] = {}
+        if torch.is_autocast_enabled(kind):
+            self._autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
+
+    def run(self, sizes_at: list[int]) -> tuple[Callable, Callable[[tuple], bool] | None]:
+        """The code, and what tells whether it fits the sizes among its inputs; None: it always does."""
+        shapes = self._context.fake_mode.shape_env
+        if shapes is not None and self._guards_before is None:
+            # Before the first attempt: what that one has added holds in the next without being added again.
+            self._guards_before = len(shapes.guards)
+        with ExitStack() as scopes:
+            scopes.enter_context(torch.inference_mode(self._inference))
+            scopes.enter_context(torch.set_grad_enabled(self._grad))
+            if self._autocast:
+                scopes.enter_context(torch.autocast(**self._autocast))
+            scopes.enter_context(tracing(self._context))
+            code = self._lower(self._graph, self._fakes)
+        added = shapes.guards[self._guards_before :] if shapes is not None else []
+        return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
+
+    def warm_up(self, code: Callable, cached: int) -> None:
+        """Load and tune kernels: on a GPU that is a good part of the first run."""
+        if self._device.type != "cuda":
+            return
+        try:
+            with torch.inference_mode(self._inference), torch.set_grad_enabled(False):
+                inputs = self._zeros(cached)
+                if inputs is None:
+                    return
+                code(*inputs)
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:  # the first real run does it
+            logger.debug("kernels were not loaded beforehand: %s", error)
+
+    def _zeros(self, cached: int) -> list | None:
+        """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
+        tensors = {i: fake for i, fake in enumerate(self._fakes) if isinstance(fake, torch.Tensor)}
+        if not all(map(_is_plain, tensors.values())):
+            return None
+        sizes = {i: _bytes_of(fake) for i, fake in tensors.items()}
+        shared = max((size for i, size in sizes.items() if i not in self._changeable), default=0)
+        needed = shared + sum(size for i, size in sizes.items() if i in self._changeable)
+        free, _total = torch.cuda.mem_get_info(self._device)
+        if free + cached < 2 * needed + MARGIN:
+            return None
+        storage = torch.zeros(shared, dtype=torch.uint8, device=self._device).untyped_storage()
+        inputs = []
+        for i, fake in enumerate(self._fakes):
+            if not isinstance(fake, torch.Tensor):
+                inputs.append(_hint(fake))
+                continue
+            own = i in self._changeable
+            memory = torch.zeros(sizes[i], dtype=torch.uint8, device=fake.device).untyped_storage() if own else storage
+            shape, stride = [_hint(n) for n in fake.shape], [_hint(n) for n in fake.stride()]
+            inputs.append(torch.empty(0, dtype=fake.dtype, device=fake.device).set_(memory, 0, shape, stride))
+        return inputs
+
+
+def _size_check(shapes: Any, guards: list, sizes: list, at: list[int]) -> Callable[[tuple], bool] | None:
+    """As PyTorch's cache of FX graphs checks the guards of a graph that it has found (torch/_inductor/codecache.py)."""
+    expression = shapes.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
+    if not expression:
+        return None
+    known: dict[tuple, bool] = {}
+
+    def holds(args: tuple) -> bool:
+        here = tuple(args[i] for i in at)
+        if here not in known:
+            known[here] = bool(shapes.evaluate_guards_expression(expression, here))
+        return known[here]
+
+    return holds
+
+
+def _is_weight(node: fx.Node) -> bool:
+    """Whether a graph's input is a parameter or buffer of the block, as Dynamo names them."""
+    return "_parameters_" in str(node.target) or "_buffers_" in str(node.target)
+
+
+def _is_plain(fake: torch.Tensor) -> bool:
+    """Whether a tensor is a strided view of memory."""
+    wraps = is_traceable_wrapper_subclass(fake)
+    return fake.layout is torch.strided and not fake.is_nested and not wraps
+
+
+def _bytes_of(fake: torch.Tensor) -> int:
+    shape, stride = [_hint(n) for n in fake.shape], [_hint(n) for n in fake.stride()]
+    if 0 in shape:
+        return 0
+    return (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * fake.dtype.itemsize
+
+
+def _hint(size: Any) -> Any:
+    """The number that stood there when the graph was traced."""
+    return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
