@@ -118,8 +118,14 @@ compile_scope = SharedScope(
         ),
         **_attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
         **_attributes(shape_config, ("use_duck_shape",)),
-        **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(torch.compiler.config, ("dynamic_sources",)),
+    },
+    of_thread=_config_is_of_thread(),
+)
+# A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
+lowering_settings = SharedScope(
+    {
+        **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
         **_attributes(functorch_config, ("force_non_lazy_backward_lowering",)),
     },
     of_thread=_config_is_of_thread(),

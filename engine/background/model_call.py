@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass
@@ -21,3 +23,13 @@ class ModelCall:
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+
+    @contextmanager
+    def holding(self, lock: Any) -> Iterator[None]:
+        """Hold a lock that another thread may have for seconds: `poll` is called meanwhile, ten times a second."""
+        while not lock.acquire(timeout=0.1):
+            self.poll()
+        try:
+            yield
+        finally:
+            lock.release()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import functools
 import logging
 import sys
 import threading
@@ -27,9 +28,19 @@ logger = logging.getLogger("torch-compile-kit")
 # GIL switch interval while the worker runs. Every CUDA launch releases the GIL and waits up to one interval to get it back: 150
 # launches took 42 ms more with 0.5 ms, 12 ms with this, the worker as fast.
 INTERVAL = 5e-5
-# How often a job that has run out of memory is tried again, and the seconds in between.
+# How often a job that has run out of memory, or was postponed, is tried again, and the seconds in between.
 ATTEMPTS, RETRY_SECONDS = 20, 5.0
 EXIT_SECONDS = 10.0
+
+
+class Postponed(Exception):
+    """Raised by a job that cannot be done at the moment."""
+
+
+@functools.cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all jobs: PyTorch keeps freed memory for the stream that it was used on."""
+    return torch.cuda.Stream(device)
 
 
 @dataclass(eq=False)
@@ -42,7 +53,7 @@ class Job:
         device: where kernels of it run.
         on_error: called on the worker with what the last attempt has raised.
         awaited: somebody waits for it, so it is not put off when memory is short.
-        error: what its last attempt has raised, once it is over.
+        error: what its last attempt has raised and nobody has been told of, for whoever waits for it.
     """
 
     owner: weakref.ref
@@ -50,7 +61,7 @@ class Job:
     device: torch.device
     on_error: Callable[[Exception], None] = lambda _error: None
     awaited: bool = False
-    error: Exception | None = None
+    error: BaseException | None = None
     over: bool = False
     attempts: int = 0
 
@@ -176,13 +187,17 @@ class Compiler:
             if job.owner() is not None:
                 self._run_isolated(job)
         except Stopped:
-            job.error = RuntimeError("the process ends")
+            pass
         except Exception as error:
-            retries = never_swallowed(error) and not job.awaited and job.attempts < ATTEMPTS
-            if not retries:
+            no_memory = never_swallowed(error)
+            may_pass = isinstance(error, Postponed) or (no_memory and not job.awaited)
+            retries = may_pass and job.attempts < ATTEMPTS
+            if no_memory and job.awaited:
                 job.error = error
-                if not (job.awaited and never_swallowed(error)):  # else it is raised where somebody waits
-                    self._report(job, error)
+            elif not retries:
+                self._report(job, error)
+        except BaseException as error:  # ends whoever waits, never this thread, which others wait for
+            job.error = error
         with self._changed:
             if retries:
                 self._jobs.append(job)
@@ -205,7 +220,7 @@ class Compiler:
             scopes.enter_context(isolated())
             scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
             if job.device.type == "cuda":
-                scopes.enter_context(torch.cuda.stream(torch.cuda.Stream(job.device)))
+                scopes.enter_context(torch.cuda.stream(_stream(job.device)))
             job.action()
         seconds = time.monotonic() - began, gate.waited - waited
         logger.debug("compiled in the background in %.1f s, %.1f s of them waiting for the host", *seconds)

@@ -8,8 +8,7 @@ import logging
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -41,21 +40,6 @@ on_trace: list[Callable[[], None]] = []
 first_call_lock = threading.RLock()
 
 
-@contextmanager
-def first_call(poll: Callable[[], None]) -> Iterator[None]:
-    """Alone in `first_call_lock`.
-
-    Args:
-        poll: called ten times a second while another thread is in it; may raise to stop waiting.
-    """
-    while not first_call_lock.acquire(timeout=0.1):
-        poll()
-    try:
-        yield
-    finally:
-        first_call_lock.release()
-
-
 @dataclass
 class BlockCode:
     """The compiled code of one block group.
@@ -69,6 +53,7 @@ class BlockCode:
         compiles: how often it was traced, and how often a graph of it was lowered.
         jobs: graphs of it that wait for the worker or are being lowered.
         is_tracing: Dynamo traces it in a call.
+        version: goes up when what was compiled is discarded.
     """
 
     name: str
@@ -81,6 +66,7 @@ class BlockCode:
     stats: CompileStats = field(default_factory=CompileStats)
     jobs: set[Job] = field(default_factory=set)
     is_tracing: bool = False
+    version: int = 0
     _block: weakref.ref[nn.Module] | None = None
     _own: Callable | None = None
     _compiled: Callable | None = None
@@ -95,6 +81,10 @@ class BlockCode:
                 self.jobs.discard(job)
         return bool(self.jobs)
 
+    @property
+    def has_failed(self) -> bool:
+        return self.fallback.failure is not None
+
     def count_lowered(self, seconds: float, from_disk: int) -> None:
         """A graph has been lowered; on any thread."""
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
@@ -106,8 +96,9 @@ class BlockCode:
         Args:
             again: there have been graphs for such a call, so something else than shapes differs: a float, perhaps.
         """
-        if self._compiled is None:
-            self._compiled = self._compile()
+        compiled = self._compiled  # the worker may discard it
+        if compiled is None:
+            compiled = self._compiled = self._compile()
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         session = CompileSession(
@@ -121,7 +112,7 @@ class BlockCode:
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:
-            return self._compiled(block, *args, **kwargs)
+            return compiled(block, *args, **kwargs)
         except Exception as error:
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
@@ -153,11 +144,18 @@ class BlockCode:
     def lowering_failed(self, error: Exception) -> None:
         """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker."""
         block = self._block() if self._block is not None else None
-        if block is not None and any(exclude(block) for exclude in on_compile_failure):
-            return
         cache = current_cache()
-        if cache is None or not cache.heal(self.folder[0], error):
+        excluded = block is not None and any(exclude(block) for exclude in on_compile_failure)
+        if not excluded and (cache is None or not cache.heal(self.folder[0], error)):
             self.fallback.give_up(describe_failure(self.name, error))
+        self._discard()
+
+    def _discard(self) -> None:
+        """Where the group goes on, the next call traces it anew."""
+        if self._own is not None:
+            dead_code.append(self._own.__code__)
+        self._own = self._compiled = None
+        self.version += 1
 
     def raise_if_stopped(self) -> None:
         """Raise BlockCompileError where it has failed and the user wants the run to stop then."""

@@ -15,7 +15,7 @@ from ..options.filling import changes_an_object
 from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
-from .compiled_code import BlockCode, first_call
+from .compiled_code import BlockCode, first_call_lock
 from .events import watching
 from .stats import CompileStats
 
@@ -71,7 +71,7 @@ class BlockGroup:
     @property
     def is_being_compiled(self) -> bool:
         """Whether a graph of it waits for the worker, or is being lowered."""
-        return self.code.is_being_lowered
+        return self.code.is_being_lowered or any(group.is_being_compiled for group in self.patched.values())
 
     def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """Run `block` compiled, or eager where that has failed before."""
@@ -123,14 +123,14 @@ class BlockGroup:
                 return self._run_contiguous(block, call, args, kwargs)
             if isinstance(tensor, torch.Tensor) and has_odd_strides(tensor):
                 return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs)
-        signature = shapes_of(args, kwargs)
+        signature = (self.code.version, *shapes_of(args, kwargs))
         if signature in self._seen:
             return self.code.call(block, call, args, kwargs, again=True)
         if (self.limit_reached and self.settings.dynamic == "false") or _is_captured(args):
             return self.forward(block, *args, **kwargs)
         if call.synchronous:
             self.stats.seconds += wait_until_prepared(call.poll)
-        with first_call(call.poll):
+        with call.holding(first_call_lock):
             watching.renew()
             result = self.code.call(block, call, args, kwargs)
             if self.failure is None:

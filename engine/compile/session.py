@@ -14,7 +14,7 @@ from ..cache.disk import current
 from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..inductor.kernel_tuning import brief_benchmark, tuning_scope
-from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope
+from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .stats import CompileStats, Recompile
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
@@ -26,7 +26,10 @@ COMPILE_SWITCHES = {
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-    "force_non_lazy_backward_lowering": True,  # a trainer's: with the forward, under these settings
+}
+# Read while a graph is lowered: a trainer's backward is lowered with the forward, under these settings.
+LOWERING_SWITCHES = {
+    "force_non_lazy_backward_lowering": True,
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 # One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so
@@ -36,12 +39,6 @@ ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
-
-
-# Read while a graph is lowered; see `COMPILE_SWITCHES`.
-LOWERING_SWITCHES = {
-    name: COMPILE_SWITCHES[name] for name in ("force_non_lazy_backward_lowering", "unsafe_marked_cacheable_functions")
-}
 
 
 @dataclass
@@ -75,8 +72,7 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
         cache.enter(*folder)
     try:
         with (
-            compile_scope.applied(**LOWERING_SWITCHES),
-            attention_scope.applied(attention_order=ATTENTION_ORDER),
+            lowering_settings.applied(**LOWERING_SWITCHES),
             libdevice_scope.applied(**libdevice()),
             kernel_scope.applied(compile=waiting_compile()),
         ):

@@ -33,8 +33,9 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ..background.gate import gate
 from ..background.model_call import ModelCall
-from ..background.thread import Job, compiler
+from ..background.thread import Job, Postponed, compiler
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -46,8 +47,12 @@ from .session import lowering_scope
 logger = logging.getLogger("torch-compile-kit")
 # A CUDA graph capture holds it, and the worker while it loads kernels and publishes code.
 gpu_lock = threading.Lock()
+# Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered at a time.
+_lowering_lock = threading.Lock()
 # Of memory that stays free beside the tensors on which kernels are tuned.
 MARGIN = 512 * 2**20
+# What a block holds at its peak, in sizes of its inputs without weights: an MLP four times its width, and attention.
+INTERMEDIATES = 8
 
 
 class Owner(Protocol):
@@ -56,6 +61,9 @@ class Owner(Protocol):
     name: str
     folder: tuple[str, str]
     jobs: set[Job]
+
+    @property
+    def has_failed(self) -> bool: ...
 
     def count_lowered(self, seconds: float, from_disk: int) -> None: ...
 
@@ -87,7 +95,7 @@ def backend_for(owner: Owner, name: str, options: dict) -> Callable:
     def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
         prepare(graph, example_inputs)
         lower = _lowering(name, options)
-        if _has_varying_numbers(graph):
+        if _has_varying_numbers(graph, example_inputs):
             return lowered_inline(reference, graph, example_inputs, lower)
         return TracedGraph(reference, graph, example_inputs, lower, backend)
 
@@ -107,17 +115,26 @@ def _lowering(name: str, options: dict) -> Callable[[fx.GraphModule, list], Call
     return torch._dynamo.lookup_backend(name)
 
 
-def _has_varying_numbers(graph: fx.GraphModule) -> bool:
+def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
     """Whether a float is an input: Dynamo passes it as a tensor and reads it with `item()`."""
-    return any(node.op == "call_method" and node.target == "item" for node in graph.graph.nodes)
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return any(
+        isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype is torch.float64 and _is_read(node)
+        for node, value in zip(placeholders, inputs, strict=True)
+    )
+
+
+def _is_read(node: fx.Node) -> bool:
+    return any(user.op == "call_method" and user.target == "item" for user in node.users)
 
 
 def lowered_inline(owner: weakref.ref[Owner], graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
-    belongs_to = owner()
+    belongs_to, call = owner(), current.call
     if belongs_to is None:
         return graph.forward
-    with lowering_scope(belongs_to.folder) as spent:
+    alone = (call or ModelCall()).holding(_lowering_lock)
+    with gate.opened(), alone, lowering_scope(belongs_to.folder) as spent:
         code = lower(graph, inputs)
     belongs_to.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
     return code
@@ -167,7 +184,7 @@ class TracedGraph:
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner, call, job = self._owner(), current.call, self._job
-        if owner is None or call is None or self._lowering is None:
+        if owner is None or call is None or self._lowering is None or owner.has_failed:
             return self._run_traced(*args)
         if job is None:
             job = self._submit(owner)
@@ -175,15 +192,17 @@ class TracedGraph:
             if monitor.listener is not None:
                 monitor.listener(owner.name)
             try:
-                compiler.finish(job, call.poll)
+                # Kernels are tuned on random numbers, which this thread must not miss.
+                with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
+                    compiler.finish(job, call.poll)
             finally:
                 if monitor.listener is not None:
                     monitor.listener(None)
             if self._code is not None:
                 return self(*args)
         if job.over:
-            self._job = None  # where the group goes on, the next call tries again
-            if call.synchronous and job.error is not None and never_swallowed(job.error):
+            self._job = None
+            if call.synchronous and job.error is not None:
                 raise job.error
         owner.raise_if_stopped()
         call.uncompiled = True
@@ -196,12 +215,15 @@ class TracedGraph:
             # Not on the worker: who asks PyTorch's allocator waits for it with the GIL held, and comfy-aimdo, which works
             # inside the allocator, needs the GIL for its log.
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        self._job = job = Job(
-            self._owner, _action(weakref.ref(self), self._owner, cached), self._device, _reporter(self._owner)
-        )
+        graph, owned_by = weakref.ref(self), self._owner
+        self._job = job = Job(owned_by, _action(graph, owned_by, cached), self._device, _reporter(graph, owned_by))
         owner.jobs.add(job)
         compiler.submit(job)
         return job
+
+    def stay_uncompiled(self) -> None:
+        """Lowering has failed for good: let go of what it needed."""
+        self._lowering = None
 
     def lower(self, owner: Owner, cached: int) -> None:
         """On the worker.
@@ -213,7 +235,7 @@ class TracedGraph:
         if lowering is None or self._code is not None:
             return
         wait_until_prepared()
-        with lowering_scope(owner.folder) as spent:
+        with _lowering_lock, lowering_scope(owner.folder) as spent:
             code, holds = lowering.run(self._sizes_at)
             lowered = time.perf_counter()
             with gpu_lock, spent.tuning():
@@ -236,7 +258,7 @@ class TracedGraph:
             owner = self._owner()
             if never_swallowed(error) or owner is None or not changed.put_back():
                 raise
-            self._code = self._job = None
+            self._code = self._lowering = None
             owner.lowering_failed(error)
             owner.raise_if_stopped()
             return self._run_traced(*args)
@@ -273,9 +295,11 @@ def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[],
     return run
 
 
-def _reporter(owner: weakref.ref) -> Callable[[Exception], None]:
+def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], None]:
     def report(error: Exception) -> None:
-        belongs_to = owner()
+        traced, belongs_to = graph(), owner()
+        if traced is not None:
+            traced.stay_uncompiled()
         if belongs_to is not None:
             belongs_to.lowering_failed(error)
 
@@ -295,6 +319,7 @@ class _Lowering:
         self._context = TracingContext.get()
         self._guards_before: int | None = None
         self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self._default_dtype = torch.get_default_dtype()
         kind = device.type
         self._autocast: dict[str, Any] = {}
         if torch.is_autocast_enabled(kind):
@@ -313,6 +338,9 @@ class _Lowering:
                 scopes.enter_context(torch.autocast(**self._autocast))
             scopes.enter_context(tracing(self._context))
             code = self._lower(self._graph, self._fakes)
+        if torch.get_default_dtype() is not self._default_dtype:
+            # The process's: a loader of another node has changed it for a while, and types in the code may come of it.
+            raise Postponed("the default dtype of PyTorch is another one than when the block was traced")
         added = shapes.guards[self._guards_before :] if shapes is not None else []
         return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
 
@@ -337,9 +365,9 @@ class _Lowering:
             return None
         sizes = {i: _bytes_of(fake) for i, fake in tensors.items()}
         shared = max((size for i, size in sizes.items() if i not in self._changeable), default=0)
-        needed = shared + sum(size for i, size in sizes.items() if i in self._changeable)
+        needed = shared + INTERMEDIATES * sum(size for i, size in sizes.items() if i in self._changeable)
         free, _total = torch.cuda.mem_get_info(self._device)
-        if free + cached < 2 * needed + MARGIN:
+        if free + cached < needed + MARGIN:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self._device).untyped_storage()
         inputs = []

@@ -114,6 +114,7 @@ class ModelGraphs:
         fixed: dict,
         keep: Keep = lambda: nullcontext(True),
         code: Callable[[], Hashable] = lambda: None,
+        ran_uncompiled: Callable[[], bool] = lambda: False,
     ) -> object:
         """Replay the call if it has been captured, capture it when it comes the second time, else run it.
 
@@ -123,6 +124,7 @@ class ModelGraphs:
             fixed: keyword arguments that are the same for equal keys.
             keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
             code: tells something that changes when more of the model has been compiled, so that it is captured anew.
+            ran_uncompiled: tells whether a block ran uncompiled in the call that has just ended.
         """
         self._renew(code())
         leaves, spec = pytree.tree_flatten((args, kwargs))
@@ -145,7 +147,7 @@ class ModelGraphs:
         before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._renew(code())
-        if self.code == before:  # else code that has never run is there now, and a capture bears none
+        if self.code == before or not ran_uncompiled():  # else there is code now that has never run: a capture bears none
             self.seen.add(key)
         return result
 

@@ -10,8 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from .launches import launch
-
 _ROWS, _CHANNELS = 32, 64
 # Programs of the first kernel: a few for each of a large card's multiprocessors.
 _PROGRAMS = 512
@@ -109,11 +107,11 @@ def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.T
     shares = triton.cdiv(pixels, share)
     sums = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
     factors = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
-    launch(_sum_channels, (shares, columns, images), x, sums, pixels, channels, share, _ROWS, _CHANNELS)
+    _sum_channels[shares, columns, images](x, sums, pixels, channels, share, _ROWS, _CHANNELS)
     each = channels // groups
     padded = max(128, triton.next_power_of_2(each))  # the widest of the usual ones: one kernel for all
     given = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
-    launch(_find_factors, (groups, images), *given, num_warps=1)
+    _find_factors[groups, images](*given, num_warps=1)
     return factors
 
 
@@ -121,7 +119,7 @@ def apply_factors(x: torch.Tensor, factors: torch.Tensor, out: torch.Tensor, sil
     """`out` = x * factors[:, 0] + factors[:, 1], and its SiLU if wanted; all channels_last."""
     images, channels, height, width = x.shape
     size = channels * height * width
-    launch(_apply_factors, (triton.cdiv(size, 1024), images), x, factors, out, size, channels, silu, 1024)
+    _apply_factors[triton.cdiv(size, 1024), images](x, factors, out, size, channels, silu, 1024)
 
 
 def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -131,5 +129,5 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty_like(weight, memory_format=torch.channels_last)
     block = min(128, triton.next_power_of_2(channels))
     grid = (outputs, triton.cdiv(channels, block))
-    launch(_turn_weight, grid, weight, out, channels, taps, block, triton.next_power_of_2(taps))
+    _turn_weight[grid](weight, out, channels, taps, block, triton.next_power_of_2(taps))
     return out

@@ -131,6 +131,7 @@ TORCH = {
         2, "memory_warmup_iters", "benchmark_iters", "max_benchmark_duration"
     ),
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
+    "triton.backends.nvidia.driver.CudaLauncher.__call__": called(6),
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": READ,
     "torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear": READ,

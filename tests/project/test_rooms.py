@@ -18,8 +18,6 @@ from devtools import rooms
             "engine/cache/folders imports engine/options/",
         ),
         ("engine/errors.py", "if TYPE_CHECKING:\n    from .settings import CompileSettings", "imports itself through others"),
-        ("engine/errors.py", "#\n" * 300, "at most 300"),
-        ("nodes/vae.py", "#\n" * 150, "at most 150"),
         ("engine/more/module.py", "", "engine/more is a room without a floor"),
     ],
 )
@@ -33,12 +31,8 @@ def test_what_is_planted_is_found(tmp_path, file, text, found):
     assert any(found in line for line in rooms.check(tmp_path))
 
 
-def test_a_room_with_too_many_modules_or_without_its_rule_is_found(tmp_path):
+def test_a_room_without_its_rule_is_found(tmp_path):
     for room in ("nodes", "engine"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
-    for number in range(rooms.MODULES):
-        (tmp_path / "engine" / "cache" / f"more_{number}.py").touch()
     (tmp_path / "engine" / "options" / "__init__.py").write_text('"""Options."""\n')
-    lines = rooms.check(tmp_path)
-    assert any("engine/cache has" in line for line in lines)
-    assert "engine/options/__init__.py does not say what may be imported there" in lines
+    assert "engine/options/__init__.py does not say what may be imported there" in rooms.check(tmp_path)

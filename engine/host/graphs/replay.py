@@ -85,7 +85,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
-        result = graphs.call(key, call, args, kwargs, fixed, keep, generation)
+        result = graphs.call(key, call, args, kwargs, fixed, keep, generation, lambda: binding.call.uncompiled)
         if key in graphs.graphs:  # a replay needs no Python to speak of
             gate.open()
         return result

@@ -32,14 +32,14 @@ def test_all_of_it_where_nothing_was_ever_compiled(prepare, monkeypatch):
 def test_after_a_restart_graphs_are_read(prepare, monkeypatch):
     module, done = prepare
     monkeypatch.setattr(module, "current", lambda: Cache(True))
-    module._run(True)
+    module._run(True, lambda: None)
     assert done == ["_import_inductor", "_compute_keys", "_start_triton", "_trim"], "workers would take the processor"
 
 
 def test_without_a_gpu_there_is_no_triton(prepare, monkeypatch):
     module, done = prepare
     monkeypatch.setattr(module, "current", lambda: None)
-    module._run(False)
+    module._run(False, lambda: None)
     assert done == ["_import_inductor", "_compute_keys", "_trim"]
 
 
@@ -47,5 +47,5 @@ def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
     module, done = prepare
     monkeypatch.setattr(module, "current", lambda: None)
     monkeypatch.setattr(module, "_compute_keys", lambda: 1 / 0)
-    module._run(True)
+    module._run(True, lambda: None)
     assert done[-1] == "_trim" and "_start_triton" in done

@@ -155,6 +155,30 @@ def test_what_a_loader_switches_meanwhile_stays(compiled):
         torch.use_deterministic_algorithms(False)
 
 
+def test_what_a_loader_switches_meanwhile_is_not_in_the_code(compiled):
+    class Thirds(Block):
+        def forward(self, x):
+            return x + torch.arange(x.shape[1]).unsqueeze(1) / 3
+
+    backend = Held(lambda graph, inputs: torch._dynamo.lookup_backend("aot_eager")(graph, inputs))
+    step, other, x = compiled(Net(Thirds), backend=backend), compiled(Net()), torch.randn(2, 4, 8)
+    expected = step.net(x)
+    try:
+        step(x)
+        other(x)  # were there nothing else to make, trying again would be put off for seconds
+        assert backend.begun.wait(60)
+        torch.set_default_dtype(torch.float16)
+        backend.go_on.set()
+        other.at_once(x)
+        torch.set_default_dtype(torch.float32)
+        step.wait()
+    finally:
+        backend.go_on.set()
+        torch.set_default_dtype(torch.float32)
+    result, uncompiled = step(x)
+    assert torch.equal(result, expected) and not uncompiled and backend.calls > 1
+
+
 def test_pythons_settings_are_as_found_when_code_is_made(compiled):
     """The switch interval of threads also where the next code is asked for at once."""
     before = sys.getswitchinterval(), list(sys.meta_path)

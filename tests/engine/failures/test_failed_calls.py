@@ -12,26 +12,29 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(engine, monkeypatch, memory):
     compiled = []
 
-    class InPlaceThenTrouble(Block):
-        """Changes its input, then needs a second graph."""
+    class InPlace(Block):
+        """Changes its input."""
 
         def forward(self, x, transformer_options={}):  # noqa: B006
             x += self.inner(x)
-            torch._dynamo.graph_break()
             return x + self.outer(x)
 
     def compile_fx(graph, *_args, **_options):
+        """Code that runs into a kernel which this machine does not have, when part of it has run."""
         compiled.append(graph)
-        if len(compiled) == 2:
+
+        def code(*args):
+            graph(*args)
             raise RuntimeError("no kernel for this")
-        return graph.forward
+
+        return code
 
     def no_memory(*_args, **_options):
         raise torch.OutOfMemoryError("no memory for copies")
 
     monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
-    net, x = Net(InPlaceThenTrouble, count=1), torch.randn(2, 4, 8)
-    expected = net(x)
+    net, x = Net(InPlace, count=1), torch.randn(2, 4, 8)
+    expected = net(x.clone())
     if not memory:
         monkeypatch.setattr(torch.Tensor, "clone", no_memory)
     with (
@@ -43,4 +46,4 @@ def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(eng
         else:
             with pytest.raises(Exception, match="no kernel for this"):
                 net(x)
-    assert len(compiled) == 2
+    assert len(compiled) == 1

@@ -124,6 +124,7 @@ LONG_PATH = FileNotFoundError(
 )  # fmt: skip
 # comfyui-sdnq#12, WanVideoWrapper#1802
 CHINESE = UnicodeDecodeError("utf-8", b"\xd3", 0, 1, "invalid continuation byte")
+KOREAN = UnicodeDecodeError("cp949", b"\xe2\x80", 0, 1, "illegal multibyte sequence")
 
 
 @pytest.fixture
@@ -194,6 +195,7 @@ CURES = [
     (NO_SYCL, {"gpu": "Intel", "system": "Linux"}, r"xpu index"),
     (METAL, {"gpu": "Apple", "system": "Darwin"}, r"prototype.*aot_eager"),
     (LONG_PATH, {}, r"LongPathsEnabled"),
+    (KOREAN, {}, r"PYTHONUTF8=1 before ComfyUI starts"),
     (CHINESE, {}, r"English"),
 ]  # fmt: skip
 

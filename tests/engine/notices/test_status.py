@@ -22,7 +22,11 @@ def node(engine, clock, monkeypatch):
     """The line of a node whose model has one group of blocks, and what the page was told."""
     found = engine("notices.status").Status("7")
     found.group = types.SimpleNamespace(
-        class_name="Block", is_being_compiled=False, failure=None, stats=types.SimpleNamespace(graphs=0)
+        class_name="Block",
+        is_being_compiled=False,
+        failure=None,
+        stats=types.SimpleNamespace(graphs=0),
+        code=types.SimpleNamespace(is_tracing=False),
     )
     code = types.SimpleNamespace(groups={"key": found.group})
     monkeypatch.setattr(engine("notices.status"), "code_of", lambda network: code)
@@ -41,6 +45,16 @@ def run(node, clock, seconds, eager=False, other=False, calls=1):
             node.begins(node.network, step, SHAPE)
             clock(taken / calls)
             node.ends(eager, other)
+
+
+def test_while_a_call_traces_it_is_prepared(node):
+    node.group.code.is_tracing = node.group.is_being_compiled = True
+    node.begins(node.network, object(), SHAPE)
+    node.tell()
+    assert node.told[-1] == ("7", "compiling", "preparing Block")
+    node.group.code.is_tracing = False
+    node.tell()
+    assert node.told[-1] == ("7", "compiling", "compiling Block, 0 s; images go on")
 
 
 def test_from_compiling_to_ready(node, clock):
