@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn import functional
 
 from ..torch_settings import SharedScope
 
@@ -93,8 +95,21 @@ def isolated() -> Iterator[None]:
         _isolated.discard(threading.get_ident())
 
 
+@functools.cache
 def warm_up_dynamo() -> None:
     """Trace once: a process's first trace is a second slower than the next, as Dynamo imports and fills tables of its own."""
-    layer, x = torch.nn.Linear(4, 4), torch.zeros(2, 4)
+
+    def block(x, weight):
+        y = functional.layer_norm(x, x.shape[-1:]) @ weight
+        heads = y.view(y.shape[0], -1, 2, 4).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(heads, heads, heads)
+        return x + functional.gelu(mixed).transpose(1, 2).reshape(x.shape)
+
     with isolated(), torch.inference_mode():
-        torch.compile(layer, backend="eager", dynamic=True)(x)
+        torch.compile(block, backend="eager", dynamic=True)(torch.zeros(2, 3, 8), torch.zeros(8, 8))
+
+
+@functools.cache
+def warm_up_beside_loading() -> None:
+    """On a thread, once a process; a call that traces meanwhile waits for it in PyTorch's own lock, and so does the exit."""
+    threading.Thread(target=warm_up_dynamo, name="torch-compile-kit warm-up").start()

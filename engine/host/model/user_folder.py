@@ -7,7 +7,7 @@ from pathlib import Path
 
 import folder_paths
 
-from ...background.isolation import warm_up_dynamo
+from ...background.isolation import warm_up_beside_loading, warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache
 from ...cache.startup import prepare
 from ...settings import CompileSettings
@@ -45,10 +45,12 @@ def get_ready_again() -> None:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the cache, and prepare for the first compilation if somebody will wait for it; costs nothing the second time."""
+    """Open the cache, and prepare for the first trace; for lowering too if somebody will wait for it. Once a process."""
     open_users_cache()
     if settings.backend == "inductor" and settings.waits:
         _prepare()
+    else:
+        warm_up_beside_loading()
 
 
 def _prepare() -> None:
