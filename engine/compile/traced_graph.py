@@ -188,7 +188,7 @@ class TracedGraph:
             return self._run_traced(*args)
         if job is None:
             job = self._submit(owner)
-        if call.synchronous and not _is_capturing(self._device):
+        if call.synchronous and not is_capturing(self._device):
             if monitor.listener is not None:
                 monitor.listener(owner.name)
             try:
@@ -247,7 +247,7 @@ class TracedGraph:
 
     def _run_first(self, args: tuple) -> Any:
         """A kernel may turn out not to run on this GPU."""
-        if _is_capturing(self._device):
+        if is_capturing(self._device):
             return self._run_traced(*args)
         changed = Changed((tuple(args[i] for i in self._changeable), {}))
         changed.keep()
@@ -266,7 +266,7 @@ class TracedGraph:
         return result
 
     def _run_other_sizes(self, args: tuple) -> Any:
-        if _is_capturing(self._device):
+        if is_capturing(self._device):
             return self._run_traced(*args)
         if self._other_sizes is None:
             own = _call_of(self._traced)
@@ -421,5 +421,5 @@ def _hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
-def _is_capturing(device: torch.device) -> bool:
+def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...background.thread import Job, compiler
-from ...compile.traced_graph import gpu_lock
+from ...compile.traced_graph import gpu_lock, is_capturing
 
 
 @functools.cache
@@ -35,7 +35,7 @@ class _NormKernels:
 
     def prepare(self, device: torch.device) -> None:
         """Have them made for that device in the background, unless they are or will be."""
-        if self.ready or kernels() is None or torch.cuda.is_current_stream_capturing():
+        if self.ready or kernels() is None or is_capturing(device):
             return
         if self._job is not None and (not self._job.over or self._tries == MOST_TRIES):
             return
