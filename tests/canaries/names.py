@@ -310,4 +310,4 @@ FOREIGN = {
     "_exit": Foreign("os"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_is_brief", "_parameters_", "_buffers_"}
+OWN_STRINGS = {"_repaired", "_is_brief", "_ATTENTION", "_parameters_", "_buffers_"}
