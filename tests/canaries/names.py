@@ -137,7 +137,6 @@ TORCH = {
     "torch._inductor.codecache.CacheBase.get_system": READ,
     "torch._inductor.codecache.torch_key": READ,
     "torch._ops.OpOverload": READ,
-    "torch.ops.aten._addmm_activation.default": READ,
     # Processes that compile kernels, and what they and we import beforehand.
     "torch._inductor.async_compile.AsyncCompile.process_pool": READ,
     "torch._inductor.async_compile.AsyncCompile.triton": replaced("self", "kernel_name", "source_code"),
