@@ -127,9 +127,6 @@ TORCH = {
     "torch._inductor.virtualized.V.set_choices_handler": READ,
     "torch._inductor.virtualized.V.graph.current_device": READ,
     "torch._inductor.virtualized.V.graph.sizevars.statically_known_leq": READ,
-    "torch._inductor.runtime.benchmarking.InductorBenchmarker.benchmark_gpu": called(
-        2, "memory_warmup_iters", "benchmark_iters", "max_benchmark_duration"
-    ),
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": READ,
@@ -309,4 +306,4 @@ FOREIGN = {
     "_exit": Foreign("os"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_is_brief", "_ATTENTION", "_parameters_", "_buffers_"}
+OWN_STRINGS = {"_repaired", "_ATTENTION", "_parameters_", "_buffers_"}
