@@ -303,7 +303,6 @@ FOREIGN = {
     "_comfy_graph": Foreign("comfy.model_prefetch", since="0.33"),
     "_current_frames": Foreign("sys"),
     "_getframe": Foreign("sys"),
-    "_exit": Foreign("os"),
 }
 # Strings of the pack's own that look like such an attribute.
 OWN_STRINGS = {"_repaired", "_ATTENTION", "_parameters_", "_buffers_"}
