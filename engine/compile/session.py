@@ -11,7 +11,6 @@ from torch._dynamo.utils import counters, get_compilation_metrics
 
 from ..background.gate import gate
 from ..cache.disk import current
-from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope
 from .stats import CompileStats, Recompile
@@ -71,7 +70,6 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
             compile_scope.applied(**LOWERING_SWITCHES),
             attention_scope.applied(attention_order=ATTENTION_ORDER),
             libdevice_scope.applied(**libdevice()),
-            kernel_scope.applied(compile=waiting_compile()),
         ):
             yield spent
     finally:

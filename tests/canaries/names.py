@@ -134,18 +134,10 @@ TORCH = {
     "torch._inductor.codecache.CacheBase.get_system": READ,
     "torch._inductor.codecache.torch_key": READ,
     "torch._ops.OpOverload": READ,
-    # Processes that compile kernels, and what they and we import beforehand.
-    "torch._inductor.async_compile.AsyncCompile.process_pool": READ,
-    "torch._inductor.async_compile.AsyncCompile.triton": replaced("self", "kernel_name", "source_code"),
-    "torch._inductor.async_compile.AsyncCompile.use_process_pool": READ,
-    "torch._inductor.async_compile.AsyncCompile._ready_future": READ,
-    "torch._inductor.async_compile.CompiledTritonKernels.get": READ,
-    "torch._inductor.async_compile.get_compile_threads": READ,
+    # Processes that compile kernels, and what we import beforehand.
     "torch._inductor.async_compile.maybe_warm_pool": READ,
     "torch._dynamo.backends.inductor": READ,
     "torch._functorch._aot_autograd.autograd_cache": READ,
-    "torch._inductor.runtime.static_triton_launcher": READ,
-    "torch.utils._triton.triton_backend": READ,
     # Where the thread that compiles asks whether it may go on.
     "torch._inductor.codegen.simd.SIMDScheduling.codegen_node_schedule": replaced("self"),
     "torch._inductor.graph.GraphLowering.run_node": replaced("self"),

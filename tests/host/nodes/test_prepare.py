@@ -24,7 +24,7 @@ pytestmark = pytest.mark.host
 )
 def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, monkeypatch, nodes, prepared):
     folder, asked = engine("host.model.user_folder"), []
-    monkeypatch.setattr(folder, "prepare", lambda on_gpu: asked.append(on_gpu))
+    monkeypatch.setattr(folder, "prepare", lambda on_gpu, first: asked.append(on_gpu))
     monkeypatch.setattr(folder, "open_users_cache", lambda: None)
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
