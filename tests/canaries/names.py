@@ -164,7 +164,6 @@ TORCH = {
 HOST = {
     "comfy.cli_args.args.disable_comfy_compiler": Use(since="0.34"),  # before, ComfyUI has no compiler of its own
     "comfy.controlnet.ControlBase": READ,
-    "comfy.controlnet.ControlNet": READ,
     "comfy.ldm.modules.attention.attention_split": READ,
     "comfy.ldm.modules.attention.attention_sub_quad": READ,
     "comfy.ldm.modules.attention.optimized_attention": READ,
