@@ -107,8 +107,7 @@ TORCH = {
     "torch._inductor.config.unsafe_marked_cacheable_functions": READ,
     "torch._inductor.list_mode_options": READ,
     "torch.fx.experimental._config.use_duck_shape": READ,
-    # What Dynamo traces in another way than it would: ranges and lists of sizes. Without these, a graph for each size.
-    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.call_function": replaced("self", "fn", "args", "kwargs"),
+    # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
