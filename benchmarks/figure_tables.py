@@ -227,7 +227,7 @@ def fusions_table() -> str:
         for row in norms
         for norm, conv in [(row["norm_and_silu"], row["convolution"])]
     ]
-    passes, _ = rows("fusions", "norm in one pass")
+    passes, sources = rows("fusions", "norm in one pass")
     columns = {
         "norm_and_modulation": "layer norm, scale, shift",
         "gate_norm_and_modulation": "residual, gate and the same",
@@ -239,19 +239,11 @@ def fusions_table() -> str:
         + " |"
         for row in passes
     ]
-    products, sources = rows("fusions", "gelu in a product")
-    gelus = [
-        f"| {row['tokens']} tokens, {row['width']} to {row['wide']} "
-        f"| {took['separate']} | {took['inside']} | {took['product_alone']} |"
-        for row in products
-        for took in [row["microseconds"]]
-    ]
     head = ["microseconds, two images", "group norm and SiLU: PyTorch, ours", "convolution: as it is, channels_last"]
     return "\n\n".join(
         [
             lines_of(head, group_norms),
-            lines_of(["microseconds: looped, in one pass", *columns.values()], one_pass),
-            lines_of(["microseconds", "product, then GELU", "GELU inside", "product alone"], gelus, sources),
+            lines_of(["microseconds: looped, in one pass", *columns.values()], one_pass, sources),
         ]
     )
 

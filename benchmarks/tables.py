@@ -61,7 +61,10 @@ def matrix_table() -> str:
 
 # Set-ups that do not keep the promise, and why.
 EXCEPTIONS = {
+    "cascade_c": "each block has a class of layer norm of its own, so each is compiled by itself, up to `cache_limit`",
     "hunyuan3d_v21": "experts counted by value, a few graphs more each time",
+    "z_image_omni": "sorts slices of tokens, so that it is compiled in pieces",
+    "pixeldit": "loops over chunks of pixels; a graph for each size",
     "seedvr2": "sizes taken from tensors; runs eager",
     "minimax_music3": "on a CPU ComfyUI gives it attention that reads the free memory; not measured on a GPU",
     "trellis2_shape": "sizes taken from the voxels, so that it is compiled in pieces, with variants for each set of voxels",

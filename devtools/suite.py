@@ -44,7 +44,7 @@ NEWEST = {
     "host/weights/test_quantized": ("test_no_breaks_and_the_hosts_result",),
     "engine/compile/test_group": ("test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own",),
     "engine/inductor/test_backend": ("test_the_hosts_kernels_as_code",),
-    "engine/inductor/test_dynamic_sizes": ("test_one_graph_for_all_sizes_and_one_for_a_batch_of_one",),
+    "engine/inductor/test_dynamic_sizes": ("test_whether_a_number_is_among_numbers_that_vary",),
     "engine/inductor/test_persistent_reductions": (),
     "engine/test_torch_settings": (),
     "server/test_nodes": ("test_image_is_the_same_with_and_without_the_nodes",),

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 import torch
 
 from ..failures.describe import never_swallowed
-from .garbage import full_collections_put_off
 from .gate import Stopped, gate, waiting_at_gate
 from .isolation import isolated
 
@@ -162,13 +161,12 @@ class Compiler:
             thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
-        with full_collections_put_off(lambda: gate.is_busy()):
-            while (job := self._next()) is not None:
-                self._work(job)
-                try:
-                    self.after_work()
-                except Exception:
-                    logger.exception("the page could not be told what was compiled")
+        while (job := self._next()) is not None:
+            self._work(job)
+            try:
+                self.after_work()
+            except Exception:
+                logger.exception("the page could not be told what was compiled")
 
     def _next(self) -> Job | None:
         with self._changed:

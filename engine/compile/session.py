@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from ..background.gate import gate
 from ..cache.disk import current
-from ..cache.workers import kernel_scope, waiting_compile
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
-from ..inductor.kernel_tuning import brief_benchmark, tuning_scope
 from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .stats import CompileStats, Recompile
 
@@ -52,12 +50,6 @@ class Spent:
     seconds: float = 0.0
     from_disk: int = 0
 
-    @staticmethod
-    def tuning() -> AbstractContextManager:
-        """While kernels run for the first time."""
-        brief = brief_benchmark()
-        return nullcontext() if brief is None else tuning_scope.applied(benchmark=brief)
-
 
 @contextmanager
 def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
@@ -74,7 +66,6 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
         with (
             lowering_settings.applied(**LOWERING_SWITCHES),
             libdevice_scope.applied(**libdevice()),
-            kernel_scope.applied(compile=waiting_compile()),
         ):
             yield spent
     finally:

@@ -238,7 +238,7 @@ class TracedGraph:
         with _lowering_lock, lowering_scope(owner.folder) as spent:
             code, holds = lowering.run(self._sizes_at)
             lowered = time.perf_counter()
-            with gpu_lock, spent.tuning():
+            with gpu_lock:
                 lowering.warm_up(code, cached)
                 self._holds, self._code = holds, code
             loading = time.perf_counter() - lowered

@@ -1,4 +1,4 @@
-"""CUDA graphs over a whole model: capture and replay, what tells two calls apart, whether this PyTorch can, the norm's kernels.
+"""CUDA graphs over a whole model: capture and replay, what tells two calls apart, the norm's kernels.
 
 May import: `compile` and what is below it. Door: `capture.graphs_of`.
 """

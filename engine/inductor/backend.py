@@ -1,4 +1,4 @@
-"""PyTorch's inductor, given code where the model calls kernels that it cannot see into, and a product with what follows it.
+"""PyTorch's inductor, given code where the model calls kernels that it cannot see into.
 
 To inductor a hand-written kernel is a wall: what comes before it must be written to memory, what comes after it read again.
 Where a kernel only saves what inductor saves too, its plain PyTorch code is worth more: the norm and the rotary embedding of
@@ -17,7 +17,6 @@ from torch import fx
 
 from ..devices import is_nvidia
 from ..torch_settings import SharedScope
-from .linear_gelu import gelu_in_linear
 from .persistent_reductions import in_one_pass
 
 aten = torch.ops.aten
@@ -37,10 +36,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
         table = dict(select_decomp_table())
         table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
         options = {**_as_eager_rounds(), **options}
-        # Who asks for products to be tuned gets inductor's own kernels for them; GELU in a product has no derivative.
-        own = options.get("max_autotune") or needs_gradients(example_inputs)
-        rewrites = REWRITES if own else [*REWRITES, gelu_in_linear]
-        rewritten = [rewrite(graph.graph) for rewrite in rewrites]
+        rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
         if any(rewritten):
             graph.graph.lint()
             graph.recompile()

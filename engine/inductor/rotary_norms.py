@@ -16,7 +16,6 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
 from .backend import REPLACEMENTS, REWRITES
-from .token_major import heads_of_a_token_together
 
 logger = logging.getLogger("torch-compile-kit")
 _OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
@@ -164,9 +163,8 @@ def register() -> None:
     """Tell inductor of those that this host's comfy-kitchen has, and that mean what they mean here."""
     for name in _known():
         REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = OPENED[name]
-    for rewrite in (rotate_before_joining, heads_of_a_token_together):
-        if rewrite not in REWRITES:
-            REWRITES.append(rewrite)
+    if rotate_before_joining not in REWRITES:
+        REWRITES.append(rotate_before_joining)
 
 
 @functools.cache

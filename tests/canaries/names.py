@@ -107,8 +107,7 @@ TORCH = {
     "torch._inductor.config.unsafe_marked_cacheable_functions": READ,
     "torch._inductor.list_mode_options": READ,
     "torch.fx.experimental._config.use_duck_shape": READ,
-    # What Dynamo traces in another way than it would: ranges and lists of sizes. Without these, a graph for each size.
-    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.call_function": replaced("self", "fn", "args", "kwargs"),
+    # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
@@ -127,9 +126,6 @@ TORCH = {
     "torch._inductor.virtualized.V.set_choices_handler": READ,
     "torch._inductor.virtualized.V.graph.current_device": READ,
     "torch._inductor.virtualized.V.graph.sizevars.statically_known_leq": READ,
-    "torch._inductor.runtime.benchmarking.InductorBenchmarker.benchmark_gpu": called(
-        2, "memory_warmup_iters", "benchmark_iters", "max_benchmark_duration"
-    ),
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
     "triton.backends.nvidia.driver.CudaLauncher.__call__": called(6),
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
@@ -138,19 +134,10 @@ TORCH = {
     "torch._inductor.codecache.CacheBase.get_system": READ,
     "torch._inductor.codecache.torch_key": READ,
     "torch._ops.OpOverload": READ,
-    "torch.ops.aten._addmm_activation.default": READ,
-    # Processes that compile kernels, and what they and we import beforehand.
-    "torch._inductor.async_compile.AsyncCompile.process_pool": READ,
-    "torch._inductor.async_compile.AsyncCompile.triton": replaced("self", "kernel_name", "source_code"),
-    "torch._inductor.async_compile.AsyncCompile.use_process_pool": READ,
-    "torch._inductor.async_compile.AsyncCompile._ready_future": READ,
-    "torch._inductor.async_compile.CompiledTritonKernels.get": READ,
-    "torch._inductor.async_compile.get_compile_threads": READ,
+    # Processes that compile kernels, and what we import beforehand.
     "torch._inductor.async_compile.maybe_warm_pool": READ,
     "torch._dynamo.backends.inductor": READ,
     "torch._functorch._aot_autograd.autograd_cache": READ,
-    "torch._inductor.runtime.static_triton_launcher": READ,
-    "torch.utils._triton.triton_backend": READ,
     # Where the thread that compiles asks whether it may go on.
     "torch._inductor.codegen.simd.SIMDScheduling.codegen_node_schedule": replaced("self"),
     "torch._inductor.graph.GraphLowering.run_node": replaced("self"),
@@ -177,7 +164,6 @@ TORCH = {
 HOST = {
     "comfy.cli_args.args.disable_comfy_compiler": Use(since="0.34"),  # before, ComfyUI has no compiler of its own
     "comfy.controlnet.ControlBase": READ,
-    "comfy.controlnet.ControlNet": READ,
     "comfy.ldm.modules.attention.attention_split": READ,
     "comfy.ldm.modules.attention.attention_sub_quad": READ,
     "comfy.ldm.modules.attention.optimized_attention": READ,
@@ -308,7 +294,6 @@ FOREIGN = {
     "_comfy_graph": Foreign("comfy.model_prefetch", since="0.33"),
     "_current_frames": Foreign("sys"),
     "_getframe": Foreign("sys"),
-    "_exit": Foreign("os"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_is_brief", "_parameters_", "_buffers_"}
+OWN_STRINGS = {"_repaired", "_ATTENTION", "_parameters_", "_buffers_"}

@@ -18,14 +18,14 @@ from ...blocks.structure import structure_of
 from ...cache.disk import current, folder_name
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...cuda_graphs.probe import probe
 from ...per_model import PerModel
 from ...settings import CompileSettings
 
 MEMORY = "graphs"
 # Of the time that launching a call takes, what the GPU goes on working behind it where it is the GPU that limits.
 SHARE = 0.3
-# Versions of PyTorch with which graphs have been captured from memory of cudaMallocAsync in our own measurements.
+# Versions of PyTorch with which captures from memory of cudaMallocAsync are known to work (tests/captures_async.py). A capture
+# that fails can end the process, so other versions run without graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
 logger = logging.getLogger("torch-compile-kit")
 
@@ -73,15 +73,10 @@ def no_graphs(device: torch.device) -> str | None:
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
         version = ".".join(torch.__version__.split(".")[:2])
-        works = version in CAPTURES_ASYNC or probe.works(device)
-        if works:
+        if version in CAPTURES_ASYNC:
             return None
-        if works is None:
-            return (
-                f"CUDA graphs begin when they have been tried, behind the scenes, with cudaMallocAsync and PyTorch {version}."
-            )
         return (
-            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they do not work with PyTorch {version}. "
+            f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}. "
             "Start ComfyUI with --disable-cuda-malloc to have them."
         )
     if allocator != "native":

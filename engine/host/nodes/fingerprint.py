@@ -1,74 +1,59 @@
-"""Describe a sampling run by what its compiled code could depend on."""
+"""Describe a sampling run by what its compiled code could depend on.
+
+What cannot be told apart by content is told apart by identity: a doubt costs a run, and never a compilation later.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import enum
+import types
+from collections.abc import Hashable, Mapping
 
 import comfy.controlnet
 import torch
 
+from ...identity import Same
 from ...settings import CompileSettings
-from ...warmup.record import describe, torch_state
+from ..model.attach import KEY
 
-_CONTROL = (
-    "cond_hint_original", "strength", "timestep_percent_range", "global_average_pooling", "compression_ratio",
-    "upscale_algorithm", "latent_format", "vae", "extra_args", "previous_controlnet", "extra_conds", "strength_type",
-    "concat_mask", "extra_concat_orig", "extra_hooks", "control_model",
-)  # fmt: skip
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 # Of the patcher, beside its options. Values of weight patches are no matter: blocks see plain weights.
 _PATCHER = ("object_patches", "weight_wrapper_patches", "injections", "wrappers", "callbacks", "attachments")
 
 
-def fingerprint(
-    patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict, key: str
-) -> Hashable:
+def fingerprint(patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict) -> Hashable:
     """Equal for two runs that need the same compiled code.
 
     Args:
         conditioning: positive and negative.
         latent: a LATENT; its numbers are no matter.
-        key: under which our own wrappers and callbacks are registered; `settings` says all about them.
     """
-    own = {name: _without(getattr(patcher, name, None), key) for name in _PATCHER}
-    model = patcher.model
-    return (
-        settings,
-        patcher.load_device,
-        model.get_dtype_inference(),
-        frozenset(patcher.patches),
-        describe(own, _parts),
-        describe(patcher.model_options, _parts),
-        describe({n: [p.model for p in ps] for n, ps in getattr(patcher, "additional_models", {}).items()}, _parts),
-        describe(conditioning, _parts),
-        cfg == 1.0,
-        describe({name: value for name, value in latent.items() if isinstance(value, torch.Tensor)}),
-        torch_state(),
+    others = [p.model for patchers in getattr(patcher, "additional_models", {}).values() for p in patchers]
+    described = [getattr(patcher, name, None) for name in _PATCHER]
+    described += [patcher.model_options, others, conditioning, [v for v in latent.values() if isinstance(v, torch.Tensor)]]
+    about_torch = (  # torch/_dynamo/guards.py, global state
+        *(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled()),
+        *(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
+        torch.backends.cuda.matmul.allow_tf32,
     )
+    about_model = patcher.load_device, patcher.model.get_dtype_inference(), frozenset(patcher.patches)
+    return settings, about_model, cfg == 1.0, about_torch, _describe(described)
 
 
-def may_be_skipped(patcher, settings: CompileSettings) -> bool:
-    """Whether a run that has been made before need not be made again: not where code depends on where the weights are, or
-    where CUDA graphs are recorded anew when the model was unloaded."""
-    return settings.block_swap != "eager linears" and not settings.wants_graphs
-
-
-def _without(registered: object, key: str) -> object:
-    """`{group: {key: functions}}` without ours, which are made anew each time the node runs."""
-    if not isinstance(registered, dict):
-        return registered
-    found = {k: {n: v for n, v in by.items() if n != key} if isinstance(by, dict) else by for k, by in registered.items()}
-    return {k: v for k, v in found.items() if v != {}}
-
-
-def _parts(value: object) -> object | None:
-    """A ControlNet is copied at each execution of its node: what it is made of says what it does."""
-    if not isinstance(value, comfy.controlnet.ControlBase):
-        return None
-    known = {name: getattr(value, name) for name in _CONTROL if hasattr(value, name)}
-    return known if type(value) is comfy.controlnet.ControlNet else {**known, "more": _Anew()}
-
-
-class _Anew:
-    """Equal to nothing: a class of ControlNet that keeps what it is elsewhere."""
-
-    __slots__ = ()
+def _describe(value: object) -> Hashable:
+    """Of tensors their shapes, not their numbers; other objects by identity."""
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if isinstance(value, torch.Tensor) and not value.is_nested:
+        return tuple(value.shape), value.dtype, value.device, value.is_contiguous()
+    if isinstance(value, comfy.controlnet.ControlBase):  # copied at each execution of its node
+        return type(value), _describe(vars(value))
+    if isinstance(value, Mapping):  # without what we have registered ourselves, which is made anew each time the node runs
+        return "mapping", tuple((_describe(k), _describe(v)) for k, v in value.items() if k != KEY)
+    if isinstance(value, list | tuple):
+        return "list", tuple(map(_describe, value))
+    if isinstance(value, set | frozenset):
+        return "set", frozenset(map(_describe, value))
+    if isinstance(value, types.MethodType):  # a new object at each access
+        return Same(value.__self__), Same(value.__func__)
+    return Same(value)

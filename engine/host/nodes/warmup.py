@@ -15,7 +15,6 @@ from ...user_input import check_model, check_sampling
 from ...warmup.memory import MemoryPeaks
 from ...warmup.plan import Size
 from ..model.attach import (
-    KEY,
     attached_settings,
     compile_plan,
     diffusion_model,
@@ -24,7 +23,7 @@ from ..model.attach import (
 )
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
-from .fingerprint import fingerprint, may_be_skipped
+from .fingerprint import fingerprint
 from .progress import WarmupProgress
 from .sampling import (
     STEPS,
@@ -120,9 +119,11 @@ class _Warmup:
     def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
         """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""
         began, before = time.perf_counter(), stats_for(self.model, self.settings).copy()
-        what = fingerprint(self.patcher, self.settings, conditioning, self.cfg, latent, KEY)
+        what = fingerprint(self.patcher, self.settings, conditioning, self.cfg, latent)
+        # Not where code depends on where the weights are, or where unloading the model drops its CUDA graphs.
         known = (
-            may_be_skipped(self.patcher, self.settings)
+            self.settings.block_swap != "eager linears"
+            and not self.settings.wants_graphs
             and self.code.unchanged(self.blocks, self.settings)
             and self.code.warm.holds(what, groups_for(self.model, self.settings))
         )

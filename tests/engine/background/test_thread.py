@@ -1,10 +1,8 @@
 """The worker thread and its queue, and what lowering on it leaves alone."""
 
-import gc
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -120,21 +118,6 @@ def test_pythons_switch_interval_is_as_found_when_the_thread_is_over(queue):
         queue.compiler.submit(job(queue, lambda: seen.append(sys.getswitchinterval())))
         assert queue.compiler.wait(60) and sys.getswitchinterval() == before
     assert max(seen) < before
-
-
-def test_python_begins_no_full_collection_beside_the_thread_nor_until_the_host_rests(queue, engine, monkeypatch):
-    """One stops every thread of a server for a third of a second."""
-    gate, before, seen, busy = engine("background.gate").gate, gc.get_threshold(), [], [True]
-    monkeypatch.setattr(gate, "is_busy", lambda: busy[0])
-    gate.open()
-    queue.compiler.submit(job(queue, lambda: seen.append(gc.get_threshold())))
-    assert queue.compiler.wait(60) and seen == [(*before[:2], 2**30)]
-    assert gc.get_threshold() == seen[0], "the host has not come to rest"
-    busy[0] = False
-    end = time.monotonic() + 10
-    while gc.get_threshold() != before and time.monotonic() < end:
-        time.sleep(0.01)
-    assert gc.get_threshold() == before
 
 
 def test_it_never_waits_for_the_allocator_with_the_gil_held(queue, monkeypatch):

@@ -195,35 +195,35 @@ EXTREMES = {
 
 
 @pytest.fixture
-def plotted(engine, result, cost):
-    """plotted(name): the finished canvas, and every text on it with its box."""
-    canvas_module, plot = engine("benchmark.canvas"), engine("benchmark.plot")
+def plotted(engine, result, cost, monkeypatch):
+    """plotted(name): the finished picture, and every text on it with its box."""
+    plot, texts = engine("benchmark.plot"), []
 
-    class Recording(canvas_module.Canvas):
-        def text(self, x, y, text, size, color, anchor="ls", bold=False, room=0):
-            box = super().text(x, y, text, size, color, anchor, bold, room)
+    class Recording(plot.Picture):
+        def text(self, x, y, text, *args, **options):
+            box = super().text(x, y, text, *args, **options)
             texts.append((text, box))
             return box
 
-    texts = []
+    monkeypatch.setattr(plot, "Picture", Recording)
 
     def make(**fields):
         texts.clear()
         if "cost" in fields:
             fields["cost"] = cost(*fields["cost"])
-        return plot.draw(result(**fields), Recording(plot.WIDTH, plot.HEIGHT, plot.BACKGROUND)), texts
+        return plot.draw(result(**fields)), texts
 
     return make
 
 
 @pytest.mark.parametrize("name", EXTREMES)
 def test_plot_shows_every_value_inside_the_image_and_no_text_over_another(plotted, name):
-    canvas, texts = plotted(**EXTREMES[name])
-    tensor = canvas.tensor()
-    assert tensor.shape == (1, canvas.height, canvas.width, 3) and tensor.dtype == torch.float32
+    picture, texts = plotted(**EXTREMES[name])
+    tensor, (width, height) = picture.tensor(), picture.image.size
+    assert tensor.shape == (1, height // 2, width // 2, 3) and tensor.dtype == torch.float32
     assert 0 <= tensor.min() < 0.3 and 0.9 < tensor.max() <= 1
     for text, (left, top, right, bottom) in texts:
-        assert 0 <= left < right <= canvas.width and 0 <= top < bottom <= canvas.height, text
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height, text
     for (one, a), (other, b) in itertools.combinations(texts, 2):
         apart = a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
         assert apart, f"{one!r} and {other!r} overlap"
@@ -242,28 +242,28 @@ def test_plot_draws_the_values(plotted, result, engine):
 def test_bars_are_as_high_as_their_values(plotted, engine):
     plot = engine("benchmark.plot")
 
-    def height(canvas, color):
+    def height(picture, color):
         wanted = torch.tensor([int(color[i : i + 2], 16) for i in (1, 3, 5)]) / 255
-        left, top, right, bottom = plot.BARS
-        panel = canvas.tensor()[0, top:bottom, left:right]
+        left, top, right, bottom = (at // 2 for at in plot.BARS)
+        panel = picture.tensor()[0, top:bottom, left:right]
         return ((panel - wanted).abs().amax(-1) < 0.02).sum(0).max().item()
 
     for eager, compiled in ((0.2, 0.1), (0.2, 0.15)):
-        canvas, _ = plotted(eager=eager, compiled=compiled)
-        whole = plot.BARS[3] - plot.BARS[1]  # the axis ends 15 % above the highest value
-        assert height(canvas, plot.EAGER) == pytest.approx(whole / 1.15, abs=4)
-        assert height(canvas, plot.COMPILED) == pytest.approx(whole / 1.15 * compiled / eager, abs=4)
-    canvas, _ = plotted(eager=0.1, compiled=0.2)
-    assert height(canvas, plot.SLOWER) > height(canvas, plot.EAGER) and height(canvas, plot.COMPILED) == 0
+        picture, _ = plotted(eager=eager, compiled=compiled)
+        whole = (plot.BARS[3] - plot.BARS[1]) / 2  # the axis ends 15 % above the highest value
+        assert height(picture, plot.EAGER) == pytest.approx(whole / 1.15, abs=4)
+        assert height(picture, plot.COMPILED) == pytest.approx(whole / 1.15 * compiled / eager, abs=4)
+    picture, _ = plotted(eager=0.1, compiled=0.2)
+    assert height(picture, plot.SLOWER) > height(picture, plot.EAGER) and height(picture, plot.COMPILED) == 0
 
 
 def test_whiskers_end_at_the_spread(plotted, engine):
     plot = engine("benchmark.plot")
     rounds = [[0.1, 0.2, 0.3, 0.4, 0.5]] * 3
-    canvas, _ = plotted(eager=rounds, compiled=0.05)
-    left, top, right, bottom = plot.BARS
+    picture, _ = plotted(eager=rounds, compiled=0.05)
+    left, top, right, bottom = (at // 2 for at in plot.BARS)
     x = round(left + (right - left) * 0.27)
-    dark = canvas.tensor()[0, top:bottom, x].amax(-1) < 0.25
+    dark = picture.tensor()[0, top:bottom, x].amax(-1) < 0.25
     seen = dark.nonzero().flatten().tolist()
     length = next((i for i, (lower, upper) in enumerate(itertools.pairwise(reversed(seen)), 1) if lower - upper > 1), len(seen))
     spread = engine("benchmark.figures").Timing(tuple(map(tuple, rounds))).spread

@@ -450,7 +450,7 @@ def test_code_of_ours_that_decides_what_is_compiled_is_part_of_the_key(depends, 
     for pattern in depends.SOURCES:
         assert list(engine_folder.glob(pattern)), f"{pattern} is nothing: the digest would never change"
     names = {file.name for pattern in depends.SOURCES for file in engine_folder.glob(pattern)}
-    assert {"backend.py", "rotary_norms.py", "linear_gelu.py", "persistent_reductions.py", "attention_kernels.py"} <= names
+    assert {"backend.py", "rotary_norms.py", "persistent_reductions.py", "attention_kernels.py"} <= names
     shutil.copytree(engine_folder, tmp_path / "engine")
     monkeypatch.setattr(depends, "__file__", str(tmp_path / "engine" / "cache" / "environment.py"))
     seen = {depends.version_of_pack()}

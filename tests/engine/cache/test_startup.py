@@ -1,4 +1,4 @@
-"""What is done while a model loads for somebody who will wait: less where graphs will be read from disk."""
+"""What is done before the first compilation, beside a model that loads or while the server is idle."""
 
 import pytest
 
@@ -7,45 +7,40 @@ import pytest
 def prepare(engine, monkeypatch):
     """The module with its steps noted instead of done, as in a process that has prepared nothing."""
     module, done = engine("cache.startup"), []
-    for name in ("_import_inductor", "_compute_keys", "_start_triton", "start_workers", "_trim"):
+    for name in ("start_workers", "import_inductor", "trim_cache"):
         monkeypatch.setattr(module, name, lambda name=name: done.append(name))
     monkeypatch.setattr(module._Preparation, "thread", None)
     return module, done
 
 
-class Cache:
-    def __init__(self, current):
-        self.has_current = lambda: current
-
-
-def test_all_of_it_where_nothing_was_ever_compiled(prepare, monkeypatch):
+def test_once_a_process(prepare):
     module, done = prepare
-    monkeypatch.setattr(module, "current", lambda: Cache(False))
-    module.prepare(on_gpu=True)
+    for _ in range(2):
+        module.prepare(on_gpu=True, first=lambda: done.append("first"))
+        module.wait_until_prepared()
+    assert done == ["start_workers", "first", "import_inductor", "trim_cache"], "workers start while this process imports"
+
+
+def test_without_a_gpu_there_are_no_workers(prepare):
+    module, done = prepare
+    module.prepare(on_gpu=False)
     module.wait_until_prepared()
-    assert done == ["start_workers", "_import_inductor", "_compute_keys", "_start_triton", "_trim"]
-    module.prepare(on_gpu=True)
-    module.wait_until_prepared()
-    assert len(done) == 5, "once a process"
-
-
-def test_after_a_restart_graphs_are_read(prepare, monkeypatch):
-    module, done = prepare
-    monkeypatch.setattr(module, "current", lambda: Cache(True))
-    module._run(True, lambda: None)
-    assert done == ["_import_inductor", "_compute_keys", "_start_triton", "_trim"], "workers would take the processor"
-
-
-def test_without_a_gpu_there_is_no_triton(prepare, monkeypatch):
-    module, done = prepare
-    monkeypatch.setattr(module, "current", lambda: None)
-    module._run(False, lambda: None)
-    assert done == ["_import_inductor", "_compute_keys", "_trim"]
+    assert done == ["import_inductor", "trim_cache"]
 
 
 def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
     module, done = prepare
-    monkeypatch.setattr(module, "current", lambda: None)
-    monkeypatch.setattr(module, "_compute_keys", lambda: 1 / 0)
-    module._run(True, lambda: None)
-    assert done[-1] == "_trim" and "_start_triton" in done
+    monkeypatch.setattr(module, "import_inductor", lambda: 1 / 0)
+    module.prepare(on_gpu=True)
+    module.wait_until_prepared()
+    assert done == ["start_workers", "trim_cache"]
+
+
+def test_pytorch_is_asked_to_start_its_workers_and_not_waited_for(engine, monkeypatch):
+    from torch._inductor import async_compile
+
+    asked = []
+    monkeypatch.setattr(async_compile, "maybe_warm_pool", lambda: asked.append("start"))
+    monkeypatch.setattr(async_compile.AsyncCompile, "wait_pool_ready", classmethod(lambda *_: asked.append("wait")))
+    engine("cache.startup").start_workers()
+    assert asked == ["start"]

@@ -169,6 +169,46 @@ def test_gelu_by_sigmoid_is_gelu_by_tanh(dtype, most, engine):
     assert (error <= most * exact.abs() + 1e-7).all()
 
 
+def mixed(text, image, freqs, weight):
+    """A kernel of the host's behind a join, and GELU behind a product."""
+    q = torch.ops.comfy_kitchen.apply_rope1(torch.cat((text, image), 2), freqs)
+    return functional.gelu(functional.linear(q, weight), approximate="tanh")
+
+
+def test_what_we_change_serves_all_sizes_and_is_kept_on_disk(everywhere):
+    from torch._dynamo.utils import counters
+    from torch._inductor.utils import fresh_cache, run_and_get_code
+
+    weight = torch.randn(DIM, DIM).bfloat16()
+    inputs = [
+        (*(torch.randn(2, HEADS, n, DIM).bfloat16() for n in tokens), frequencies(sum(tokens)), weight)
+        for tokens in ((6, 9), (5, 7), (30, 12))
+    ]
+    with torch.inference_mode(), fresh_cache():
+        expected = [mixed(*given) for given in inputs]
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            compiled = torch.compile(mixed, backend=everywhere.inductor, dynamic=True, fullgraph=True)
+            actual, _ = run_and_get_code(lambda compiled=compiled: [compiled(*given) for given in inputs])
+            torch.testing.assert_close(actual, expected, rtol=5e-2, atol=5e-2)
+            assert counters["stats"]["unique_graphs"] == 1 and not counters["aot_autograd"]["autograd_cache_bypass"]
+    assert counters["aot_autograd"]["autograd_cache_hit"] == 1
+
+
+def test_gelu_has_its_derivative(everywhere, monkeypatch):
+    without_codegen(monkeypatch)
+
+    def perceptron(x):
+        return functional.gelu(functional.linear(x, torch.ones(DIM, DIM).bfloat16()), approximate="tanh")
+
+    x = (torch.randn(2, DIM, generator=torch.Generator().manual_seed(5)) / DIM).bfloat16().requires_grad_()
+    (expected,) = torch.autograd.grad(perceptron(x).sum(), x)
+    (actual,) = torch.autograd.grad(torch.compile(perceptron, backend=everywhere.inductor)(x).sum(), x)
+    assert expected.any()
+    torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-2)
+
+
 def test_other_gelu_is_left_alone(engine):
     calls = []
     module = engine("inductor.backend")

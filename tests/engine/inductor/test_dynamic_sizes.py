@@ -1,62 +1,10 @@
-"""Calls of which Dynamo makes a graph for each size, or a break, traced over sizes that vary."""
+"""Numbers that vary, in blocks that are traced once: floats, and lists in which something is looked for."""
 
 import pytest
 import torch
-from support import Block, CompiledNet, Net, relative_error, torch_settings
+from support import Block, CompiledNet, Net, relative_error
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
-
-
-class Chunking(Block):
-    """Two chunks of tokens, the last one shorter where the count is odd, as PixelDiT's pixels."""
-
-    def forward(self, x):
-        tokens = x.shape[1]
-        chunk = (tokens + 1) // 2
-        y = x.clone()
-        for start in range(0, tokens, chunk):
-            end = min(start + chunk, tokens)
-            y[:, start:end] += super().forward(x[:, start:end])
-        for end in range(tokens, 0, -chunk):
-            y[:, max(end - chunk, 0) : end] *= 2
-        return y
-
-
-class Sorting(Block):
-    """Slices that come in no order, as Z-Image Omni's."""
-
-    def forward(self, x):
-        tokens = x.shape[1]
-        slices = [(tokens - 2, tokens), (0, 2), (2, tokens - 2)]
-        parts = [x[:, start:end] * (i + 1) for i, (start, end) in enumerate(sorted(slices))]
-        return super().forward(torch.cat(parts, dim=1))
-
-
-class Positioned(Block):
-    """Positions in equal steps."""
-
-    def forward(self, x):
-        first = torch.linspace(0, 1, steps=x.shape[1], dtype=torch.float64).to(x.dtype)
-        return super().forward(x + (first + torch.linspace(-2.0, 16, x.shape[1], device=x.device))[:, None])
-
-
-@pytest.mark.parametrize("block", [Chunking, Sorting, Positioned])
-def test_one_graph_for_all_sizes_and_one_for_a_batch_of_one(engine, block):
-    net = Net(block)
-    step = CompiledNet(engine, net, dynamic="auto")
-    before = torch_settings()
-
-    def run(batch, tokens):
-        x = torch.randn(batch, tokens, 8)
-        assert relative_error(step.at_once(x), net(x)) < 1e-6
-        assert step.graph_breaks == 0
-        return step.graphs
-
-    assert run(2, 6) == 1
-    assert [run(*shape) for shape in [(2, 8), (2, 9), (3, 7), (4, 32), (2, 6), (5, 101)]] == [1] * 6
-    assert run(1, 12) == 2
-    assert [run(1, tokens) for tokens in (9, 64)] == [2] * 2
-    assert torch_settings() == before
 
 
 class Normed(Block):
@@ -98,27 +46,6 @@ def test_floats_that_differ_cost_one_graph_more(engine, at_once):
 
     graphs = [run(strength) for strength in (1.0, 0.7, 1.3, 0.2, 0.9)]
     assert graphs[-1] == graphs[2] <= 3
-
-
-@pytest.mark.parametrize("arguments", [(0, 9, 3), (1, 9, 3), (9, 0, -2), (10, 0, -5), (3, 3, 1), (5, 2, 2), (-7, 8, 4), (2, 6)])
-def test_steps(engine, arguments):
-    assert engine("inductor.dynamic_sizes").steps_of(*arguments) == list(range(*arguments))
-
-
-def test_sorted_is_stable(engine):
-    items = [(2, 1), (1, 3), (2, 0), (1, 3), (0, 9)]
-    result = engine("inductor.dynamic_sizes").sorted_by_comparing(items)
-    assert result == sorted(items)
-    assert [id(item) for item in result] == [id(item) for item in sorted(items)]
-
-
-@pytest.mark.parametrize("ends", [(0, 1), (-1.0, 1.0), (0.5, 16.5), (16, 0)])
-def test_even_spaces(engine, ends):
-    spaced = engine("inductor.dynamic_sizes").evenly_spaced
-    for steps in (0, 1, 2, 3, 4, 7, 64, 1001):
-        torch.testing.assert_close(spaced(*ends, steps), torch.linspace(*ends, steps), rtol=1e-6, atol=2e-6)
-        exact = torch.linspace(*ends, steps, dtype=torch.float64)
-        torch.testing.assert_close(spaced(*ends, steps, dtype=torch.float64), exact)
 
 
 class Small(torch.nn.Module):

@@ -234,11 +234,7 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", set())
-    for known, words in ((None, "behind the scenes"), (False, "--disable-cuda-malloc")):
-        monkeypatch.setattr(engine("host.graphs.policy").probe, "works", lambda _device, known=known: known)
-        assert words in no_graphs(torch.device("cuda"))
-    monkeypatch.setattr(engine("host.graphs.policy").probe, "works", lambda _device: True)
-    assert no_graphs(torch.device("cuda")) is None
+    assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert "another node" in no_graphs(torch.device("cuda"))
 

@@ -1,0 +1,56 @@
+"""Capture and replay CUDA graphs from memory of cudaMallocAsync: inductor's kernels and ours, two sizes, one that fails.
+
+    PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync python tests/captures_async.py
+
+A process of its own, which a failed capture can end (CUDAMallocAsyncAllocator.cpp, `free_impl`). Versions of PyTorch with which
+it gets to its end go into `CAPTURES_ASYNC` of engine/host/graphs/policy.py.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main():
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+    from engine.cuda_graphs import group_norm as kernels
+    from engine.cuda_graphs.capture import ModelGraphs
+
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        raise RuntimeError("this process has another allocator: it would prove nothing")
+    device = torch.device("cuda", 0)
+    compiled = torch.compile(lambda x, scale: torch.nn.functional.silu(x * scale) + x.mean(1, keepdim=True), dynamic=True)
+    weight = torch.linspace(0.5, 1.5, 64, device=device, dtype=torch.half)
+    fails = False
+
+    def model(x, scale):
+        y = compiled(x, scale).contiguous(memory_format=torch.channels_last)
+        out = torch.empty_like(y)
+        kernels.apply_factors(y, kernels.factors_of(y, 8, weight, weight, 1e-5), out, True)
+        if fails and torch.cuda.is_current_stream_capturing():
+            raise ValueError("in the middle of a capture")
+        return compiled(out, scale) + x
+
+    def check(graphs, size, step):
+        x = torch.randn(2, 64, size, size, generator=torch.Generator().manual_seed(step)).to(device, torch.half)
+        scale = torch.full((1,), 1.0 + step, device=device, dtype=torch.half)
+        result, expected = graphs.call(size, model, (x, scale), {}, {}), model(x, scale)
+        between = torch.ones(2**26, device=device)  # takes what a capture has given back
+        assert torch.allclose(result, expected, rtol=1e-3, atol=1e-3) and between.sum() == 2**26
+
+    with torch.inference_mode():
+        for fails in (True, False):
+            graphs = ModelGraphs()
+            graphs.check_model(torch.nn.Linear(2, 2).to(device), device)
+            for step in range(4):
+                for size in (32, 48):
+                    check(graphs, size, step)
+            assert (graphs.captures, graphs.replays) == ((0, 0) if fails else (2, 4)), graphs.failures
+    print("capture and replay work", flush=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
