@@ -61,7 +61,6 @@ def matrix_table() -> str:
 
 # Set-ups that do not keep the promise, and why.
 EXCEPTIONS = {
-    "cascade_c": "each block has a class of layer norm of its own, so each is compiled by itself, up to `cache_limit`",
     "hunyuan3d_v21": "experts counted by value, a few graphs more each time",
     "z_image_omni": "sorts slices of tokens, so that it is compiled in pieces",
     "pixeldit": "loops over chunks of pixels; a graph for each size",

@@ -16,6 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
+from ..blocks.duplicate_classes import find_twins, one_class
 from ..blocks.forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -91,8 +92,13 @@ class Binding:
         """
         code = code_of(self._model)
         runs = self._runs(code)
+        if code.twins is None:
+            code.twins = find_twins(self._model)
         try:
-            with exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}):
+            with (
+                exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}),
+                one_class(code.twins),
+            ):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all

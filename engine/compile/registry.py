@@ -50,6 +50,7 @@ class ModelCode:
         self.uncalled: Counter[str] | None = None
         self.eager_calls = 0
         self._generation = Generation()
+        self.twins: list[tuple[nn.Module, type]] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
 
     @property

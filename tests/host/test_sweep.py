@@ -47,8 +47,6 @@ HARD = {
     **{"hunyuan3d_v21": set(), "seedvr2": {"NaMMSRTransformerBlock"}, "minimax_music3": set(), "trellis2_shape": set()},
     **{"pixeldit": set(), "z_image_omni": set()},
 }
-# Each block has a class of its own for its norm, which guards tell apart: a graph for each block.
-GRAPH_A_BLOCK = {"cascade_c"}
 # The model calls its blocks by other methods than `forward`, so that nothing of them is compiled.
 OTHER_METHODS = {"wan_animate2"}
 # What the pinned hosts lack.
@@ -102,9 +100,7 @@ def test_traced(name, engine, outcomes):
     assert outcome.graphs > 0 and outcome.graphs_again == 0, row
     assert set(outcome.eager) == HARD.get(name, set()), row
     in_one_piece = outcome.graphs <= outcome.groups and outcome.graphs_after <= outcome.groups and outcome.breaks == 0
-    assert in_one_piece == (name not in {*HARD, *GRAPH_A_BLOCK}), row
-    if name in GRAPH_A_BLOCK:
-        assert outcome.graphs_after == outcome.graphs <= outcome.blocks and outcome.breaks == 0, row
+    assert in_one_piece == (name not in HARD), row
 
 
 @pytest.mark.skipif(bool(OTHER_METHODS.intersection(zoo.LACKING)), reason="Wan Animate 2 came with ComfyUI 0.31")
