@@ -23,7 +23,8 @@ def is_private(name):
     """Whether PyTorch promises nothing about a name: one with a part that begins with `_`, or of its experimental parts."""
     parts = name.split(".")
     private = any(part.startswith("_") and not part.startswith("__") for part in parts[1:])
-    return parts[0] in ("torch", "triton") and (private or "experimental" in parts or parts[:2] == ["triton", "knobs"])
+    private = private or "experimental" in parts or parts[:2] in (["triton", "knobs"], ["triton", "backends"])
+    return parts[0] in ("torch", "triton") and private
 
 
 def is_of_host(name):

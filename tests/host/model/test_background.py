@@ -106,7 +106,8 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     assert states[0] == "compiling" and states[-1] == "ready" and set(states) == {"compiling", "ready"}
     lines = [line for node, _state, line in told if node == "12"]
     assert {"preparing DoubleStreamBlock", "preparing SingleStreamBlock"} <= set(lines)
-    assert re.fullmatch(r"ready: steps .*\d\.\d{3} s\)?", status.statuses["12"].now()[1])
+    line = status.statuses["12"].now()[1]
+    assert re.fullmatch(r"ready: (steps .*)?\d\.\d{3} s( a step|\))?", line)  # code may be there before a step ran eager
 
 
 def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):
