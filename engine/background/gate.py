@@ -58,6 +58,7 @@ class Gate:
         self._asked: float | None = None
         self._credit = 0.0
         self._tracing = 0
+        self._held_until = 0.0
         self._stopped = False
         self._waited_before_job = 0.0
 
@@ -79,6 +80,10 @@ class Gate:
         finally:
             self._tracing -= 1
 
+    def hold(self, seconds: float) -> None:
+        """For so long the worker waits without a share: a model is about to be captured, and then needs no Python."""
+        self._held_until = time.monotonic() + seconds
+
     @contextmanager
     def opened(self) -> Iterator[None]:
         """Open while it lasts; then as before."""
@@ -92,6 +97,7 @@ class Gate:
 
     def open(self) -> None:
         """From now on nobody needs Python much."""
+        self._held_until = 0.0
         self._open.set()
 
     def close(self) -> None:
@@ -103,7 +109,7 @@ class Gate:
         """On the thread that compiles: until nobody needs Python, or its share is due."""
         if self._stopped:
             raise Stopped
-        while self._tracing and not self._stopped and self.waited - self._waited_before_job < CEILING:
+        while self._is_held() and not self._stopped and self.waited - self._waited_before_job < CEILING:
             if self._host_stands(time.monotonic()):  # it may wait for something that this thread holds
                 break
             time.sleep(POLL_SECONDS)
@@ -123,6 +129,9 @@ class Gate:
             if self._is_free(now):
                 return
         self._asked = now
+
+    def _is_held(self) -> bool:
+        return self._tracing > 0 or (self._held_until > time.monotonic() and not self._open.is_set() and self.is_busy())
 
     def _is_free(self, now: float) -> bool:
         return self._open.is_set() or not self.is_busy() or self._host_stands(now)

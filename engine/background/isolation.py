@@ -105,8 +105,11 @@ def warm_up_dynamo() -> None:
         mixed = functional.scaled_dot_product_attention(heads, heads, heads)
         return x + functional.gelu(mixed).transpose(1, 2).reshape(x.shape)
 
+    x = torch.zeros(2, 3, 8)
+    for dimension in (0, 1):  # torch.compile(dynamic=True) sets the process while it is called
+        torch._dynamo.maybe_mark_dynamic(x, dimension)
     with isolated(), torch.inference_mode():
-        torch.compile(block, backend="eager", dynamic=True)(torch.zeros(2, 3, 8), torch.zeros(8, 8))
+        torch.compile(block, backend="eager")(x, torch.zeros(8, 8))
 
 
 @functools.cache

@@ -73,6 +73,7 @@ class ModelGraphs:
         failures: why a call cannot be captured.
         model: what the graphs know of it.
         code: see `call`.
+        plain_calls: since the last replay.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class ModelGraphs:
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
+    plain_calls: int = 0
     captures: int = 0
     replays: int = 0
     _pool: object = None

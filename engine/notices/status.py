@@ -72,10 +72,12 @@ class Status:
 
     Args:
         node: its id in the workflow.
+        in_call: a call of the model is in progress; blocks that it has not reached may yet be traced.
     """
 
     def __init__(self, node: str):
         self.node = node
+        self.in_call = False
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
         self._shape: Hashable = None
@@ -97,6 +99,7 @@ class Status:
             step: the same object for all calls of one step.
             shape: of its input.
         """
+        self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None or step is self._step:
             return
@@ -113,6 +116,7 @@ class Status:
             eager: blocks ran uncompiled.
             other: it did what no further step does: compile, capture, measure.
         """
+        self.in_call = False
         if other:
             self._eager = None
         elif eager and self._eager is not None:
@@ -140,6 +144,8 @@ class Status:
         if making:
             self._making_since = self._making_since or time.monotonic()
             return "compiling", say("compiling", ", ".join(making), f"{time.monotonic() - self._making_since:.0f}")
+        if self.in_call and self._told is not None and self._told[0] == "compiling":
+            return self._told
         self._making_since = None
         graphs = sum(group.stats.graphs for group in groups)
         failed = list(dict.fromkeys(group.class_name for group in groups if group.failure))

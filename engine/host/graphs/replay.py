@@ -36,6 +36,8 @@ from .policy import note
 logger = logging.getLogger("torch-compile-kit")
 # What the `forward` of the host's models runs inside the wrappers of other nodes.
 INNER = "_forward"
+# So many calls of a model, one after the other, may be waited for until they are captured; seconds of each.
+PLAIN_CALLS, CALL_SECONDS = 3, 2.0
 # Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 # File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.
@@ -85,9 +87,12 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         if pages:
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
         generation = functools.partial(code.generation, norm_kernels.ready)
+        if graphs.plain_calls < PLAIN_CALLS and key not in graphs.graphs and key not in graphs.failures:
+            gate.hold(CALL_SECONDS)  # launching kernel by kernel beside the worker takes several times as long
         result = graphs.call(key, call, args, kwargs, fixed, keep, generation, lambda: binding.call.uncompiled)
         if key in graphs.graphs:  # a replay needs no Python to speak of
             gate.open()
+        graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
         return result
 
     inside = functools.partial(_run_inside, network, graphed_call)

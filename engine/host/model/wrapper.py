@@ -43,7 +43,10 @@ class BlockCompiler:
         options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
         self.status.begins(network, options.get("sigmas"), args[0].shape)  # the sampler's object: one a step
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
-        result = self._call(executor, *args, **kwargs)
+        try:
+            result = self._call(executor, *args, **kwargs)
+        finally:
+            self.status.in_call = False
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
         self.status.ends(eager_calls > before[0], waits or tuple(other) != before[1:])
         sizes, shape = use_of(network).sizes, args[0].shape
