@@ -85,6 +85,7 @@ TORCH = {
     "torch._dynamo.eval_frame.OptimizedModule": READ,
     "torch._dynamo.disable": READ,
     "torch._dynamo.lookup_backend": READ,
+    "torch._dynamo.maybe_mark_dynamic": called(2),
     "torch._dynamo.exc.FailOnRecompileLimitHit": READ,
     "torch._dynamo.exc.Unsupported": READ,
     "torch.utils.checkpoint._StopRecomputationError": READ,
