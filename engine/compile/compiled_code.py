@@ -141,14 +141,21 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lowering_failed(self, error: Exception) -> None:
-        """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker."""
+    def lowering_failed(self, error: Exception) -> bool:
+        """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker.
+
+        Returns:
+            Whether to lower it once more: what was damaged on disk is gone.
+        """
         block = self._block() if self._block is not None else None
         cache = current_cache()
         excluded = block is not None and any(exclude(block) for exclude in on_compile_failure)
-        if not excluded and (cache is None or not cache.heal(self.folder[0], error)):
+        if not excluded:
+            if cache is not None and cache.heal(self.folder[0], error):
+                return True
             self.fallback.give_up(describe_failure(self.name, error))
         self._discard()
+        return False
 
     def _discard(self) -> None:
         """Where the group goes on, the next call traces it anew."""

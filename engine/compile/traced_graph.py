@@ -67,7 +67,7 @@ class Owner(Protocol):
 
     def count_lowered(self, seconds: float, from_disk: int) -> None: ...
 
-    def lowering_failed(self, error: Exception) -> None: ...
+    def lowering_failed(self, error: Exception) -> bool: ...
 
     def raise_if_stopped(self) -> None: ...
 
@@ -258,8 +258,9 @@ class TracedGraph:
             owner = self._owner()
             if never_swallowed(error) or owner is None or not changed.put_back():
                 raise
-            self._code = self._lowering = None
-            owner.lowering_failed(error)
+            self._code = self._job = None
+            if not owner.lowering_failed(error):
+                self._lowering = None
             owner.raise_if_stopped()
             return self._run_traced(*args)
         self._has_run, self._lowering = True, None
@@ -298,10 +299,9 @@ def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[],
 def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], None]:
     def report(error: Exception) -> None:
         traced, belongs_to = graph(), owner()
-        if traced is not None:
+        again = belongs_to is not None and belongs_to.lowering_failed(error)
+        if traced is not None and not again:
             traced.stay_uncompiled()
-        if belongs_to is not None:
-            belongs_to.lowering_failed(error)
 
     return report
 
