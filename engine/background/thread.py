@@ -1,4 +1,4 @@
-"""A job queue with one worker thread, on which traced graphs are lowered while images go on.
+"""Run jobs one after the other on a worker thread: traced graphs are lowered there while images go on.
 
 The thread is started by the first job and exits when the queue is empty.
 """

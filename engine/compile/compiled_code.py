@@ -68,7 +68,7 @@ class BlockCode:
     is_tracing: bool = False
     version: int = 0
     _block: weakref.ref[nn.Module] | None = None
-    _own: Callable | None = None
+    _function: Callable | None = None
     _compiled: Callable | None = None
 
     def __post_init__(self) -> None:
@@ -159,9 +159,9 @@ class BlockCode:
 
     def _discard(self) -> None:
         """Where the group goes on, the next call traces it anew."""
-        if self._own is not None:
-            dead_code.append(self._own.__code__)
-        self._own = self._compiled = None
+        if self._function is not None:
+            dead_code.append(self._function.__code__)
+        self._function = self._compiled = None
         self.version += 1
 
     def raise_if_stopped(self) -> None:
@@ -177,22 +177,22 @@ class BlockCode:
         and setting its own, and frees it with this object.
         """
         source = self.forward
-        own = types.FunctionType(
+        function = types.FunctionType(
             source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
         )
-        own.__kwdefaults__ = source.__kwdefaults__
-        own.__qualname__ = source.__qualname__
-        self._own = own
-        weakref.finalize(self, dead_code.append, own.__code__).atexit = False
+        function.__kwdefaults__ = source.__kwdefaults__
+        function.__qualname__ = source.__qualname__
+        self._function = function
+        weakref.finalize(self, dead_code.append, function.__code__).atexit = False
         limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
         backend = backend_for(self, self.settings.backend, self.settings.inductor_options())
-        return torch.compile(own, backend=backend, fullgraph=self.settings.fullgraph, **limit)
+        return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph, **limit)
 
     def variants(self) -> list[object] | None:
         """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
         if not hasattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list"):
             return None
-        entries = _cache_entries(self._own.__code__) if self._own is not None else []
+        entries = _cache_entries(self._function.__code__) if self._function is not None else []
         found = [entry.guard_manager for entry in entries]
         return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 

@@ -18,6 +18,7 @@ from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_s
 from .compiled_code import BlockCode, first_call_lock
 from .events import watching
 from .stats import CompileStats
+from .traced_graph import is_capturing
 
 
 @dataclass(eq=False)
@@ -161,4 +162,4 @@ class BlockGroup:
 def _is_captured(args: tuple) -> bool:
     """Whether a CUDA graph is being captured, which bears no trace."""
     first = args[0] if args else None
-    return isinstance(first, torch.Tensor) and first.is_cuda and torch.cuda.is_current_stream_capturing()
+    return isinstance(first, torch.Tensor) and is_capturing(first.device)

@@ -270,9 +270,9 @@ class TracedGraph:
         if is_capturing(self._device):
             return self._run_traced(*args)
         if self._other_sizes is None:
-            own = _call_of(self._traced)
-            weakref.finalize(self, dead_code.append, own.__code__).atexit = False
-            self._other_sizes = torch.compile(own, backend=self._backend)
+            function = _call_of(self._traced)
+            weakref.finalize(self, dead_code.append, function.__code__).atexit = False
+            self._other_sizes = torch.compile(function, backend=self._backend)
         return self._other_sizes(*args)
 
 
@@ -375,8 +375,9 @@ class _Lowering:
             if not isinstance(fake, torch.Tensor):
                 inputs.append(_hint(fake))
                 continue
-            own = i in self._changeable
-            memory = torch.zeros(sizes[i], dtype=torch.uint8, device=fake.device).untyped_storage() if own else storage
+            memory = storage
+            if i in self._changeable:
+                memory = torch.zeros(sizes[i], dtype=torch.uint8, device=fake.device).untyped_storage()
             shape, stride = [_hint(n) for n in fake.shape], [_hint(n) for n in fake.stride()]
             inputs.append(torch.empty(0, dtype=fake.dtype, device=fake.device).set_(memory, 0, shape, stride))
         return inputs

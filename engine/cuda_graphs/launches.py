@@ -28,8 +28,8 @@ def as_numbers() -> Iterator[None]:
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         yield
         return
-    found = {name: read() for name, (read, _write) in _LAUNCHERS.items()}
-    with _scope.applied(**{name: _with_addresses(launcher) for name, launcher in found.items() if launcher is not None}):
+    launchers = {name: read() for name, (read, _write) in _LAUNCHERS.items()}
+    with _scope.applied(**{name: _with_addresses(launcher) for name, launcher in launchers.items() if launcher is not None}):
         yield
 
 

@@ -44,15 +44,15 @@ class _NormKernels:
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
-        found = kernels()
+        module = kernels()
         with gpu_lock:
             for dtype in (torch.float16, torch.bfloat16):
                 image = torch.zeros(1, 320, 64, 64, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
                 weight = torch.zeros(320, dtype=dtype, device=device)
-                factors = found.factors_of(image, 32, weight, weight, 1e-5)
+                factors = module.factors_of(image, 32, weight, weight, 1e-5)
                 for silu in (False, True):
-                    found.apply_factors(image, factors, torch.empty_like(image), silu)
-                found.channels_last_weight(torch.zeros(320, 320, 3, 3, dtype=dtype, device=device))
+                    module.apply_factors(image, factors, torch.empty_like(image), silu)
+                module.channels_last_weight(torch.zeros(320, 320, 3, 3, dtype=dtype, device=device))
         self.ready = True
 
 
