@@ -50,7 +50,7 @@ class Job:
         owner: a job whose owner is gone is dropped.
         action: the work.
         device: where kernels of it run.
-        on_error: called on the worker with what the last attempt has raised.
+        on_error: called on the worker with what an attempt has raised; whether to try again at once.
         awaited: somebody waits for it, so it is not put off when memory is short.
         error: what its last attempt has raised and nobody has been told of, for whoever waits for it.
     """
@@ -58,7 +58,7 @@ class Job:
     owner: weakref.ref
     action: Callable[[], None]
     device: torch.device
-    on_error: Callable[[Exception], None] = lambda _error: None
+    on_error: Callable[[Exception], bool] = lambda _error: False
     awaited: bool = False
     error: BaseException | None = None
     over: bool = False
@@ -180,7 +180,7 @@ class Compiler:
 
     def _work(self, job: Job) -> None:
         job.attempts += 1
-        retries = False
+        retries = at_once = False
         try:
             if job.owner() is not None:
                 self._run_isolated(job)
@@ -193,7 +193,7 @@ class Compiler:
             if no_memory and job.awaited:
                 job.error = error
             elif not retries:
-                self._report(job, error)
+                retries = at_once = self._report(job, error) and job.attempts < ATTEMPTS
         except BaseException as error:  # ends whoever waits, never this thread, which others wait for
             job.error = error
         with self._changed:
@@ -201,16 +201,17 @@ class Compiler:
                 self._jobs.append(job)
             else:
                 job.over = True
-            alone = retries and len(self._jobs) == 1
+            alone = retries and not at_once and len(self._jobs) == 1
             self._changed.notify_all()
             if alone and not job.awaited:
                 self._changed.wait_for(lambda: job.awaited or len(self._jobs) > 1, RETRY_SECONDS)
 
-    def _report(self, job: Job, error: Exception) -> None:
+    def _report(self, job: Job, error: Exception) -> bool:
         try:
-            job.on_error(error)
+            return job.on_error(error)
         except Exception:  # never the thread: jobs behind this one would wait for ever
             logger.exception("a failure could not be told")
+            return False
 
     def _run_isolated(self, job: Job) -> None:
         began, waited = time.monotonic(), gate.waited

@@ -85,6 +85,11 @@ class BlockCode:
     def has_failed(self) -> bool:
         return self.fallback.failure is not None
 
+    @property
+    def may_be_forgiven(self) -> bool:
+        """It has failed for a reason that may pass, so that its graphs will be lowered after all."""
+        return self.fallback.failure is not None and self.fallback.failure.may_pass
+
     def count_lowered(self, seconds: float, from_disk: int) -> None:
         """A graph has been lowered; on any thread."""
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
@@ -150,11 +155,12 @@ class BlockCode:
         block = self._block() if self._block is not None else None
         cache = current_cache()
         excluded = block is not None and any(exclude(block) for exclude in on_compile_failure)
-        if not excluded:
-            if cache is not None and cache.heal(self.folder[0], error):
-                return True
-            self.fallback.give_up(describe_failure(self.name, error))
-        self._discard()
+        if excluded:
+            self._discard()
+            return False
+        if cache is not None and cache.heal(self.folder[0], error):
+            return True
+        self.fallback.give_up(describe_failure(self.name, error))
         return False
 
     def _discard(self) -> None:

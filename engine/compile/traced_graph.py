@@ -65,6 +65,9 @@ class Owner(Protocol):
     @property
     def has_failed(self) -> bool: ...
 
+    @property
+    def may_be_forgiven(self) -> bool: ...
+
     def count_lowered(self, seconds: float, from_disk: int) -> None: ...
 
     def lowering_failed(self, error: Exception) -> bool: ...
@@ -186,7 +189,7 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._lowering is None or owner.has_failed:
             return self._run_traced(*args)
-        if job is None:
+        if job is None or job.over:
             job = self._submit(owner)
         if call.synchronous and not is_capturing(self._device):
             if monitor.listener is not None:
@@ -200,10 +203,8 @@ class TracedGraph:
                     monitor.listener(None)
             if self._code is not None:
                 return self(*args)
-        if job.over:
-            self._job = None
-            if call.synchronous and job.error is not None:
-                raise job.error
+        if job.over and call.synchronous and job.error is not None:
+            raise job.error
         owner.raise_if_stopped()
         call.uncompiled = True
         return self._run_traced(*args)
@@ -258,9 +259,9 @@ class TracedGraph:
             owner = self._owner()
             if never_swallowed(error) or owner is None or not changed.put_back():
                 raise
-            self._code = self._job = None
+            self._code = None
             if not owner.lowering_failed(error):
-                self._lowering = None
+                self.stay_uncompiled()
             owner.raise_if_stopped()
             return self._run_traced(*args)
         self._has_run, self._lowering = True, None
@@ -296,12 +297,13 @@ def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[],
     return run
 
 
-def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], None]:
-    def report(error: Exception) -> None:
+def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], bool]:
+    def report(error: Exception) -> bool:
         traced, belongs_to = graph(), owner()
         again = belongs_to is not None and belongs_to.lowering_failed(error)
-        if traced is not None and not again:
+        if traced is not None and not again and not (belongs_to is not None and belongs_to.may_be_forgiven):
             traced.stay_uncompiled()
+        return again
 
     return report
 

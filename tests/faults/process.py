@@ -101,6 +101,9 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
+        for thread in threading.enumerate():  # warming Dynamo up sets what it needs, for the process, and puts it back
+            if thread.name.startswith("torch-compile-kit"):
+                thread.join(60)
         before = self.settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
         stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
