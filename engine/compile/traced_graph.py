@@ -189,9 +189,10 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._lowering is None or owner.has_failed:
             return self._run_traced(*args)
+        waits = call.synchronous and not is_capturing(self._device)
         if job is None or job.over:
-            job = self._submit(owner)
-        if call.synchronous and not is_capturing(self._device):
+            job = self._submit(owner, waits)
+        if waits:
             if monitor.listener is not None:
                 monitor.listener(owner.name)
             try:
@@ -209,7 +210,7 @@ class TracedGraph:
         call.uncompiled = True
         return self._run_traced(*args)
 
-    def _submit(self, owner: Owner) -> Job:
+    def _submit(self, owner: Owner, awaited: bool) -> Job:
         """Not before Dynamo has made the guards of the graph, which read what lowering changes."""
         cached = 0
         if self._device.type == "cuda":
@@ -217,7 +218,8 @@ class TracedGraph:
             # inside the allocator, needs the GIL for its log.
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         graph, owned_by = weakref.ref(self), self._owner
-        self._job = job = Job(owned_by, _action(graph, owned_by, cached), self._device, _reporter(graph, owned_by))
+        action, on_error = _action(graph, owned_by, cached), _reporter(graph, owned_by)
+        self._job = job = Job(owned_by, action, self._device, on_error, awaited)
         owner.jobs.add(job)
         compiler.submit(job)
         return job

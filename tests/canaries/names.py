@@ -128,7 +128,7 @@ TORCH = {
     "torch._inductor.virtualized.V.graph.current_device": READ,
     "torch._inductor.virtualized.V.graph.sizevars.statically_known_leq": READ,
     "torch._inductor.runtime.triton_heuristics.CachingAutotuner.run": called(3, "stream"),
-    "triton.backends.nvidia.driver.CudaLauncher.__call__": called(9),
+    "triton.backends.nvidia.driver.CudaLauncher.__call__": called(10),
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": READ,
     "torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear": READ,

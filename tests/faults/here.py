@@ -1,6 +1,7 @@
 """The faults that need no process of their own; see `table.HERE`. Each on a whole model of the host."""
 
 import threading
+import time
 
 import comfy.model_management
 import pytest
@@ -158,10 +159,25 @@ def no_memory_to_compile(case):
     if case.behind:
         case.is_right()
     else:
+        _worker_is_first(case)
         error = case.raises(Exception)
         assert any(isinstance(e, torch.OutOfMemoryError) for e in case.engine("failures.describe").chain(error))
     assert not case.failures
     case.is_compiled()
+
+
+def _worker_is_first(case):
+    """It has tried a job before the call that queued it waits for it."""
+    submit = case.thread.submit
+
+    def tried(job):
+        submit(job)
+        end = time.monotonic() + 30
+        while not job.attempts and time.monotonic() < end:
+            time.sleep(0.001)
+        time.sleep(0.05)
+
+    case.monkeypatch.setattr(case.thread, "submit", tried)
 
 
 def _no_copies(case):
