@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from .forwards import given_forward
+from ..forwards import given_forward
 
 Code = types.CodeType | type
 T = TypeVar("T")

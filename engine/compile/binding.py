@@ -17,7 +17,7 @@ from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
-from ..blocks.forwards import exchanged, given_forward
+from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .group import BlockGroup

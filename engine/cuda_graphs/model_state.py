@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 import types
+import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
-from ..blocks.forwards import is_of_class
 from ..compile.binding import is_ours
+from ..forwards import is_of_class
 from ..identity import Same
 from .keys import value_key
 
@@ -36,7 +37,7 @@ class ModelState:
     obstacle: str | None = None
     functions: list | None = None
     _checked: bool = False
-    _foreign: list[nn.Module] = field(default_factory=list)
+    _foreign: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _held: Hashable = None
     _known: list | None = None
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
@@ -53,9 +54,8 @@ class ModelState:
         Raises:
             NoKey: something whose changes cannot be seen.
         """
-        held = value_key(
-            [{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in self._foreign]
-        )
+        foreign = [module for reference in self._foreign if (module := reference()) is not None]
+        held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in foreign])
         if self._held is not None and held != self._held:
             self.obstacle = "a layer of another node changes from call to call"
         self._held = held
@@ -85,7 +85,7 @@ class ModelState:
         self._foreign = []
         for path, module in model.named_modules():
             if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
-                self._foreign.append(module)
+                self._foreign.append(weakref.ref(module))
             place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ..closures import contents_of
+from ..forwards import given_forward
 from .call_flow import Flow
 from .patches import OVERRIDE, keys_of_patch
 from .uses_of_options import Lost
@@ -49,7 +50,7 @@ def keys_read(block: nn.Module) -> frozenset[str]:
     `patches_replace` or `attn1_patch` is a patch lookup and does not count.
     """
     for module in block.modules():
-        found = module.__dict__.get("forward") if module is not block else None
+        found = given_forward(module) if module is not block else None
         if found is not None and not isinstance(found, types.FunctionType | types.MethodType):
             return BOOKKEEPING  # a callable of another kind, which may read anything
     flow = Flow()
@@ -85,7 +86,7 @@ def _codes_of_block(block: nn.Module) -> set[types.CodeType]:
 def _forwards_given_to(block: nn.Module) -> Iterator[types.FunctionType]:
     """The functions that stand in for the forward of single modules inside the block."""
     for module in block.modules():
-        found = module.__dict__.get("forward") if module is not block else None
+        found = given_forward(module) if module is not block else None
         function = getattr(found, "__func__", found)
         if isinstance(function, types.FunctionType):
             yield function
@@ -212,10 +213,6 @@ def _place(options: Mapping) -> tuple | None:
     return tuple(block[:2]) if isinstance(block, list | tuple) and len(block) >= 2 else None
 
 
-def _listed(value: object) -> list:
-    return value if isinstance(value, list) else [value]
-
-
 def _is_place(key: object) -> bool:
     return isinstance(key, tuple) and len(key) in (2, 3)
 
@@ -223,13 +220,3 @@ def _is_place(key: object) -> bool:
 def _name_of(patch: object) -> str:
     named = patch if hasattr(patch, "__qualname__") else type(patch)
     return f"{getattr(named, '__module__', '?')}.{getattr(named, '__qualname__', '?')}"
-
-
-def patch_objects(options: Mapping) -> tuple[int, ...]:
-    """Tells one set of patch objects from another, for all blocks alike."""
-    found: list[int] = []
-    for value in (options.get("patches") or {}).values():
-        found += map(id, _listed(value))
-    for entries in (options.get("patches_replace") or {}).values():
-        found += map(id, entries.values())
-    return (*found, id(options.get(OVERRIDE)))

@@ -18,7 +18,6 @@ from torch import nn
 
 from ...background.gate import gate
 from ...blocks.channels_last import run_channels_last
-from ...blocks.forwards import exchanged
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.registry import code_of
@@ -27,6 +26,7 @@ from ...cuda_graphs.keys import NoKey, value_key
 from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError
 from ...failures.describe import never_swallowed
+from ...forwards import exchanged
 from ...options.filter import BOOKKEEPING, keys_read
 from ...per_model import PerModel
 from ..weights.dynamic_vram import AllPages, address_of

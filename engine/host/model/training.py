@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from ...background.model_call import ModelCall
-from ...blocks.forwards import OwnForward
 from ...compile.binding import chosen_modules
 from ...compile.events import watching
 from ...compile.registry import ModelCode, code_of
+from ...forwards import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler
 from .network_calls import raise_if_interrupted

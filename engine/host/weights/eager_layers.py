@@ -10,7 +10,7 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
-from ...blocks.forwards import exchanged
+from ...forwards import exchanged
 
 
 class EagerLayers:
