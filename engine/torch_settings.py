@@ -110,7 +110,7 @@ compile_scope = SharedScope(
     {
         **_attributes(
             torch._dynamo.config,
-            ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit"),
+            ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled"),
         ),
         **_attributes(
             torch._dynamo.config,

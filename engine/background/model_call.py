@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -17,12 +18,14 @@ class ModelCall:
         poll: called while something is waited for; may raise to stop (the host's interrupt).
         ran: blocks have run in it; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there is none yet.
+        began: by `time.monotonic`.
     """
 
     synchronous: bool = True
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    began: float = field(default_factory=time.monotonic)
 
     @contextmanager
     def holding(self, lock: Any) -> Iterator[None]:

@@ -53,6 +53,7 @@ class Job:
         on_error: called on the worker with what an attempt has raised; whether to try again at once.
         awaited: somebody waits for it, so it is not put off when memory is short.
         error: what its last attempt has raised and nobody has been told of, for whoever waits for it.
+        due: not before that, by `time.monotonic`, unless somebody waits for it.
     """
 
     owner: weakref.ref
@@ -63,6 +64,7 @@ class Job:
     error: BaseException | None = None
     over: bool = False
     attempts: int = 0
+    due: float = 0.0
 
 
 @dataclass
@@ -86,6 +88,7 @@ class Compiler:
         """Queue a job; returns at once."""
         with self._changed:
             self._jobs.append(job)
+            self._changed.notify_all()
             if self._thread is not None:
                 return
             thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
@@ -139,6 +142,7 @@ class Compiler:
             if job in self._jobs:
                 self._jobs.remove(job)
                 self._jobs.appendleft(job)
+            self._changed.notify_all()
         try:
             with gate.opened():
                 while not job.over:
@@ -155,6 +159,7 @@ class Compiler:
             for job in self._jobs:
                 job.over = True
             self._jobs.clear()
+            self._changed.notify_all()
             thread = self._thread
         gate.stop()
         if thread is not None:
@@ -170,13 +175,18 @@ class Compiler:
 
     def _next(self) -> Job | None:
         with self._changed:
-            if not self._jobs:
-                # Before another thread starts, which would take our interval for the one to restore.
-                sys.setswitchinterval(self._interval)
-                self._thread = None
-                self.awaited = False
+            while self._jobs:
+                job = next((job for job in self._jobs if job.awaited or job.due <= time.monotonic()), None)
+                if job is not None:
+                    self._jobs.remove(job)
+                    return job
+                self._changed.wait(min(job.due for job in self._jobs) - time.monotonic())
+            # Before another thread starts, which would take our interval for the one to restore.
+            sys.setswitchinterval(self._interval)
+            self._thread = None
+            self.awaited = False
             self._changed.notify_all()
-            return self._jobs.popleft() if self._jobs else None
+            return None
 
     def _work(self, job: Job) -> None:
         job.attempts += 1
@@ -198,13 +208,11 @@ class Compiler:
             job.error = error
         with self._changed:
             if retries:
+                job.due = time.monotonic() + (0.0 if at_once else RETRY_SECONDS)
                 self._jobs.append(job)
             else:
                 job.over = True
-            alone = retries and not at_once and len(self._jobs) == 1
             self._changed.notify_all()
-            if alone and not job.awaited:
-                self._changed.wait_for(lambda: job.awaited or len(self._jobs) > 1, RETRY_SECONDS)
 
     def _report(self, job: Job, error: Exception) -> bool:
         try:

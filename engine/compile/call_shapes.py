@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+# Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py).
+_MARK = "_dynamo_static_indices"
 T = TypeVar("T")
 
 
@@ -28,6 +33,50 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
     return tuple(shapes)
 
 
+def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
+    """What decides, beside numbers, which code a call of a module needs: what is passed, its weights, settings of PyTorch."""
+    weights = ((type(t), t.dtype, t.device, t.stride()) for t in (*module.parameters(), *module.buffers()))
+    given = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
+    kinds = tuple(type(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+    matmul = torch.backends.cuda.matmul
+    try:
+        precision = torch.get_float32_matmul_precision()
+    except RuntimeError:  # somebody has used PyTorch's new settings of precision
+        precision = ""
+    settings = (
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_default_dtype(),
+        torch.is_autocast_enabled("cuda"),
+        torch.is_autocast_enabled("cpu"),
+        torch.are_deterministic_algorithms_enabled(),
+        matmul.allow_fp16_reduced_precision_reduction,
+        matmul.allow_bf16_reduced_precision_reduction,
+        precision,
+    )
+    return shapes_of(args, kwargs), tuple(weights), tuple(given), kinds, settings
+
+
+@contextmanager
+def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
+    """While it lasts, the heads of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` are no sizes that vary.
+
+    Nothing else tells Dynamo so where a block reshapes to them (LTX-AV): with symbols for both, sympy needs four fifths of the
+    trace to divide the channels by one and multiply by the other.
+    """
+    marked = []
+    for tensor in tensors_in(args, kwargs):
+        if tensor.dim() == 6 and tensor.shape[-2:] == (2, 2) and tensor.shape[1] > 1 and not hasattr(tensor, _MARK):
+            for dimension in (2, 3):
+                torch._dynamo.mark_static(tensor, dimension)
+            marked.append(tensor)
+    try:
+        yield
+    finally:
+        for tensor in marked:
+            delattr(tensor, _MARK)
+
+
 class Changed:
     """What a call that fails halfway has changed of its arguments, put back.
 
@@ -38,9 +87,13 @@ class Changed:
     def __init__(self, call: tuple):
         self._call = call
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] | None = []
+        self._is_kept = False
 
     def keep(self) -> None:
-        """Copy all tensors as they are now; without the memory for that, nothing can be put back."""
+        """Copy all tensors as they are the first time; without the memory for that, nothing can be put back."""
+        if self._is_kept:
+            return
+        self._is_kept = True
         try:
             found = {id(t): t for t in (tensors_in(*self._call) if self._call else ())}
             self._kept = [(t, memory_of(t).clone()) for t in found.values()]

@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ..errors import BlockCompileError
 from ..failures.describe import describe_failure, is_limit_hit, never_swallowed
 from ..settings import CompileSettings
 from ..torch_settings import compile_scope
-from .call_shapes import Changed
+from .call_shapes import Changed, traced_state
 from .events import monitor
 from .fallback import Fallback
 from .session import DYNAMIC, STATIC, CompileSession
@@ -34,6 +35,8 @@ TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the
 # block is traced again.
 on_compile_failure: list[Callable[[nn.Module], bool]] = []
+# When that was last so, by `time.monotonic`.
+_excluded_at = 0.0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
@@ -54,6 +57,8 @@ class BlockCode:
         jobs: graphs of it that wait for the worker or are being lowered.
         is_tracing: Dynamo traces it in a call.
         version: goes up when what was compiled is discarded.
+        _traced: what it was traced for, see `_switches`.
+        _traced_from: when the model's call began in which it was traced last.
     """
 
     name: str
@@ -67,6 +72,8 @@ class BlockCode:
     jobs: set[Job] = field(default_factory=set)
     is_tracing: bool = False
     version: int = 0
+    _traced: set[tuple] = field(default_factory=set)
+    _traced_from: float = 0.0
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
     _compiled: Callable | None = None
@@ -95,19 +102,23 @@ class BlockCode:
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
         self.compiles += 1
 
-    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, again: bool = False) -> object:
-        """Call the block's graphs, and note what that traces.
-
-        Args:
-            again: there have been graphs for such a call, so something else than shapes differs: a float, perhaps.
-        """
+    def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
+        """Call the block's graphs, and note what that traces."""
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
+            if _excluded_at >= call.began:  # the layers that were excluded are so from the model's next call on
+                return self.forward(block, *args, **kwargs)
             compiled = self._compiled = self._compile()
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
+        if self.stats.graph_breaks:
+            changed.keep()  # the first piece may have run, and written to them, when one behind it is traced
+        traces_for: set[tuple] = set()
         session = CompileSession(
-            self.name, functools.partial(self._trace_begins, changed), functools.partial(self._switches, again)
+            self.name,
+            functools.partial(self._trace_begins, changed, call),
+            functools.partial(self._switches, block, args, kwargs, traces_for),
+            (args, kwargs),
         )
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
@@ -117,17 +128,20 @@ class BlockCode:
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:
-            return compiled(block, *args, **kwargs)
+            result = compiled(block, *args, **kwargs)
         except Exception as error:
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise
-            if not is_limit_hit(error) and any(exclude(block) for exclude in on_compile_failure):
-                return self.forward(block, *args, **kwargs)
             cache = current_cache()
             if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
+                if not is_limit_hit(error) and self._excludes_layers(error, block, call.began):
+                    return self.forward(block, *args, **kwargs)
                 return self.fallback.after(error, block, args, kwargs)
+        else:
+            self._traced |= traces_for
+            return result
         finally:
             current.call = outer
             monitor.calls.pop()
@@ -138,11 +152,11 @@ class BlockCode:
                 self.compiles += 1
                 self.traces += 1
                 self.stats.add(session.stats())
-        return self.call(block, call, args, kwargs, again)  # what was damaged on disk is gone: once more
+        return self.call(block, call, args, kwargs)  # what was damaged on disk is gone: once more
 
-    def _trace_begins(self, changed: Changed) -> None:
+    def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()
-        self.is_tracing = True
+        self.is_tracing, self._traced_from = True, call.began
         for tell in on_trace:
             tell()
 
@@ -154,14 +168,22 @@ class BlockCode:
         """
         block = self._block() if self._block is not None else None
         cache = current_cache()
-        excluded = block is not None and any(exclude(block) for exclude in on_compile_failure)
-        if excluded:
-            self._discard()
-            return False
         if cache is not None and cache.heal(self.folder[0], error):
             return True
-        self.fallback.give_up(describe_failure(self.name, error))
+        if block is not None and self._excludes_layers(error, block, self._traced_from):
+            self._discard()
+        else:
+            self.fallback.give_up(describe_failure(self.name, error))
         return False
+
+    def _excludes_layers(self, error: Exception, block: nn.Module, since: float) -> bool:
+        """Whether layers that may have caused an error are out of the graphs now, and were not `since` then."""
+        global _excluded_at
+        if describe_failure(self.name, error).may_pass:
+            return False
+        if any(exclude(block) for exclude in on_compile_failure):
+            _excluded_at = time.monotonic()
+        return _excluded_at >= since
 
     def _discard(self) -> None:
         """Where the group goes on, the next call traces it anew."""
@@ -202,16 +224,22 @@ class BlockCode:
         found = [entry.guard_manager for entry in entries]
         return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
-    def _switches(self, again: bool) -> dict[str, object]:
+    def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
         """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.
 
         Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm had PyTorch trace a block twice
-        (torch/fx/passes/_tensorify_python_scalars.py).
+        (torch/fx/passes/_tensorify_python_scalars.py), and a graph with symbols is lowered in the call.
+
+        Args:
+            traces_for: gets what the trace is for. Where there is a graph for the same, and it does not fit, a float differs.
         """
+        traced_for = traced_state(block, args, kwargs)
+        floats_vary = traced_for in self._traced and bool(self.variants())
+        traces_for.add(traced_for)
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]
         named = ",".join([s for s in (getattr(torch.compiler.config, "dynamic_sources", ""),) if s] + sources)
-        shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not again}
+        shapes = STATIC if self.settings.dynamic == "false" else {**DYNAMIC, "specialize_float": not floats_vary}
         return {**shapes, "dynamic_sources": named}
 
 

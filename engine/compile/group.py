@@ -126,7 +126,7 @@ class BlockGroup:
                 return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs)
         signature = (self.code.version, *shapes_of(args, kwargs))
         if signature in self._seen:
-            return self.code.call(block, call, args, kwargs, again=True)
+            return self.code.call(block, call, args, kwargs)
         if (self.limit_reached and self.settings.dynamic == "false") or _is_captured(args):
             return self.forward(block, *args, **kwargs)
         if call.synchronous:

@@ -13,14 +13,17 @@ from ..background.gate import gate
 from ..cache.disk import current
 from ..inductor.dynamic_sizes import TRACING, tracing_scope
 from ..torch_settings import attention_scope, compile_scope, libdevice, libdevice_scope, lowering_settings
+from .call_shapes import static_heads
 from .stats import CompileStats, Recompile
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
 # mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key.
+# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. What the cache of fake
+# tensors costs to fill, with sizes that vary, is a quarter of a trace, and nothing is found in it.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
+    "fake_tensor_cache_enabled": False,
     "use_recursive_dict_tags_for_guards": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
@@ -82,12 +85,18 @@ class CompileSession:
         block: class name of the block.
         on_first: called before the first trace, when nothing of the block has run yet; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
+        given: positional and keyword arguments of the call.
     """
 
-    __slots__ = ("_began", "_breaks", "_graphs", "_metrics", "_scopes", "block", "on_first", "seconds", "started", "switches")
+    __slots__ = (
+        "_began", "_breaks", "_graphs", "_metrics", "_scopes", "block", "given", "on_first", "seconds", "started", "switches",
+    )  # fmt: skip
 
-    def __init__(self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]]):
+    def __init__(
+        self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]], given: tuple[tuple, dict]
+    ):
         self.block = block
+        self.given = given
         self.on_first = on_first
         self.switches = switches
         self._scopes = ExitStack()
@@ -108,6 +117,7 @@ class CompileSession:
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
             scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
             scopes.enter_context(tracing_scope.applied(**TRACING))
+            scopes.enter_context(static_heads(*self.given))
             self._scopes = scopes.pop_all()
 
     def end(self) -> None:

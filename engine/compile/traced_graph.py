@@ -219,9 +219,14 @@ class TracedGraph:
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         graph, owned_by = weakref.ref(self), self._owner
         action, on_error = _action(graph, owned_by, cached), _reporter(graph, owned_by)
-        self._job = job = Job(owned_by, action, self._device, on_error, awaited)
+        job = Job(owned_by, action, self._device, on_error, awaited)
+        try:
+            compiler.submit(job)
+        except RuntimeError:  # the process has no room for another thread: the next call tries again
+            job.over = True
+            return job
+        self._job = job
         owner.jobs.add(job)
-        compiler.submit(job)
         return job
 
     def stay_uncompiled(self) -> None:
@@ -270,9 +275,9 @@ class TracedGraph:
         return result
 
     def _run_other_sizes(self, args: tuple) -> Any:
-        if is_capturing(self._device):
-            return self._run_traced(*args)
         if self._other_sizes is None:
+            if is_capturing(self._device):
+                return self._run_traced(*args)
             function = _call_of(self._traced)
             weakref.finalize(self, dead_code.append, function.__code__).atexit = False
             self._other_sizes = torch.compile(function, backend=self._backend)
@@ -322,7 +327,7 @@ class _Lowering:
         self._changeable = changeable
         self._context = TracingContext.get()
         self._guards_before: int | None = None
-        self._inference, self._grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+        self._grad = torch.is_grad_enabled()
         self._default_dtype = torch.get_default_dtype()
         kind = device.type
         self._autocast: dict[str, Any] = {}
@@ -336,7 +341,6 @@ class _Lowering:
             # Before the first attempt: what that one has added holds in the next without being added again.
             self._guards_before = len(shapes.guards)
         with ExitStack() as scopes:
-            scopes.enter_context(torch.inference_mode(self._inference))
             scopes.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
                 scopes.enter_context(torch.autocast(**self._autocast))
@@ -353,7 +357,7 @@ class _Lowering:
         if self._device.type != "cuda":
             return
         try:
-            with torch.inference_mode(self._inference), torch.set_grad_enabled(False):
+            with torch.set_grad_enabled(False):
                 inputs = self._zeros(cached)
                 if inputs is None:
                     return

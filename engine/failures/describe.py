@@ -39,6 +39,8 @@ _CURES = {
     "GPUTooOldForTriton": "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none.",
     "CppCompileError": "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete.",
     "Unsupported": "Its code has parts PyTorch cannot trace; set fullgraph to false, or leave it out with only_blocks.",
+    "OutOfMemoryError": "There was too little memory for it; the next run tries again.",
+    "Postponed": "The next run tries again.",
     "UserError": "Its code has parts PyTorch cannot trace; leave it out with only_blocks.",
 }
 _DEFAULT_CURE = "Try backend aot_eager or mode default; leave the block out with only_blocks if it stays."
@@ -68,6 +70,8 @@ def never_swallowed(error: BaseException) -> bool:
         isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError)
         # CUDA's own, which PyTorch has no class for (comfy/model_management.py, `is_oom`)
         or (isinstance(e, RuntimeError) and "CUDA error: out of memory" in str(e))
+        # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
+        or type(e).__name__ == "InterruptProcessingException"
         for e in chain(error)
     )
 
@@ -77,24 +81,21 @@ def is_limit_hit(error: BaseException) -> bool:
     return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
 
 
-def is_switched(error: BaseException) -> bool:
-    """Another thread has switched something of the process (TF32) while code was traced: it may go well the next time."""
-    texts = ("state changed while dynamo tracing", "GLOBAL_STATE changed")  # torch/_dynamo/convert_frame.py and guards.py
-    return isinstance(error, AssertionError) and any(text in str(error) for text in texts)
-
-
-def is_graph_break(error: BaseException) -> bool:
-    """Whether code could not be traced as one graph."""
-    return any(isinstance(e, dynamo_errors.Unsupported) for e in chain(error))
-
-
 # What a compiler says that was stopped from outside, or had no room: gcc, clang, ptxas.
 _OF_THE_MOMENT = ("No space left on device", "Disk quota exceeded", "Killed", "signal 9", "SIGKILL", "out of memory allocating")
 
 
+def _is_switched(error: BaseException) -> bool:
+    """Another thread has switched something of the process (TF32) while code was traced."""
+    texts = ("state changed while dynamo tracing", "GLOBAL_STATE changed")  # torch/_dynamo/convert_frame.py and guards.py
+    return isinstance(error, AssertionError) and any(text in str(error) for text in texts)
+
+
 def _may_pass(causes: list[BaseException]) -> bool:
     names = {type(e).__name__ for e in causes}
-    if any(isinstance(e, OSError | EOFError) for e in causes) or names & {"BrokenProcessPool", "SubprocException"}:
+    if any(isinstance(e, OSError | EOFError) for e in causes) or names & {"BrokenProcessPool", "SubprocException", "Postponed"}:
+        return True
+    if any(never_swallowed(e) or _is_switched(e) for e in causes):
         return True
     return "CppCompileError" in names and any(words in str(e) for e in causes for words in _OF_THE_MOMENT)
 

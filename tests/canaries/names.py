@@ -86,8 +86,8 @@ TORCH = {
     "torch._dynamo.disable": READ,
     "torch._dynamo.lookup_backend": READ,
     "torch._dynamo.maybe_mark_dynamic": called(2),
+    "torch._dynamo.mark_static": called(2),
     "torch._dynamo.exc.FailOnRecompileLimitHit": READ,
-    "torch._dynamo.exc.Unsupported": READ,
     "torch.utils.checkpoint._StopRecomputationError": READ,
     # Settings; one that is missing is not set.
     "torch._dynamo.config.patch": READ,
@@ -97,6 +97,7 @@ TORCH = {
     "torch._dynamo.config.capture_dynamic_output_shape_ops": READ,
     "torch._dynamo.config.capture_scalar_outputs": READ,
     "torch._dynamo.config.fail_on_recompile_limit_hit": READ,
+    "torch._dynamo.config.fake_tensor_cache_enabled": READ,
     "torch._dynamo.config.recompile_limit": READ,
     "torch._dynamo.config.specialize_float": READ,
     "torch._guards.TracingContext.get": called(),
@@ -146,6 +147,7 @@ TORCH = {
     "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__": replaced("self"),
     # What compiling does to the process, kept in the thread that compiles.
     "torch._C._ensureCUDADeviceGuardSet": READ,
+    "torch._C._set_fp32_precision_setter": READ,
     "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
     "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.14"),  # after, the thread that traces has it
@@ -283,6 +285,7 @@ FOREIGN = {
     "_forward_hooks": Foreign("torch.nn.Module"),
     "_forward_pre_hooks": Foreign("torch.nn.Module"),
     "_backend_from_string": Foreign("torch.nn.attention"),
+    "_dynamo_static_indices": Foreign("torch._dynamo.decorators"),
     "_sdpa_kernel": Foreign("torch.nn.attention"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
     "_forward": Foreign("comfy.ldm.flux.model.Flux"),  # the `forward` of a model without the wrappers

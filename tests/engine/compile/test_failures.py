@@ -1,0 +1,206 @@
+"""Blocks that cannot be compiled, now or at all, seen from outside: the image is eager's, and what may pass is tried again."""
+
+import threading
+
+import pytest
+import torch
+from support import Block, CompiledNet, Held, Net
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+MODES = pytest.mark.parametrize("at_once", [False, True], ids=["in the background", "at once"])
+
+
+class Broken(Block):
+    """Writes to its input before a graph break, as Flux's blocks do (`img += ...`)."""
+
+    def forward(self, x, way="a"):
+        x += 1
+        torch._dynamo.graph_break()
+        return super().forward(x) * {"a": 1, "b": 2, "c": 3}[way]
+
+
+class BrokenNet(Net):
+    def __init__(self):
+        super().__init__(Broken, count=2)
+
+
+class Compiler:
+    """A backend that raises what is planned for its calls, and then compiles."""
+
+    def __init__(self, *plan):
+        self.plan, self.calls, self.threads = list(plan), 0, []
+
+    def __call__(self, graph, _inputs):
+        self.calls += 1
+        self.threads.append(threading.current_thread())
+        error = self.plan.pop(0) if self.plan else None
+        if error is not None:
+            raise error
+        return graph.forward
+
+
+def call(step, at_once, *args, **kwargs):
+    result = step.at_once(*args, **kwargs) if at_once else step(*args, **kwargs)[0]
+    step.wait()
+    return result
+
+
+@MODES
+@pytest.mark.parametrize("fault", ["the limit is reached", "a piece cannot be traced"])
+def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch, at_once, fault):
+    """The first piece is compiled, and has run, when a piece behind it is not."""
+    net, x = BrokenNet(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, cache_limit=1 if fault == "the limit is reached" else 64)
+    assert torch.allclose(call(step, at_once, x.clone(), way="a"), net(x.clone(), way="a"))
+    if fault == "a piece cannot be traced":
+        monkeypatch.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
+    for way in "bcb":
+        assert torch.allclose(call(step, at_once, x.clone(), way=way), net(x.clone(), way=way)), way
+
+
+@pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), torch.OutOfMemoryError("no memory")], ids=str)
+def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
+    compiled_code = engine("compile.compiled_code")
+    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.0)
+    asked = []
+    monkeypatch.setattr(compiled_code, "on_compile_failure", [lambda block: asked.append(block) or True])
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=Compiler(fault))
+    for _ in range(2):
+        assert torch.equal(call(step, False, x), net(x))
+        step.new_run()
+    assert not asked and not step(x)[1] and not step.failures
+
+
+@MODES
+def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, monkeypatch, at_once):
+    """Until then blocks still have them in: these are not given up for what the first block failed of."""
+    compiled_code = engine("compile.compiled_code")
+    excluded = []
+
+    def exclude(_block):
+        first, excluded[:] = not excluded, [True]
+        return first
+
+    class NeedsExclusion(Compiler):
+        """Compiles nothing of the call in which the layers are excluded."""
+
+        def __call__(self, graph, inputs):
+            self.calls += 1
+            if not may_compile:
+                raise RuntimeError("no kernel for this layer")
+            return graph.forward
+
+    may_compile = []
+    monkeypatch.setattr(compiled_code, "on_compile_failure", [exclude])
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=(compiler := NeedsExclusion()))
+    assert torch.equal(call(step, at_once, x), net(x))
+    assert excluded and compiler.calls == 1, "the blocks behind the first run eager in this call"
+    may_compile.append(True)
+    for _ in range(2):
+        assert torch.equal(call(step, at_once, x), net(x))
+    assert not step.failures and step.graphs == 2 and not step(x)[1]
+
+
+@MODES
+def test_layers_that_were_excluded_before_explain_nothing(engine, monkeypatch, at_once):
+    excluded = []
+
+    def exclude(_block):
+        first, excluded[:] = not excluded, [True]
+        return first
+
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [exclude])
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this")] * 9)))
+    for _ in range(4):
+        assert torch.equal(call(step, at_once, x), net(x))
+    assert len(step.failures) == 1 and compiler.calls == 2
+
+
+def test_without_memory_for_long_it_is_tried_in_the_next_run(engine, monkeypatch):
+    thread = engine("background.thread")
+    monkeypatch.setattr(thread, "RETRY_SECONDS", 0.001)
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=Compiler(*[torch.OutOfMemoryError("no memory")] * thread.ATTEMPTS))
+    assert torch.equal(call(step, False, x), net(x))
+    (failure,) = step.failures
+    assert "memory" in failure and "the next run tries again" in failure
+    step.new_run()
+    assert torch.equal(call(step, False, x), net(x))
+    assert not step(x)[1] and not step.failures
+
+
+def test_jobs_without_memory_wait_for_it_together(engine, monkeypatch):
+    """The one has not the other for a reason to be tried at once."""
+    thread = engine("background.thread")
+    monkeypatch.setattr(thread, "RETRY_SECONDS", 60.0)
+    compiler = Compiler(*[torch.OutOfMemoryError("no memory")] * 2)
+    inputs = [torch.randn(2, 4, width) for width in (8, 16)]
+    steps = [CompiledNet(engine, Net(width=x.shape[-1]), backend=compiler) for x in inputs]
+    for step, x in zip(steps, inputs, strict=True):
+        step(x)
+    for _ in range(600):
+        threading.Event().wait(0.1)
+        if compiler.calls >= 2:
+            break
+    threading.Event().wait(0.3)
+    assert compiler.calls == 2
+    for step, x in zip(steps, inputs, strict=True):
+        assert torch.equal(step.at_once(x), step.net(x)), "who waits for code does not wait for the pause"
+        step.wait()
+    assert compiler.calls == 4
+
+
+def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatch):
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+
+    def no_room(_thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        result, eager = step(x)
+    assert eager and torch.equal(result, net(x)) and not step.failures and not step.is_being_compiled
+    assert not any(group.is_being_compiled for group in step._groups)
+    step(x)
+    step.wait()
+    assert not step(x)[1]
+
+
+class InterruptProcessingException(Exception):
+    """The host's cancel, as it is up to ComfyUI 0.25: no BaseException."""
+
+
+def test_a_cancel_ends_the_run_and_is_no_failure(engine):
+    def cancel():
+        if backend.begun.is_set():
+            raise InterruptProcessingException
+
+    net, x, backend = Net(), torch.randn(2, 4, 8), Held()
+    step = CompiledNet(engine, net, backend=backend)
+    waits = engine("background.model_call").ModelCall(True, cancel)
+    blocks = engine("compile.binding").compiled_blocks(net, step.settings, waits)
+    with pytest.raises(InterruptProcessingException), engine("compile.events").watching, blocks:
+        net(x)
+    backend.go_on.set()
+    step.wait()
+    assert not step.failures and torch.equal(step.at_once(x), net(x))
+
+
+@MODES
+@pytest.mark.parametrize("change", ["dtype", "reset"])
+def test_the_same_sizes_for_another_reason_are_no_number_that_varies(engine, at_once, change):
+    """Graphs with numbers that vary are lowered in the call."""
+    compiler = Compiler()
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=compiler)
+    call(step, at_once, x, scale=2.0)
+    if change == "reset":
+        torch._dynamo.reset()
+    else:
+        net, x = net.double(), x.double()
+    assert torch.equal(call(step, at_once, x, scale=2.0), net(x, scale=2.0))
+    assert step.graphs == 2 and threading.main_thread() not in compiler.threads
