@@ -414,7 +414,7 @@ def test_heads_of_rotary_embeddings_are_no_sizes_that_vary(compiled):
     shapes = []
 
     def backend(graph, inputs):
-        shapes.extend(tuple(t.shape) for t in inputs if isinstance(t, torch.Tensor) and t.dim() == 6)
+        shapes.extend(tuple(map(str, t.shape)) for t in inputs if isinstance(t, torch.Tensor) and t.dim() == 6)
         return graph
 
     net = Net(Turned)
@@ -425,4 +425,4 @@ def test_heads_of_rotary_embeddings_are_no_sizes_that_vary(compiled):
         assert not hasattr(turn, "_dynamo_static_indices")
         assert step.wait() == 1
     ((_batch, tokens, *heads),) = shapes
-    assert isinstance(tokens, torch.SymInt) and heads == [2, 2, 2, 2] and all(type(size) is int for size in heads)
+    assert not tokens.isdecimal() and heads == ["2", "2", "2", "2"]
