@@ -55,6 +55,13 @@ def pytest_configure(config):
     signal.signal(signal.SIGTERM, lambda *_: pytest.exit("terminated", returncode=143))
 
 
+def pytest_collection_finish(session):
+    """What there is now stays: looking through it for garbage again and again takes a twentieth of the suite's time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 25, 50)
+
+
 def pytest_collection_modifyitems(config, items):
     """Without a CUDA device its tests do not count, not even as skipped; `pytest -m gpu` runs them where there is one."""
     # The first process gets the first tests: those that share a server.

@@ -2,9 +2,10 @@
 
     python restart.py BASE ACTIONS
 
-ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `attention`: with a
-kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels), `save=NAME`, `after` (as
-`before`). BASE is the host's base directory; restarting is running it again with the same one.
+ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `one`: one kind of
+block; with `attention`: with a kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of
+kernels), `save=NAME`, `after` (as `before`). BASE is the host's base directory; restarting is running it again with the same
+one.
 """
 
 import asyncio
@@ -78,7 +79,9 @@ def main(base, actions):
                 answer["loaded"] = module("engine.host.nodes.cache_files").load_cache(action.partition("=")[2])
         if "warm" in actions:
             patcher = tiny_models.build_patcher("flux")
-            settings = module("engine.settings").CompileSettings(compile="at once")
+            settings = module("engine.settings").CompileSettings(
+                compile="at once", only_blocks="single_blocks.*" if "one" in actions else ""
+            )
             compiled = module("engine.host.model.attach").attach(patcher, settings)
             if "attention" in actions:
                 options = compiled.model_options["transformer_options"]

@@ -264,7 +264,7 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
     assert graphs[0]() is None and left_in_the_module() == before
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.rest)])
 def test_every_backend_that_a_cpu_can_run(engine, backend):
     """Inductor also in the background, and as its code is found there by the calls that wait."""
     net, x = Net(), torch.randn(2, 4, 8)

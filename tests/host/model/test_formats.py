@@ -119,12 +119,19 @@ FORMATS = {
 }
 # On the CPU these take seconds, and a page of warnings for each product.
 SLOW = "mxfp8, native", "nvfp4, native"
+# What runs in each row of attention and mode; the others are marked `rest`.
+FIRST = {
+    (PYTORCH, BACKGROUND): set(FORMATS),
+    (PYTORCH, AT_ONCE): {"bf16", "int8", "packed as GGUF"},
+    (UNTRACEABLE, BACKGROUND): {"bf16", "int8"},
+    (UNTRACEABLE, AT_ONCE): {"bf16"},
+}
 
 
 def rows():
     for format_name, attention, mode in itertools.product(FORMATS, (PYTORCH, UNTRACEABLE), MODES):
         marks = []
-        if format_name in SLOW or (attention == UNTRACEABLE and format_name not in ("bf16", "int8")):
+        if format_name in SLOW or format_name not in FIRST[attention, mode]:
             marks.append(pytest.mark.rest)
         yield pytest.param(format_name, attention, mode, marks=marks, id=f"{format_name}-{attention}-{mode}")
 

@@ -138,6 +138,7 @@ def test_a_model_in_fp8_trains_with_quantised_products_both_ways(flux, monkeypat
     assert max(far(ours, expected)) < 1e-6 and len(set(ours[0])) > 1
 
 
+@pytest.mark.rest
 def test_without_checkpointing_too(flux, monkeypatch, compiled_groups):
     """The host's own Flux cannot be trained so: blocks write into what a backward needs."""
     with pytest.raises(RuntimeError, match="inplace"):
