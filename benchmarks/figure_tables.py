@@ -1,6 +1,7 @@
 """Make the tables of docs/figures.md, and the README's of parts, from results files."""
 
 import json
+from statistics import median
 
 from .results import (
     NAMES,
@@ -39,6 +40,8 @@ STARTS = {
     "carried early": "empty cache, a file in Load Compile Cache, 5 s likewise",
     "eager": "eager, a new process",
 }
+# Modes of the rows of `formats.json`.
+FORMAT_MODES = "eager", "in the background", "at once"
 VAES = {
     "flux": "Flux, 1024x1024", "sdxl": "SDXL, 1024x1024", "qwen": "Qwen-Image, 1328x1328", "wan": "Wan 2.1, 832x480x33",
     "ltx": "LTX, 768x512x97", "hunyuan": "HunyuanVideo, 832x480x33",
@@ -434,6 +437,32 @@ def first_minutes_table() -> str:
         "told then",
     ]
     return lines_of(head, lines, sources)
+
+
+def formats_table() -> str:
+    """How a format of Flux's weights comes to compiled code, in both modes of the node."""
+    prompts, sources = rows("formats", "format")
+    lines = []
+    for weights in dict.fromkeys(row["weights"] for row in prompts):
+        of = {mode: [row for row in prompts if (row["weights"], row["mode"]) == (weights, mode)] for mode in FORMAT_MODES}
+        first = of["eager"][0]["seconds"]
+        usual = _range_of(of["eager"][1:])
+        lines.append(f"| {weights} | eager | {first:.1f} | {usual} | - | - |")
+        for mode in FORMAT_MODES[1:]:
+            # A step of compiled code is clearly faster than what runs before it.
+            ready = [row for row in of[mode][1:] if median(row["steps"]) < 1.05 * min(median(r["steps"]) for r in of[mode][1:])]
+            before = of[mode][1 : ready[0]["number"] - 1]
+            at = "in the first" if mode == "at once" else f"in prompt {ready[0]['number'] - 1}"
+            cells = [f"{of[mode][0]['seconds']:.1f} ({of[mode][0]['seconds'] / first:.2f})", _range_of(before) or "-", at]
+            lines.append(f"| {weights} | {mode} | {' | '.join(cells)} | {_range_of(ready)} |")
+    return lines_of(["weights", "blocks", "first image, s", "next, s", "code ready", "then, s"], lines, sources)
+
+
+def _range_of(prompts: list[dict]) -> str:
+    found = sorted(row["seconds"] for row in prompts)
+    if not found:
+        return ""
+    return f"{found[0]:.2f}" if found[0] == found[-1] else f"{found[0]:.2f} to {found[-1]:.2f}"
 
 
 def parts_table() -> str:

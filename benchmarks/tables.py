@@ -111,6 +111,7 @@ README = {"sessions": session_tables.sessions_table, "parts": figure_tables.part
 FIGURES = {
     "prompts": session_tables.prompts_table,
     "first minutes": figure_tables.first_minutes_table,
+    "formats": figure_tables.formats_table,
     "low vram": figure_tables.low_vram_table,
     "step time": figure_tables.step_time_table,
     "kernels": figure_tables.kernels_table,

@@ -95,6 +95,38 @@ print("lives")
         done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.strip().endswith("capture and replay work"), done.stderr[-2000:]
 
+    def test_memory_of_dropped_graphs_is_free_again(self):
+        code = """
+import torch
+from engine.cuda_graphs.capture import ModelGraphs
+
+GIB, device = 2**30, torch.device("cuda", 0)
+
+def model(x):
+    return x + torch.zeros(2 * GIB, dtype=torch.uint8, device=device)[:1000].float()
+
+def free():
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+graphs, x = ModelGraphs(), torch.ones(1000, device=device)
+graphs.check_model(torch.nn.Linear(2, 2).cuda(), device)
+graphs.call("key", model, (x,), {}, {})
+before = free()
+for generation in range(2):
+    for _ in range(3):
+        graphs.call("key", model, (x,), {}, {}, code=lambda: generation)
+    assert before - free() >= 2 * GIB, "captured"
+graphs.drop()
+assert before - free() < GIB // 4, "dropped"
+print("free")
+"""
+        root = Path(__file__).resolve().parent.parent
+        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
+        assert done.stdout.strip().endswith("free"), done.stderr[-2000:]
+
     def test_a_sampled_model(self, engine, tiny, device):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
         runs.patcher = tiny.build_patcher("flux", device)

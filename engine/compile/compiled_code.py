@@ -128,6 +128,7 @@ class BlockCode:
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:
+            session.hold(call.poll)
             result = compiled(block, *args, **kwargs)
         except Exception as error:
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
@@ -145,6 +146,7 @@ class BlockCode:
         finally:
             current.call = outer
             monitor.calls.pop()
+            session.release()
             if limited:
                 compile_scope.exit()
             if session.started:

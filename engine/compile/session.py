@@ -6,7 +6,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from typing import Any
 
+from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters, get_compilation_metrics
 
 from ..background.gate import gate
@@ -89,7 +91,8 @@ class CompileSession:
     """
 
     __slots__ = (
-        "_began", "_breaks", "_graphs", "_metrics", "_scopes", "block", "given", "on_first", "seconds", "started", "switches",
+        "_began", "_breaks", "_graphs", "_locked", "_metrics", "_scopes", "block", "given", "on_first", "seconds", "started",
+        "switches",
     )  # fmt: skip
 
     def __init__(
@@ -100,6 +103,7 @@ class CompileSession:
         self.on_first = on_first
         self.switches = switches
         self._scopes = ExitStack()
+        self._locked: Any = None
         self._began = 0.0
         self.started = False
         self.seconds = 0.0
@@ -123,6 +127,26 @@ class CompileSession:
     def end(self) -> None:
         self.seconds += time.perf_counter() - self._began
         self._scopes.close()
+
+    def hold(self, poll: Callable[[], None]) -> None:
+        """Hold PyTorch's lock while it looks for code that fits, and until what it traces is where the next call finds it.
+
+        Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds the lock
+        while it traces.
+
+        Args:
+            poll: called while another thread traces or resets; may raise to stop waiting.
+        """
+        lock = convert_frame.compile_lock
+        while not lock.acquire(timeout=0.1):
+            poll()
+        self._locked = lock
+
+    def release(self) -> None:
+        """The code of the block begins to run, or the call is over."""
+        if self._locked is not None:
+            self._locked.release()
+            self._locked = None
 
     def stats(self) -> CompileStats:
         """What this call traced, by PyTorch's own counters."""

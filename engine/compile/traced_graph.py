@@ -177,6 +177,8 @@ class TracedGraph:
         self._has_run = False
 
     def __call__(self, *args: Any) -> Any:
+        if monitor.calls:
+            monitor.calls[-1].release()
         if self._code is None:
             return self._run_unlowered(args)
         if self._holds is not None and not self._holds(args):

@@ -34,12 +34,18 @@ class Lock:
     def __init__(self):
         self.lock = threading.RLock()
 
-    def __enter__(self):
-        self.lock.acquire()
+    def acquire(self, timeout=-1):
+        return self.lock.acquire(timeout=timeout)
 
-    def __exit__(self, *_):
+    def release(self):
         self.lock.release()
         time.sleep(0.05)
+
+    def __enter__(self):
+        self.acquire()
+
+    def __exit__(self, *_):
+        self.release()
 
 
 class Process:
