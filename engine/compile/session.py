@@ -129,7 +129,7 @@ class CompileSession:
         self._scopes.close()
 
     def hold(self, poll: Callable[[], None]) -> None:
-        """Hold PyTorch's lock while it looks for code that fits, and until what it traces is where the next call finds it.
+        """Hold PyTorch's lock while it looks for code that fits, and until a trace is where the next call finds it.
 
         Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds the lock
         while it traces.
