@@ -80,7 +80,6 @@ TORCH = {
     "torch._dynamo.callback.callback_handler.register_end_callback": READ,
     "torch._dynamo.callback.callback_handler.start_callbacks": READ,
     "torch._dynamo.callback.callback_handler.end_callbacks": READ,
-    "torch._dynamo.convert_frame.compile_lock": READ,
     "torch._dynamo.convert_frame.compile_lock.acquire": READ,
     "torch._dynamo.utils.counters": READ,
     "torch._dynamo.utils.get_compilation_metrics": READ,
