@@ -131,8 +131,8 @@ class CompileSession:
     def hold(self, poll: Callable[[], None]) -> None:
         """Hold PyTorch's lock while it looks for code that fits, and until a trace is where the next call finds it.
 
-        Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds it while
-        it traces.
+        Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds it
+        while it traces.
 
         Args:
             poll: called while another thread traces or resets; may raise to stop waiting.
