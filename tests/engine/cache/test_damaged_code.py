@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._inductor.compile_fx
-from support import Block, Net
+from support import Block, CompiledNet, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -35,3 +35,25 @@ def test_a_block_whose_code_on_disk_cannot_be_loaded_is_compiled_once_more(engin
     (group,) = engine("compile.registry").code_of(net).groups.values()
     assert len(calls) == 2 and "is emptied, and compiled anew" in caplog.text
     assert (group.failure is None) == (damaged == 1), "what fails again has another cause: the block runs eager"
+
+
+def test_so_is_a_graph_with_numbers_that_vary(engine, monkeypatch, tmp_path, caplog):
+    """It is lowered in the call that traces it."""
+    calls = []
+
+    class DamagedWithNumbers(Block):
+        """A folder of its own, see above."""
+
+    def compile_fx(graph, *_args, **_options):
+        calls.append(graph)
+        if len(calls) == 2:
+            raise EOFError("Ran out of input")
+        return graph.forward
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    net, x = Net(DamagedWithNumbers), torch.randn(2, 4, 8)
+    assert engine("cache.disk").open_cache(tmp_path) is not None
+    step = CompiledNet(engine, net, backend="inductor")
+    for scale in (2.0, 3.0, 4.0):
+        assert torch.equal(step.at_once(x, scale=scale), net(x, scale=scale))
+    assert len(calls) == 3 and "is emptied, and compiled anew" in caplog.text and not step.failures

@@ -58,6 +58,29 @@ def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch
         assert torch.allclose(call(step, at_once, x.clone(), way=way), net(x.clone(), way=way)), way
 
 
+@MODES
+def test_an_input_whose_elements_share_memory_is_no_obstacle(engine, at_once):
+    """It cannot be written to as it is; this one changes with the block's input."""
+
+    class ScaledNet(Net):
+        def forward(self, x, way):
+            x = self.entry(x)
+            for block in self.blocks:
+                x = block(x, x[:1, :1].expand(2, 4, 8), way)
+            return x
+
+    class BrokenScaled(Block):
+        def forward(self, x, scale, way):
+            x += 1
+            torch._dynamo.graph_break()
+            return super().forward(x) * scale * {"a": 1, "b": 2, "c": 3}[way]
+
+    net, x = ScaledNet(BrokenScaled, count=2), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, cache_limit=1)
+    for way in "abc":
+        assert torch.allclose(call(step, at_once, x, way=way), net(x, way=way)), way
+
+
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), torch.OutOfMemoryError("no memory")], ids=str)
 def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
     compiled_code = engine("compile.compiled_code")
