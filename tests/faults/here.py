@@ -285,16 +285,19 @@ def cancelled_sampling(case):
 
 def cancelled_waiting(case):
     go_on = threading.Event()
-    waiting = threading.Thread(target=go_on.wait, args=(20,), daemon=True)
+
+    class Waiting(threading.Thread):
+        def join(self, timeout=None):
+            cancel()
+            super().join(timeout)
+
+    waiting = Waiting(target=go_on.wait, args=(20,), daemon=True)
     waiting.start()
-    pressed = threading.Timer(0.5, cancel)
     with case.monkeypatch.context() as patch:
         patch.setattr(case.engine("cache.startup")._Preparation, "thread", waiting)
-        pressed.start()
         try:
             case.raises(INTERRUPTED)
             assert waiting.is_alive() and not case.compiler.calls, "it has waited to the end"
         finally:
             go_on.set()
-            pressed.join()
     case.is_compiled()
