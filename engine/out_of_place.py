@@ -50,6 +50,18 @@ def out_of_place(graph: fx.Graph) -> bool:
     return changed
 
 
+def writes_in_place(graph: fx.Graph) -> bool:
+    """Whether something in a graph of Dynamo's writes into a tensor that may be an input."""
+    return any(
+        (node.op == "call_function" and (node.target in _OPERATORS or node.target is operator.setitem))
+        or (node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"))
+        or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+        or "out" in node.kwargs
+        or getattr(node.target, "__name__", "").endswith("_")
+        for node in graph.nodes
+    )
+
+
 def _value(node: fx.Node) -> Any:
     return node.meta.get("example_value")
 

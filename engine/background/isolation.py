@@ -42,12 +42,12 @@ _REPLACED: dict[str, tuple[Any, str, Callable]] = {
     "python": (random, "setstate", _nothing),  # Dynamo, of the trace that warms it up
     "cpu": (torch.random, "set_rng_state", _nothing),
     "cuda": (torch.cuda, "set_rng_state", _nothing),
-    # On machines without a GPU tracing gives the process a device guard that goes with the thread
-    # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     # Dynamo puts these back after a trace: what a loader sets meanwhile would be undone, or what it has undone stay.
     "dtype": (torch, "set_default_dtype", _nothing),
     "deterministic": (torch, "use_deterministic_algorithms", _nothing),
     "fp32": (torch._C, "_set_fp32_precision_setter", _nothing),
+    # On machines without a GPU tracing gives the process a device guard that goes with the thread
+    # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
     # `copy_args_to_cpu_if_needed`), and waits for the allocator with Python's lock in hand: see `TracedGraph._submit`.

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-# Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py).
-_MARK = "_dynamo_static_indices"
+# Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
+_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 T = TypeVar("T")
 
 
@@ -35,9 +35,11 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
 
 def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     """What decides, beside numbers, which code a call of a module needs: what is passed, its weights, settings of PyTorch."""
-    weights = ((type(t), t.dtype, t.device, t.stride()) for t in (*module.parameters(), *module.buffers()))
+    tensors = (*module.parameters(), *module.buffers())
+    weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
     given = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
-    kinds = tuple(type(leaf) for leaf in pytree.tree_leaves((args, kwargs)))
+    leaves = pytree.tree_leaves((args, kwargs))
+    kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
     matmul = torch.backends.cuda.matmul
     try:
         precision = torch.get_float32_matmul_precision()
@@ -66,7 +68,12 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
     """
     marked = []
     for tensor in tensors_in(args, kwargs):
-        if tensor.dim() == 6 and tensor.shape[-2:] == (2, 2) and tensor.shape[1] > 1 and not hasattr(tensor, _MARK):
+        if (
+            tensor.dim() == 6
+            and tensor.shape[-2:] == (2, 2)
+            and tensor.shape[1] > 1
+            and not any(hasattr(tensor, m) for m in _MARKS)
+        ):
             for dimension in (2, 3):
                 torch._dynamo.mark_static(tensor, dimension)
             marked.append(tensor)
@@ -74,7 +81,8 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
         yield
     finally:
         for tensor in marked:
-            delattr(tensor, _MARK)
+            for mark in _MARKS:
+                vars(tensor).pop(mark, None)
 
 
 class Changed:

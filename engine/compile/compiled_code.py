@@ -57,6 +57,7 @@ class BlockCode:
         jobs: graphs of it that wait for the worker or are being lowered.
         is_tracing: Dynamo traces it in a call.
         version: goes up when what was compiled is discarded.
+        writes_in_place: some graph of it writes into a tensor, perhaps an input.
         _traced: what it was traced for, see `_switches`.
         _traced_from: when the model's call began in which it was traced last.
     """
@@ -72,6 +73,7 @@ class BlockCode:
     jobs: set[Job] = field(default_factory=set)
     is_tracing: bool = False
     version: int = 0
+    writes_in_place: bool = False
     _traced: set[tuple] = field(default_factory=set)
     _traced_from: float = 0.0
     _block: weakref.ref[nn.Module] | None = None
@@ -100,19 +102,26 @@ class BlockCode:
     def count_lowered(self, seconds: float, from_disk: int) -> None:
         """A graph has been lowered; on any thread."""
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
+        self.fallback.retries = 0
         self.compiles += 1
+
+    @property
+    def is_there(self) -> bool:
+        """Something has been traced."""
+        return self._compiled is not None
 
     def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """Call the block's graphs, and note what that traces."""
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at >= call.began:  # the layers that were excluded are so from the model's next call on
+                call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
             compiled = self._compiled = self._compile()
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
-        if self.stats.graph_breaks:
-            changed.keep()  # the first piece may have run, and written to them, when one behind it is traced
+        if self.stats.graph_breaks and self.writes_in_place:
+            changed.keep()  # the first piece may have run, and written to them, when one behind it is traced or refused
         traces_for: set[tuple] = set()
         session = CompileSession(
             self.name,
@@ -128,9 +137,10 @@ class BlockCode:
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:
-            session.hold(call.poll)
+            session.hold()
             result = compiled(block, *args, **kwargs)
         except Exception as error:
+            session.release()
             if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
@@ -162,12 +172,17 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lowering_failed(self, error: Exception) -> bool:
+    def lowering_failed(self, error: Exception, version: int) -> bool:
         """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker.
+
+        Args:
+            version: of the code when the graph was traced; what has been discarded since explains nothing.
 
         Returns:
             Whether to lower it once more: what was damaged on disk is gone.
         """
+        if version != self.version:
+            return False
         block = self._block() if self._block is not None else None
         cache = current_cache()
         if cache is not None and cache.heal(self.folder[0], error):
@@ -192,6 +207,7 @@ class BlockCode:
         if self._function is not None:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
+        self._traced.clear()
         self.version += 1
 
     def raise_if_stopped(self) -> None:
@@ -235,8 +251,10 @@ class BlockCode:
         Args:
             traces_for: gets what the trace is for. Where there is a graph for the same, and it does not fit, a float differs.
         """
+        if not self.variants():  # a reset
+            self._traced.clear()
         traced_for = traced_state(block, args, kwargs)
-        floats_vary = traced_for in self._traced and bool(self.variants())
+        floats_vary = traced_for in self._traced
         traces_for.add(traced_for)
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]

@@ -31,6 +31,7 @@ class Fallback:
         stats: what compiling has cost so far.
         failure: all calls run eager.
         limit_reached: calls with new shapes do.
+        retries: since a graph was lowered, of what may pass.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Fallback:
     stats: CompileStats
     failure: Failure | None = None
     limit_reached: bool = False
-    _retries: int = 0
+    retries: int = 0
     _variants: Counter[tuple] = field(default_factory=Counter)
     _made_in: Callable[[], object] = lambda: None
 
@@ -49,8 +50,8 @@ class Fallback:
 
     def forgive(self) -> None:
         """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
-        if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
-            self._retries += 1
+        if self.failure is not None and self.failure.may_pass and self.retries < RETRIES:
+            self.retries += 1
             self.failure = None
 
     def run(self, block: nn.Module, args: tuple, kwargs: dict) -> object:

@@ -134,7 +134,7 @@ class BlockGroup:
         with call.holding(first_call_lock):
             watching.renew()
             result = self.code.call(block, call, args, kwargs)
-            if self.failure is None:
+            if self.failure is None and self.code.is_there:
                 self._seen.add(signature)
         return result
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch._dynamo import convert_frame
 from torch._dynamo.utils import counters, get_compilation_metrics
 
@@ -42,6 +43,9 @@ ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
+# How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.
+LOCK_SECONDS = 0.5
+_is_long_held = False
 
 
 @dataclass
@@ -85,7 +89,7 @@ class CompileSession:
 
     Args:
         block: class name of the block.
-        on_first: called before the first trace, when nothing of the block has run yet; must not raise.
+        on_first: called before the first trace; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         given: positional and keyword arguments of the call.
     """
@@ -128,22 +132,24 @@ class CompileSession:
         self.seconds += time.perf_counter() - self._began
         self._scopes.close()
 
-    def hold(self, poll: Callable[[], None]) -> None:
+    def hold(self) -> None:
         """Hold PyTorch's lock while it looks for code that fits, and until a trace is where the next call finds it.
 
         Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds it
-        while it traces.
-
-        Args:
-            poll: called while another thread traces or resets; may raise to stop waiting.
+        while it traces. Who has it for long compiles, which is no danger, and is not waited for. A capture bears no trace, and
+        holds a lock for which others wait.
         """
+        global _is_long_held
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return
         lock = convert_frame.compile_lock
-        while not lock.acquire(timeout=0.1):
-            poll()
-        self._locked = lock
+        if lock.acquire(timeout=0.0 if _is_long_held else LOCK_SECONDS):
+            self._locked, _is_long_held = lock, False
+        else:
+            _is_long_held = True
 
     def release(self) -> None:
-        """The code of the block begins to run, or the call is over."""
+        """Code of the block begins to run, or the call is over."""
         if self._locked is not None:
             self._locked.release()
             self._locked = None

@@ -39,7 +39,7 @@ from ..background.thread import Job, Postponed, compiler
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
-from ..out_of_place import out_of_place
+from ..out_of_place import out_of_place, writes_in_place
 from .call_shapes import Changed
 from .events import monitor
 from .session import lowering_scope
@@ -60,6 +60,8 @@ class Owner(Protocol):
 
     name: str
     folder: tuple[str, str]
+    version: int
+    writes_in_place: bool
     jobs: set[Job]
 
     @property
@@ -70,7 +72,7 @@ class Owner(Protocol):
 
     def count_lowered(self, seconds: float, from_disk: int) -> None: ...
 
-    def lowering_failed(self, error: Exception) -> bool: ...
+    def lowering_failed(self, error: Exception, version: int) -> bool: ...
 
     def raise_if_stopped(self) -> None: ...
 
@@ -97,6 +99,9 @@ def backend_for(owner: Owner, name: str, options: dict) -> Callable:
 
     def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
         prepare(graph, example_inputs)
+        belongs_to = reference()
+        if belongs_to is not None and writes_in_place(graph.graph):
+            belongs_to.writes_in_place = True
         lower = _lowering(name, options)
         if _has_varying_numbers(graph, example_inputs):
             return lowered_inline(reference, graph, example_inputs, lower)
@@ -140,7 +145,13 @@ def lowered_inline(owner: weakref.ref[Owner], graph: fx.GraphModule, inputs: lis
     with gate.opened(), alone, lowering_scope(belongs_to.folder) as spent:
         code = lower(graph, inputs)
     belongs_to.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
-    return code
+
+    def run(*args: Any) -> Any:
+        if monitor.calls:
+            monitor.calls[-1].release()
+        return code(*args)
+
+    return run
 
 
 class TracedGraph:
@@ -156,6 +167,8 @@ class TracedGraph:
     def __init__(self, owner: weakref.ref, graph: fx.GraphModule, example_inputs: list, lower: Callable, backend: Callable):
         self._owner = owner
         self._backend = backend
+        belongs_to = owner()
+        self.version = belongs_to.version if belongs_to is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         # Dynamo removes them from the nodes when it is done.
         fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
@@ -269,7 +282,7 @@ class TracedGraph:
             if never_swallowed(error) or owner is None or not changed.put_back():
                 raise
             self._code = None
-            if not owner.lowering_failed(error):
+            if not owner.lowering_failed(error, self.version):
                 self.stay_uncompiled()
             owner.raise_if_stopped()
             return self._run_traced(*args)
@@ -309,7 +322,7 @@ def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[],
 def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], bool]:
     def report(error: Exception) -> bool:
         traced, belongs_to = graph(), owner()
-        again = belongs_to is not None and belongs_to.lowering_failed(error)
+        again = belongs_to is not None and traced is not None and belongs_to.lowering_failed(error, traced.version)
         if traced is not None and not again and not (belongs_to is not None and belongs_to.may_be_forgiven):
             traced.stay_uncompiled()
         return again

@@ -11,8 +11,8 @@ import ctypes
 import functools
 import logging
 import sys
-from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -73,12 +73,25 @@ def give_back(device: torch.device | None) -> None:
     driver = _driver()
     if driver is None:
         return
-    if not gpu_lock.locked():  # a capture bears no synchronization
+    if not _capturing:  # a capture bears no synchronization
         torch.cuda.synchronize(device)  # it frees only what is not in use
     handle = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
     if driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
         driver.cuDeviceGraphMemTrim(handle)
+
+
+# Devices on which a capture goes on.
+_capturing: list[torch.device] = []
+
+
+@contextmanager
+def _capture_on(device: torch.device) -> Iterator[None]:
+    _capturing.append(device)
+    try:
+        yield
+    finally:
+        _capturing.remove(device)
 
 
 @functools.cache
@@ -214,7 +227,7 @@ class ModelGraphs:
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
                 capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
-                with as_numbers(), capture:
+                with as_numbers(), _capture_on(device), capture:
                     try:
                         output, failed = forward(*args, **kwargs, **fixed), None
                     except BaseException as error:  # the host's cancel is no Exception

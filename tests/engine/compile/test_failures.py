@@ -227,3 +227,61 @@ def test_the_same_sizes_for_another_reason_are_no_number_that_varies(engine, at_
         net, x = net.double(), x.double()
     assert torch.equal(call(step, at_once, x, scale=2.0), net(x, scale=2.0))
     assert step.graphs == 2 and threading.main_thread() not in compiler.threads
+
+
+def test_what_fails_of_discarded_code_gives_the_new_one_not_up(engine, monkeypatch):
+    excluded, held = [], threading.Event()
+
+    def exclude(_block):
+        first, excluded[:] = not excluded, [True]
+        return first
+
+    class TwoFail(Compiler):
+        """Neither of the first two graphs compiles, the second later."""
+
+        def __call__(self, graph, inputs):
+            self.calls += 1
+            if self.calls == 2:
+                assert held.wait(60)
+            if self.calls <= 2:
+                raise RuntimeError("no kernel for this layer")
+            return graph.forward
+
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [exclude])
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend=(compiler := TwoFail()))
+    with pytest.MonkeyPatch.context() as patch:  # both are queued before the first is begun
+        submitted, thread = [], engine("background.thread").compiler
+        patch.setattr(thread, "submit", submitted.append)
+        step(x)
+        step(x[:1])
+    for job in submitted:
+        thread.submit(job)
+    for _ in range(600):
+        threading.Event().wait(0.05)
+        if compiler.calls == 2:
+            break
+    assert excluded and torch.equal(step(x)[0], net(x)), "traced anew"
+    held.set()
+    step.wait()
+    assert not step.failures and not step(x)[1]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_inputs_of_a_block_in_pieces_are_copied_where_it_writes_to_them(engine, monkeypatch, writes):
+    class Pieces(Block):
+        def forward(self, x, way="a"):
+            if writes:
+                x += 1
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    copied = []
+    shapes = engine("compile.call_shapes")
+    memory_of = shapes.memory_of
+    net, x = Net(Pieces, count=2), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+    step.at_once(x)
+    monkeypatch.setattr(shapes, "memory_of", lambda tensor: copied.append(tensor) or memory_of(tensor))
+    step.at_once(x)
+    assert len(copied) == (2 if writes else 0)
