@@ -50,7 +50,7 @@ _REPLACED: dict[str, tuple[Any, str, Callable]] = {
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
-    # `copy_args_to_cpu_if_needed`), and waits for the allocator with Python's lock in hand: see `TracedGraph._submit`.
+    # `copy_args_to_cpu_if_needed`), and waits for the allocator while it holds the GIL: see `TracedGraph._submit`.
     "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
     # What is traced with FX gets each call of a module in the process, and refuses those it does not know
     # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.

@@ -1,4 +1,4 @@
-"""Run jobs one after the other on a worker thread: traced graphs are lowered there while images go on.
+"""Run jobs one after the other on a worker thread: traced graphs are lowered there while sampling continues.
 
 The thread is started by the first job and exits when the queue is empty.
 """

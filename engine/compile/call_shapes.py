@@ -37,7 +37,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     """What decides, beside numbers, which code a call of a module needs: what is passed, its weights, settings of PyTorch."""
     tensors = (*module.parameters(), *module.buffers())
     weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
-    given = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
+    inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
     leaves = pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
     matmul = torch.backends.cuda.matmul
@@ -56,7 +56,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         matmul.allow_bf16_reduced_precision_reduction,
         precision,
     )
-    return shapes_of(args, kwargs), tuple(weights), tuple(given), kinds, settings
+    return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, settings
 
 
 @contextmanager

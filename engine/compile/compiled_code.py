@@ -95,7 +95,7 @@ class BlockCode:
         return self.fallback.failure is not None
 
     @property
-    def may_be_forgiven(self) -> bool:
+    def may_be_retried(self) -> bool:
         """It has failed for a reason that may pass, so that its graphs will be lowered after all."""
         return self.fallback.failure is not None and self.fallback.failure.may_pass
 

@@ -91,19 +91,19 @@ class CompileSession:
         block: class name of the block.
         on_first: called before the first trace; must not raise.
         switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
-        given: positional and keyword arguments of the call.
+        arguments: positional and keyword arguments of the call.
     """
 
     __slots__ = (
-        "_began", "_breaks", "_graphs", "_locked", "_metrics", "_scopes", "block", "given", "on_first", "seconds", "started",
-        "switches",
+        "_began", "_breaks", "_graphs", "_locked", "_metrics", "_scopes", "arguments", "block", "on_first", "seconds",
+        "started", "switches",
     )  # fmt: skip
 
     def __init__(
-        self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]], given: tuple[tuple, dict]
+        self, block: str, on_first: Callable[[], None], switches: Callable[[], dict[str, object]], arguments: tuple[tuple, dict]
     ):
         self.block = block
-        self.given = given
+        self.arguments = arguments
         self.on_first = on_first
         self.switches = switches
         self._scopes = ExitStack()
@@ -125,7 +125,7 @@ class CompileSession:
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
             scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
             scopes.enter_context(tracing_scope.applied(**TRACING))
-            scopes.enter_context(static_heads(*self.given))
+            scopes.enter_context(static_heads(*self.arguments))
             self._scopes = scopes.pop_all()
 
     def end(self) -> None:

@@ -68,7 +68,7 @@ class Owner(Protocol):
     def has_failed(self) -> bool: ...
 
     @property
-    def may_be_forgiven(self) -> bool: ...
+    def may_be_retried(self) -> bool: ...
 
     def count_lowered(self, seconds: float, from_disk: int) -> None: ...
 
@@ -323,7 +323,7 @@ def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], b
     def report(error: Exception) -> bool:
         traced, belongs_to = graph(), owner()
         again = belongs_to is not None and traced is not None and belongs_to.lowering_failed(error, traced.version)
-        if traced is not None and not again and not (belongs_to is not None and belongs_to.may_be_forgiven):
+        if traced is not None and not again and not (belongs_to is not None and belongs_to.may_be_retried):
             traced.stay_uncompiled()
         return again
 

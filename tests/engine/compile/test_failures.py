@@ -39,6 +39,21 @@ class Compiler:
         return graph.forward
 
 
+@pytest.fixture
+def excluded(engine, monkeypatch):
+    """The blocks of which layers were excluded from the graphs, as of GGUF's: there are such layers once."""
+    blocks = []
+
+    def exclude(block):
+        if not blocks:
+            blocks.append(block)
+            return True
+        return False
+
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [exclude])
+    return blocks
+
+
 def call(step, at_once, *args, **kwargs):
     result = step.at_once(*args, **kwargs) if at_once else step(*args, **kwargs)[0]
     step.wait()
@@ -96,14 +111,8 @@ def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
 
 
 @MODES
-def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, monkeypatch, at_once):
+def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(engine, excluded, at_once):
     """Until then blocks still have them in: these are not given up for what the first block failed of."""
-    compiled_code = engine("compile.compiled_code")
-    excluded = []
-
-    def exclude(_block):
-        first, excluded[:] = not excluded, [True]
-        return first
 
     class NeedsExclusion(Compiler):
         """Compiles nothing of the call in which the layers are excluded."""
@@ -115,7 +124,6 @@ def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(eng
             return graph.forward
 
     may_compile = []
-    monkeypatch.setattr(compiled_code, "on_compile_failure", [exclude])
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := NeedsExclusion()))
     assert torch.equal(call(step, at_once, x), net(x))
@@ -127,14 +135,7 @@ def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(eng
 
 
 @MODES
-def test_layers_that_were_excluded_before_explain_nothing(engine, monkeypatch, at_once):
-    excluded = []
-
-    def exclude(_block):
-        first, excluded[:] = not excluded, [True]
-        return first
-
-    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [exclude])
+def test_layers_that_were_excluded_before_explain_nothing(engine, excluded, at_once):
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this")] * 9)))
     for _ in range(4):
@@ -228,12 +229,8 @@ def test_the_same_sizes_for_another_reason_are_no_number_that_varies(engine, at_
     assert step.graphs == 2 and threading.main_thread() not in compiler.threads
 
 
-def test_what_fails_of_discarded_code_gives_the_new_one_not_up(engine, monkeypatch):
-    excluded, held = [], threading.Event()
-
-    def exclude(_block):
-        first, excluded[:] = not excluded, [True]
-        return first
+def test_what_fails_of_discarded_code_gives_the_new_one_not_up(engine, excluded):
+    held = threading.Event()
 
     class TwoFail(Compiler):
         """Neither of the first two graphs compiles, the second later."""
@@ -246,7 +243,6 @@ def test_what_fails_of_discarded_code_gives_the_new_one_not_up(engine, monkeypat
                 raise RuntimeError("no kernel for this layer")
             return graph.forward
 
-    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [exclude])
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := TwoFail()))
     with pytest.MonkeyPatch.context() as patch:  # both are queued before the first is begun
