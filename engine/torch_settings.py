@@ -80,7 +80,9 @@ def _config_is_of_thread() -> bool:
         return seen != [config.recompile_limit]
 
 
-def _attributes(owner: object, names: tuple[str, ...]) -> dict:
+def attributes(owner: object, names: tuple[str, ...]) -> dict:
+    """Switches for those of an object's attributes that it has."""
+
     def switch(name: str) -> tuple:
         return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
@@ -108,25 +110,25 @@ def _attention_order() -> dict:
 
 compile_scope = SharedScope(
     {
-        **_attributes(
+        **attributes(
             torch._dynamo.config,
             ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled"),
         ),
-        **_attributes(
+        **attributes(
             torch._dynamo.config,
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
-        **_attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
-        **_attributes(shape_config, ("use_duck_shape",)),
-        **_attributes(torch.compiler.config, ("dynamic_sources",)),
+        **attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
+        **attributes(shape_config, ("use_duck_shape",)),
+        **attributes(torch.compiler.config, ("dynamic_sources",)),
     },
     of_thread=_config_is_of_thread(),
 )
 # A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
 lowering_settings = SharedScope(
     {
-        **_attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
-        **_attributes(functorch_config, ("force_non_lazy_backward_lowering",)),
+        **attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
+        **attributes(functorch_config, ("force_non_lazy_backward_lowering",)),
     },
     of_thread=_config_is_of_thread(),
 )
@@ -201,8 +203,8 @@ def libdevice() -> dict[str, str]:
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
 
 
-_matmul = _attributes(torch.backends.cuda.matmul, ("allow_tf32",))
-_cudnn = _attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))
+_matmul = attributes(torch.backends.cuda.matmul, ("allow_tf32",))
+_cudnn = attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))
 _sampling = {
     "matmul_tf32": _matmul.get("allow_tf32"),
     "cudnn_tf32": _cudnn.get("allow_tf32"),

@@ -6,7 +6,7 @@ block of ours is traced, `contains` runs instead: the same result, from steps th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,8 +15,6 @@ try:
     from torch._dynamo.variables import BaseListVariable, SymNodeVariable, TupleVariable, VariableTracker, lists
 except (ImportError, AttributeError):  # another PyTorch
     lists = None
-
-from ..torch_settings import SharedScope
 
 _iter_contains: Any = getattr(lists, "iter_contains", None)
 
@@ -29,7 +27,7 @@ def contains(items: tuple, wanted: object) -> bool:
     return False
 
 
-def _traceable_contains(items: Iterable, search: VariableTracker, translator: Any, *options) -> Any:
+def traceable_contains(items: Iterable, search: VariableTracker, translator: Any, *options) -> Any:
     """In place of `iter_contains` of torch/_dynamo/variables/lists.py."""
     found = list(items)
     if not search.is_python_constant() or not any(map(_may_vary, found)):
@@ -43,10 +41,3 @@ def _may_vary(value: VariableTracker) -> bool:
     if isinstance(value, BaseListVariable):
         return any(map(_may_vary, value.items))
     return isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
-
-
-# A module is the process's. Dynamo traces on one thread at a time (`compile_lock`).
-tracing_scope = SharedScope(
-    {"iter_contains": (lambda: lists.iter_contains, lambda value: setattr(lists, "iter_contains", value))}
-)
-TRACING: dict[str, Callable] = {} if _iter_contains is None else {"iter_contains": _traceable_contains}

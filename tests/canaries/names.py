@@ -112,6 +112,8 @@ TORCH = {
     "torch.fx.experimental._config.use_duck_shape": READ,
     # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
+    # What Dynamo asks for a line of a debug log.
+    "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
     "torch._dynamo.variables.SymNodeVariable": READ,

@@ -15,7 +15,7 @@ MODULE = re.compile(rf"({'|'.join(('torch', 'triton', *HOST))})(\.\w+)+|comfyui_
 # Functions that take an object or a module's name, and then names below it.
 COMPUTED = "<computed>"
 PATCHER = "comfy.model_patcher.ModelPatcher"
-LOOKUPS = {"getattr", "hasattr", "setattr", "_attributes", "_switch"}  # a name, or several
+LOOKUPS = {"getattr", "hasattr", "setattr", "attributes", "_switch"}  # a name, or several
 PATHS = {"late_method", "_module_function"}  # a module's name, and the way from there
 
 

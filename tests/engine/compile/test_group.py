@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from support import Block, CompiledNet, Net, relative_error, torch_settings
+from torch._dynamo import funcname_cache
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -52,6 +53,14 @@ def test_identical_blocks_share_a_graph(compiled, added):
     with compiled(net):
         assert torch.equal(net(x), expected)
     assert added(net) == 1
+
+
+def test_tracing_reads_no_source_files_for_pytorchs_debug_log(compiled, added):
+    funcname_cache.clearcache()
+    net = Net()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    assert added(net) == 1 and not funcname_cache.cache
 
 
 def test_two_models_of_one_kind_share_code(compiled, added):
