@@ -1,6 +1,7 @@
 """Shared by the tests: blocks and models of plain PyTorch, and ways to look at the engine."""
 
 import functools
+import gc
 import itertools
 import os
 import threading
@@ -190,6 +191,7 @@ def torch_settings() -> dict:
     settings["folders"] = (os.environ.get("TORCHINDUCTOR_CACHE_DIR"), os.environ.get("TRITON_CACHE_DIR"))
     settings["libdevice"] = os.environ.get("TRITON_LIBDEVICE_PATH")
     settings["attention_order"] = list(torch._C._get_sdp_priority_order())
+    settings["gc"] = gc.isenabled()
     settings["default_dtype"] = torch.get_default_dtype()
     settings["threads"] = torch.get_num_threads()
     settings["stance"] = repr(torch._dynamo.eval_frame._stance)

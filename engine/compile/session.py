@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -58,8 +59,15 @@ def _no_name(*_: object) -> None: ...
 
 # Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
 # `get_funcname` splits each source file that is traced into tokens, for a line of a debug log: 0.7 of Flux's first 2 s.
-tracing_scope = SharedScope({**attributes(lists, ("iter_contains",)), **attributes(symbolic_convert, ("get_funcname",))})
-TRACING = {"iter_contains": traceable_contains, "get_funcname": _no_name}
+# A collection of garbage among all that the host and its nodes have loaded is another 0.3 s, and there is no garbage yet.
+tracing_scope = SharedScope(
+    {
+        **attributes(lists, ("iter_contains",)),
+        **attributes(symbolic_convert, ("get_funcname",)),
+        "gc": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
+    }
+)
+TRACING = {"iter_contains": traceable_contains, "get_funcname": _no_name, "gc": False}
 # How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.
 LOCK_SECONDS = 0.5
 _is_long_held = False

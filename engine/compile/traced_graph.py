@@ -42,7 +42,7 @@ from ..inductor.backend import inductor, needs_gradients
 from ..out_of_place import out_of_place, writes_in_place
 from .call_shapes import Changed
 from .events import monitor
-from .session import lowering_scope
+from .session import lowering_scope, tracing_scope
 
 logger = logging.getLogger("torch-compile-kit")
 # A CUDA graph capture holds it, and the worker while it loads kernels and publishes code.
@@ -142,7 +142,7 @@ def lowered_inline(owner: weakref.ref[Owner], graph: fx.GraphModule, inputs: lis
     if belongs_to is None:
         return graph.forward
     alone = (call or ModelCall()).holding(_lowering_lock)
-    with gate.opened(), alone, lowering_scope(belongs_to.folder) as spent:
+    with gate.opened(), alone, tracing_scope.applied(gc=True), lowering_scope(belongs_to.folder) as spent:
         code = lower(graph, inputs)
     belongs_to.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
 

@@ -63,6 +63,17 @@ def test_tracing_reads_no_source_files_for_pytorchs_debug_log(compiled, added):
     assert added(net) == 1 and not funcname_cache.cache
 
 
+def test_no_garbage_is_collected_while_a_call_traces(compiled, watched, monkeypatch):
+    seen = []
+    run_while_tracing = torch._dynamo.assume_constant_result(lambda: seen.append(gc.isenabled()))
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: (run_while_tracing(), forward(self, x))[1])
+    net = Net()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    assert seen == [False] and gc.isenabled()
+
+
 def test_two_models_of_one_kind_share_code(compiled, added):
     first, second, x = Net(), Net(), torch.randn(2, 4, 8)
     for net in (first, second):
