@@ -177,6 +177,7 @@ HOST = {
     "comfy.model_management.InterruptProcessingException": READ,
     "comfy.model_management.NUM_STREAMS": READ,
     "comfy.model_management.current_stream": READ,
+    "comfy.model_management.lora_compute_dtype": called(1),
     "comfy.model_management.get_free_memory": READ,
     "comfy.model_management.get_offload_stream": replaced("device"),
     "comfy.model_management.get_torch_device": READ,
@@ -193,6 +194,7 @@ HOST = {
         replaced("module", "comfy_modules", since="0.33"),
     ),
     "comfy.ops.QuantizedTensor": READ,
+    "comfy.ops.fp8_ops.Linear": READ,
     "comfy.ops.cast_bias_weight": replaced("s", "input", "dtype", "device", "bias_dtype"),
     "comfy.ops.cast_modules_with_vbar": replaced("comfy_modules", "dtype", "device", "bias_dtype", "non_blocking"),
     "comfy.ops.resolve_cast_module_with_vbar": replaced("s", "dtype", "device", "bias_dtype", "compute_dtype", "want_requant"),
@@ -293,6 +295,7 @@ FOREIGN = {
     "_schema": Foreign("torch._ops.OpOverload"),
     "_sdpa_kernel": Foreign("torch.nn.attention"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
+    "_full_precision_mm": Foreign("comfy.ops"),
     "_forward": Foreign("comfy.ldm.flux.model.Flux"),  # the `forward` of a model without the wrappers
     "_prefetch": Foreign("comfy.ops"),
     "_v": Foreign("comfy.ops"),

@@ -126,6 +126,9 @@ class BlockWeights:
         for module, parameters in placed:
             if "comfy_cast_weights" in module.__dict__:
                 changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
+                if hasattr(module, "layout_type") and (module.weight_function or module.bias_function):
+                    # The host's forward reads both: no product in the weight's format.
+                    changes["comfy_force_cast_weights"] = True
                 self._swap(module.__dict__, changes, _SOURCES)
             self._swap(module._parameters, parameters, ())
         for module in self._recast:

@@ -114,9 +114,7 @@ class PagedLayers:
         comfy.model_management.sync_stream(self._device, self._stream)
         placed = []
         for layer in self._layers:
-            quantized = isinstance(layer.weight, comfy.ops.QuantizedTensor)
-            dtype = self._dtype if type(layer).comfy_cast_weights and not quantized else _stored_dtype(layer)
-            weight, bias = self._calls.resolve(layer, dtype, self._device, dtype, self._dtype, quantized)
+            weight, bias = self._calls.resolve(layer, *_cast_of(layer, self._device, self._dtype))
             placed.append((layer, {"weight": parameter(weight), "bias": parameter(bias)}))
         return placed
 
@@ -220,6 +218,24 @@ def _range_of(layers: set[nn.Module]) -> tuple:
 def address_of(layer: nn.Module) -> object:
     """Where a paged layer's weights are whenever they are in memory."""
     return layer.__dict__["_v"][1:] if "_v" in layer.__dict__ else None
+
+
+def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple:
+    """What the layer's forward asks of the host's cast (comfy/ops.py): dtype of the weight, device, dtype of the bias, dtype in
+    which LoRA are added, and whether the sum is rounded to the weight's format again, as a product in that format needs it.
+
+    Args:
+        dtype: of the layer's input.
+    """
+    stored, unchanged = _stored_dtype(layer), not layer.weight_function and not layer.bias_function
+    if isinstance(layer.weight, comfy.ops.QuantizedTensor):
+        product = hasattr(layer, "forward_comfy_cast_weights") and not getattr(layer, "_full_precision_mm", True)
+        forced = getattr(layer, "comfy_force_cast_weights", False)
+        return stored, device, stored, dtype, product and unchanged and not forced
+    if isinstance(layer, comfy.ops.fp8_ops.Linear) and stored is torch.float8_e4m3fn and unchanged:
+        return stored, device, dtype, comfy.model_management.lora_compute_dtype(device), True
+    given = dtype if type(layer).comfy_cast_weights else stored
+    return given, device, given, dtype, False
 
 
 def _stored_dtype(layer: nn.Module) -> torch.dtype:

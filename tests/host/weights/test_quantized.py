@@ -4,9 +4,11 @@ host's own fallback behind the same code)."""
 import itertools
 
 import pytest
-from patch_kinds.weights import quantised
+import torch
+from paging import paged
+from patch_kinds.weights import load_partly, lora, lora_file, quantised
 from patching import Runs
-from support import relative_error
+from support import relative_error, wait_until_compiled
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -14,6 +16,16 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4"
 # Each format once; int8 is computed in the same way either way.
 FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True)}
+
+
+def loaded(state_dict, native, monkeypatch, **options):
+    import comfy.model_management
+    import comfy.sd
+
+    with monkeypatch.context() as patch:
+        for name in ("supports_fp8_compute", "supports_nvfp4_compute", "supports_mxfp8_compute"):
+            patch.setattr(comfy.model_management, name, lambda *_: native)
+        return comfy.sd.load_diffusion_model_state_dict(state_dict, model_options=options)
 
 
 @pytest.mark.parametrize(
@@ -24,16 +36,10 @@ FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), 
     ],
 )
 def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monkeypatch):
-    import comfy.model_management
     import comfy.ops
-    import comfy.sd
 
     runs = Runs(tiny, engine, "flux", cfg=1.0)
-    with monkeypatch.context() as patch:
-        for name in ("supports_fp8_compute", "supports_nvfp4_compute", "supports_mxfp8_compute"):
-            patch.setattr(comfy.model_management, name, lambda *_: native)
-        state_dict = quantised(runs.patcher.model.diffusion_model.state_dict(), format_name)
-        runs.patcher = comfy.sd.load_diffusion_model_state_dict(state_dict)
+    runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), format_name), native, monkeypatch)
     layer = runs.patcher.model.diffusion_model.single_blocks[0].linear1
     assert type(layer.weight).__name__ == "QuantizedTensor"
     before = comfy.ops.cast_bias_weight
@@ -47,3 +53,84 @@ def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monke
     assert runs.graphs == 2 and not runs.failures
     assert sum(group.stats.graph_breaks for group in runs.groups) == 0
     assert comfy.ops.cast_bias_weight is before
+
+
+def lora_patches(patcher):
+    """By layer, what the host applies to its weight at each cast."""
+    import comfy.lora
+    import comfy.lora_convert
+    import comfy.model_patcher
+
+    keys = comfy.lora.model_lora_keys_unet(patcher.model, {})
+    patches = {}
+    for key, adapter in comfy.lora.load_lora(comfy.lora_convert.convert_lora(lora_file(patcher)), keys).items():
+        patch = comfy.model_patcher.LowVramPatch(key, {key: [(1.0, adapter, 1.0, None, None)]})
+        patch._pin_state = {}
+        patches[patcher.model.get_submodule(key.removesuffix(".weight"))] = patch
+    return patches
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize(
+    ("format_name", "native", "rounded"),
+    [("float8_e4m3fn", False, False), ("float8_e4m3fn", True, True), ("int8_tensorwise", False, True)],
+)
+def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, rounded, mode, tiny, engine, monkeypatch):
+    """For products in the weight's format, which not every GPU has.
+
+    On a CPU the host's paged layers leave LoRA out: the image to compare with is that of other layers, which round nothing.
+    """
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), format_name), native, monkeypatch)
+    patches = lora_patches(runs.patcher)
+
+    def apply(*_):  # the host has loaded the model by now
+        for layer, patch in patches.items():
+            layer.weight_function = [patch]
+
+    hook = runs.patcher.model.diffusion_model.register_forward_pre_hook(apply)
+    expected = runs.run(runs.patcher)
+    hook.remove()
+    with paged(monkeypatch, runs.patcher.model):
+        for layer, patch in patches.items():
+            layer.weight_lowvram_function = patch
+        compiled = runs.attach(runs.patcher, compile=mode)
+        for _ in range(2):
+            assert (relative_error(runs.run(compiled), expected) > 1e-3) == rounded
+            wait_until_compiled(engine)
+    assert not runs.failures
+
+
+@pytest.mark.pages
+@pytest.mark.parametrize("mode", ["in the background", "at once"])
+def test_fp8_fast_computes_in_fp8_where_weights_are_paged(mode, tiny, engine, monkeypatch):
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    state_dict = {name: tensor.bfloat16() for name, tensor in runs.patcher.model.diffusion_model.state_dict().items()}
+    images = []
+    for fast in (False, True):
+        runs.patcher = loaded(dict(state_dict), True, monkeypatch, dtype=torch.float8_e4m3fn, fp8_optimizations=fast)
+        with paged(monkeypatch, runs.patcher.model) as pages:
+            pages.resident = set(pages.layers)
+            images.append(runs.run(runs.patcher))
+            compiled = runs.attach(runs.patcher, compile=mode)
+            for _ in range(2):
+                assert relative_error(runs.run(compiled), images[-1]) < 1e-4
+                wait_until_compiled(engine)
+        assert not runs.failures
+    assert relative_error(*images) > 1e-2
+
+
+@pytest.mark.parametrize("mode", ["in the background", "at once"])
+def test_layers_with_lora_in_low_memory_compute_as_the_hosts_do(mode, tiny, engine, monkeypatch):
+    """In full precision, though the GPU has products in the weight's format."""
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), "float8_e4m3fn"), True, monkeypatch)
+    load_partly(runs.patcher, 0.0)
+    patched = lora(runs.patcher)
+    expected = runs.run(patched)
+    compiled = runs.attach(patched, compile=mode)
+    for _ in range(2):
+        assert relative_error(runs.run(compiled), expected) < 1e-4
+        wait_until_compiled(engine)
+    assert not runs.failures
