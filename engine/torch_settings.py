@@ -55,10 +55,14 @@ class SharedScope:
             if not self._users.get(scope):
                 self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
             self._users[scope] = self._users.get(scope, 0) + 1
-            for name, value in values.items():
-                if name in self._switches:
-                    self._saved[scope].setdefault(name, self._switches[name][0]())
-                    self._switches[name][1](value)
+            try:
+                for name, value in values.items():
+                    if name in self._switches:
+                        self._saved[scope].setdefault(name, self._switches[name][0]())
+                        self._switches[name][1](value)
+            except BaseException:
+                self.exit()
+                raise
 
     def exit(self) -> None:
         with _lock:
@@ -203,14 +207,31 @@ def libdevice() -> dict[str, str]:
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
 
 
-_matmul = attributes(torch.backends.cuda.matmul, ("allow_tf32",))
-_cudnn = attributes(torch.backends.cudnn, ("allow_tf32", "benchmark"))
-_sampling = {
-    "matmul_tf32": _matmul.get("allow_tf32"),
-    "cudnn_tf32": _cudnn.get("allow_tf32"),
-    "cudnn_benchmark": _cudnn.get("benchmark"),
-}
-sampling_scope = SharedScope({name: switch for name, switch in _sampling.items() if switch is not None})
+def precision_of(owner: Any) -> bool | str:
+    """Whether fp32 products of a backend may run in TF32.
+
+    Its `fp32_precision` where somebody has set that: PyTorch's newer setting, after which the older one cannot be read.
+    """
+    try:
+        return owner.allow_tf32
+    except RuntimeError:
+        return owner.fp32_precision
+
+
+def _precision(owner: Any) -> tuple:
+    def write(value: bool | str) -> None:
+        setattr(owner, "fp32_precision" if isinstance(value, str) else "allow_tf32", value)
+
+    return functools.partial(precision_of, owner), write
+
+
+sampling_scope = SharedScope(
+    {
+        "matmul_tf32": _precision(torch.backends.cuda.matmul),
+        "cudnn_tf32": _precision(torch.backends.cudnn),
+        "cudnn_benchmark": attributes(torch.backends.cudnn, ("benchmark",))["benchmark"],
+    }
+)
 
 
 def sampling_switches(allow_tf32: bool, cudnn_benchmark: bool) -> dict[str, bool]:

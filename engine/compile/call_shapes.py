@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..torch_settings import precision_of
+
 # Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
 _MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 T = TypeVar("T")
@@ -41,10 +43,6 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     leaves = pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
     matmul = torch.backends.cuda.matmul
-    try:
-        precision = torch.get_float32_matmul_precision()
-    except RuntimeError:  # somebody has used PyTorch's new settings of precision
-        precision = ""
     settings = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -54,7 +52,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
         torch.are_deterministic_algorithms_enabled(),
         matmul.allow_fp16_reduced_precision_reduction,
         matmul.allow_bf16_reduced_precision_reduction,
-        precision,
+        precision_of(matmul),
     )
     return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, settings
 

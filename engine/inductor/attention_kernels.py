@@ -26,6 +26,9 @@ KERNELS = {
 }
 # The only function of the host whose kernel may be exchanged: the user has not chosen another one (sage, xformers).
 HOST_FUNCTION = "attention_pytorch"
+# PyTorch's flash attention cannot launch more (70,000: "CUDA error: invalid argument" on an H100); the host splits them
+# (comfy/ldm/modules/attention.py, SDP_BATCH_LIMIT).
+_MOST_IN_BATCH = 2**15
 # The choice where a checkpoint asks the host for an attention of its own.
 CHECKPOINT = "checkpoint"
 # Fewer than this share of time saved is noise.
@@ -45,7 +48,7 @@ def override_with(priority: list[SDPBackend]) -> Callable:
     """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run."""
 
     def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
-        if func.__name__ != HOST_FUNCTION or kwargs.get("enable_gqa", False):
+        if not _may_be_exchanged(func, q, kwargs):
             return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
         q, k, v, mask = _as_sdpa(q, k, v, heads, mask, skip_reshape)
         with sdpa_kernel(priority, set_priority=True):
@@ -55,6 +58,10 @@ def override_with(priority: list[SDPBackend]) -> Callable:
     override.__dict__["reads_no_options"] = True  # for options/filter.py
     override.__name__ = f"attention_{priority[0].name.removesuffix('_ATTENTION').lower()}"
     return override
+
+
+def _may_be_exchanged(func: Callable, q: torch.Tensor, options: dict) -> bool:
+    return func.__name__ == HOST_FUNCTION and not options.get("enable_gqa", False) and q.shape[0] <= _MOST_IN_BATCH
 
 
 def _as_sdpa(q, k, v, heads, mask, skip_reshape):
@@ -124,7 +131,7 @@ class AttentionSurvey:
     def __call__(
         self, func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs
     ):
-        if func.__name__ == HOST_FUNCTION and not kwargs.get("enable_gqa", False):
+        if _may_be_exchanged(func, q, kwargs):
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
             call: Any = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
             if self.wanted != "auto" and call not in self.calls:

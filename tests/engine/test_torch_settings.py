@@ -1,5 +1,6 @@
 """Settings of PyTorch for a while: two threads that overlap leave none behind, whether or not each has its own."""
 
+import functools
 import os
 import threading
 
@@ -65,6 +66,48 @@ def test_an_error_inside_leaves_nothing(name, engine):
         assert changed(before)
         raise KeyError("inside")
     assert changed(before) == {}
+
+
+def test_a_switch_that_cannot_be_written_leaves_the_others_as_they_were(engine):
+    values, refusing = {"first": 1, "second": 2}, []
+
+    def write(name, value):
+        if value == 30:
+            refusing.append(name)
+            raise ValueError(name)
+        values[name] = value
+
+    switches = {name: (functools.partial(values.get, name), functools.partial(write, name)) for name in values}
+    scope = engine("torch_settings").SharedScope(switches)
+    with pytest.raises(ValueError, match="second"), scope.applied(first=10, second=30):
+        raise AssertionError("not entered")
+    assert values == {"first": 1, "second": 2} and refusing == ["second"]
+    with scope.applied(first=5):
+        assert values["first"] == 5
+    assert values["first"] == 1
+
+
+@pytest.fixture
+def newer_setting():
+    """Somebody has allowed TF32 by PyTorch's newer setting, after which the older one cannot be read."""
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
+    matmul.fp32_precision = "tf32"
+    with pytest.raises(RuntimeError):
+        _ = matmul.allow_tf32
+    yield matmul
+    matmul.fp32_precision = "none"
+    matmul.allow_tf32 = before
+
+
+def test_tf32_where_somebody_has_used_pytorchs_newer_setting(newer_setting, engine):
+    settings = engine("torch_settings")
+    with settings.sampling_scope.applied(**settings.sampling_switches(True, False)):
+        assert newer_setting.allow_tf32
+    assert newer_setting.fp32_precision == "tf32"
+    newer_setting.fp32_precision = "ieee"
+    with settings.sampling_scope.applied(**settings.sampling_switches(True, False)):
+        assert newer_setting.allow_tf32
+    assert newer_setting.fp32_precision == "ieee"
 
 
 has_libdevice_key = pytest.mark.skipif(

@@ -14,7 +14,7 @@ from ...blocks.structure import structure_of
 from ...cache.disk import current, folder_name
 from ...compile.call_shapes import copied_containers
 from ...errors import InvalidSetting
-from ...inductor.attention_kernels import CHECKPOINT, AttentionSurvey, in_words, override_for
+from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...options.patches import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
@@ -94,15 +94,20 @@ def _prefers_its_own(network: nn.Module) -> bool:
 def _recalled(wanted: str, network: nn.Module) -> str | None:
     """What was measured before a restart: another choice would have to be compiled again."""
     cache = current()
-    known = cache.recall(_folder(network), MEMORY) if cache is not None and wanted == "auto" else None
+    known = cache.recall(_folder(network), MEMORY) if cache is not None and _is_kept(wanted) else None
     return known if isinstance(known, str) and (known == "host" or override_for(known) is not None) else None
+
+
+def _is_kept(wanted: str) -> bool:
+    """Whether what is measured holds after a restart: not where ComfyUI uses another attention, beside which little is measured."""
+    return wanted == "auto" and host_attention.optimized_attention.__name__ == HOST_FUNCTION
 
 
 def _choose(base_model, survey: AttentionSurvey) -> None:
     """Measure, and keep what is best."""
     network, cache, best = base_model.diffusion_model, current(), survey.best()
     _keep(base_model, survey.wanted, best)
-    if cache is not None and survey.wanted == "auto" and survey.complete:
+    if cache is not None and _is_kept(survey.wanted) and survey.complete:
         cache.remember(_folder(network), type(network).__name__, MEMORY, best)
 
 

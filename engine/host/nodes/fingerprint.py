@@ -14,6 +14,7 @@ import torch
 
 from ...identity import Same
 from ...settings import CompileSettings
+from ...torch_settings import precision_of
 from ..model.attach import KEY
 
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
@@ -34,7 +35,7 @@ def fingerprint(patcher, settings: CompileSettings, conditioning: tuple[list, li
     about_torch = (  # torch/_dynamo/guards.py, global state
         *(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled()),
         *(torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()),
-        torch.backends.cuda.matmul.allow_tf32,
+        precision_of(torch.backends.cuda.matmul),
     )
     about_model = patcher.load_device, patcher.model.get_dtype_inference(), frozenset(patcher.patches)
     return settings, about_model, cfg == 1.0, about_torch, _describe(described)

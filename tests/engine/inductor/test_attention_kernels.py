@@ -137,6 +137,20 @@ def test_what_the_kernel_is_not_for_is_left_to_the_host(engine, gqa, another, ho
     assert len(left) == host
 
 
+@pytest.mark.parametrize(("batch", "host"), [(2**15, 0), (2**15 + 1, 1)])
+def test_a_batch_that_pytorchs_kernels_cannot_launch_is_left_to_the_host(engine, survey, batch, host):
+    left = []
+
+    def attention_pytorch(*given, **_kwargs):
+        left.append(given)
+
+    q = torch.zeros(batch, 1, 2)
+    engine("inductor.attention_kernels").override_for("efficient")(attention_pytorch, q, q, q, 1)
+    assert len(left) == host
+    survey(attention_pytorch, q, q, q, 1)
+    assert len(survey.calls) == 1 - host
+
+
 def test_compiled_code_asks_for_no_length(engine):
     override = engine("inductor.attention_kernels").override_for("cudnn")
 

@@ -68,6 +68,31 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         assert (found, remembered, asked) == ("host", [], ["flash"])
 
 
+@pytest.mark.parametrize(("flag", "kept"), [("pytorch", True), ("sage", False)])
+def test_what_was_measured_beside_another_attention_of_comfyui_is_not_remembered(engine, monkeypatch, flag, kept):
+    """A start with `--use-sage-attention`, say: then `host` held for good, also without it."""
+    choice, remembered, asked = engine("host.model.attention_choice"), [], []
+
+    class Cache:
+        def recall(self, *what):
+            asked.append(what)
+
+        def remember(self, *what):
+            remembered.append(what[-1])
+
+    def optimized_attention(*args, **kwargs): ...
+
+    optimized_attention.__name__ = f"attention_{flag}"
+    monkeypatch.setattr(choice.host_attention, "optimized_attention", optimized_attention)
+    monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: 0.5 + (kernel != "cudnn"))
+    monkeypatch.setattr(choice, "current", Cache)
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    executor = Executor()
+    choice.with_attention("auto", executor, (torch.zeros(1), 0, None, None, {"output": [1]}, {}), {}, waits=True)
+    assert choice.chosen_kernel(executor.class_obj.diffusion_model, "auto") == "cudnn"
+    assert (bool(asked), remembered) == (kept, ["cudnn"] * kept)
+
+
 class ComfyAttention(nn.Module):
     """As ComfyUI has from 0.38 on (comfy/ldm/modules/attention.py, #16419): `function` is what a checkpoint asks for, or None.
 
