@@ -172,7 +172,6 @@ HOST = {
     "comfy.controlnet.ControlBase": READ,
     "comfy.ldm.modules.attention.attention_split": READ,
     "comfy.ldm.modules.attention.attention_sub_quad": READ,
-    "comfy.ldm.modules.attention.optimized_attention": READ,
     "comfy.ldm.modules.attention.optimized_attention.__name__": READ,
     "comfy.memory_management.aimdo_enabled": READ,
     "comfy.model_management.InterruptProcessingException": READ,

@@ -99,7 +99,7 @@ def _recalled(wanted: str, network: nn.Module) -> str | None:
 
 
 def _is_kept(wanted: str) -> bool:
-    """Whether what is measured holds after a restart: not where ComfyUI uses another attention, beside which little is measured."""
+    """Whether what is measured holds after a restart: not where ComfyUI has another, beside which little is measured."""
     return wanted == "auto" and host_attention.optimized_attention.__name__ == HOST_FUNCTION
 
 

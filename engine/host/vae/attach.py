@@ -54,8 +54,10 @@ class LaidOut:
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         shape = (tuple(x.shape), x.dtype)
-        way = self.trial.next(shape, x.dtype in DTYPES and norm_kernels.ready)
+        # Our kernels have no backward.
+        way = self.trial.next(shape, x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled())
         self._tell()
+        why = None
         if way:
             try:
                 with self.trial.timed(shape, True):
@@ -63,11 +65,15 @@ class LaidOut:
             except comfy.model_management.InterruptProcessingException:
                 raise
             except Exception as error:
-                self.trial.give_up()
-                why = "out of memory" if never_swallowed(error) else f"{type(error).__name__}: {error}"
-                logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
+                why = "" if never_swallowed(error) else f"{type(error).__name__}: {error}"
         with self.trial.timed(shape, False):
-            return self.function(x, *args, **kwargs)
+            result = self.function(x, *args, **kwargs)
+        if why:  # an error of the call's own would have come again
+            self.trial.give_up()
+            logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
+        elif why is not None:
+            logger.warning("VAE: no memory for %s channels last this time, it ran as without this pack", self._word)
+        return result
 
     def _tell(self) -> None:
         """Once it is known."""

@@ -150,13 +150,38 @@ def test_before_the_kernels_are_there_nothing_changes(engine, kernels, clock):
     assert not kernels.weights and laid_out(ours).trial.other is None
 
 
-def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog):
+@pytest.mark.parametrize(
+    ("error", "tried_again"), [(torch.OutOfMemoryError("full"), True), (RuntimeError("no such kernel"), False)]
+)
+def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog, error, tried_again):
+    """Out of memory is of that call: the next image may be smaller, and other models unloaded."""
     vae, latent = make("image")
     expected, ours = vae.decode(latent), attached(engine, vae)
     laid_out(ours).trial.other = True
-    kernels.factors_of = lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("no room"))
+    kernels.factors_of = lambda *_: (_ for _ in ()).throw(error)
     assert torch.equal(ours.decode(latent), expected)
-    assert laid_out(ours).trial.other is False and "out of memory" in caplog.text
+    assert laid_out(ours).trial.other is tried_again and ("no memory" in caplog.text) == tried_again
+
+
+def test_an_error_of_the_call_itself_gives_nothing_up(engine, kernels, clock):
+    """A latent of another model."""
+    vae, _latent = make("image")
+    ours = attached(engine, vae)
+    laid_out(ours).trial.other = True
+    with pytest.raises(RuntimeError):
+        ours.decode(torch.randn(1, 16, 4, 4))
+    assert laid_out(ours).trial.other is True
+
+
+def test_gradients_go_through(engine, kernels, clock):
+    """Nodes that optimise an image by what its decoding shows."""
+    with torch.inference_mode(False), torch.enable_grad():
+        vae, latent = make("image")
+        decode = laid_out(attached(engine, vae))
+        decode.trial.other = True
+        x = latent.clone().to(vae.vae_dtype).requires_grad_()
+        decode(x).square().sum().backward()
+    assert x.grad is not None and x.grad.abs().sum() > 0 and not kernels.weights
 
 
 def test_a_cancel_ends_the_call(engine, kernels, clock):
