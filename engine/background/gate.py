@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from ..torch_settings import SharedScope, late_method
 
@@ -155,14 +155,6 @@ def _waits() -> None:
         gate.wait()
 
 
-class _Imports:
-    """A finder that finds nothing: asked for each module that is imported."""
-
-    @staticmethod
-    def find_spec(*_: object) -> None:
-        _waits()
-
-
 def _asking(found: Callable) -> Callable:
     def asks(*args: object, **kwargs: object) -> object:
         _waits()
@@ -180,18 +172,15 @@ def waiting_at_gate(first: str | None) -> Iterator[None]:
     """While it lasts, this thread waits where the gate is closed.
 
     Args:
-        first: a module to import, slowly, before the rest.
+        first: a module to import before the rest.
     """
     gate.begin_job()
+    if first is not None:
+        importlib.import_module(first)
+    found = {name: read() for name, (read, _write) in _methods.items()}
     _waiters.add(threading.get_ident())
-    sys.meta_path.insert(0, _Imports)
     try:
-        with ExitStack() as scopes:
-            if first is not None:
-                importlib.import_module(first)
-            found = {name: read() for name, (read, _write) in _methods.items()}
-            scopes.enter_context(_scope.applied(**{name: _asking(method) for name, method in found.items() if method}))
+        with _scope.applied(**{name: _asking(method) for name, method in found.items() if method}):
             yield
     finally:
-        sys.meta_path.remove(_Imports)
         _waiters.discard(threading.get_ident())

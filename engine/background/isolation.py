@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
+from ..threads import started
 from ..torch_settings import SharedScope
 
 # By `threading.get_ident`.
@@ -119,4 +120,4 @@ def warm_up_dynamo() -> None:
 @functools.cache
 def warm_up_beside_loading() -> None:
     """On a thread, once a process; a call that traces meanwhile waits for it in PyTorch's own lock, and so does the exit."""
-    threading.Thread(target=warm_up_dynamo, name="torch-compile-kit warm-up").start()
+    started(threading.Thread(target=warm_up_dynamo, name="torch-compile-kit warm-up"))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..failures.describe import never_swallowed
+from ..threads import started
 from .gate import Stopped, gate, waiting_at_gate
 from .isolation import isolated
 
@@ -85,18 +86,17 @@ class Compiler:
     _interval: float = 0.0
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once."""
+        """Queue a job; returns at once. Where no thread can be started, the job is over."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
             if self._thread is not None:
                 return
             thread = threading.Thread(target=self._run, name="torch-compile-kit compile", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:  # the process has no room for another thread, or ends
+            if not started(thread):
                 self._jobs.remove(job)
-                raise
+                job.over = True
+                return
             self._thread = thread
             self._interval = sys.getswitchinterval()  # the worker waits for our lock, so it restores this later
             sys.setswitchinterval(min(self._interval, INTERVAL))

@@ -17,6 +17,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..threads import started
 from ..torch_settings import folder_scope
 from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
 from .folders import (
@@ -188,9 +189,10 @@ class DiskCache:
     def _look_later(self, seconds: float) -> None:
         """Trim after a while, once for all that is compiled until then."""
         if self._later is None:
-            self._later = threading.Timer(seconds, self._look)
-            self._later.daemon = True
-            self._later.start()
+            timer = threading.Timer(seconds, self._look)
+            timer.daemon = True
+            if started(timer):
+                self._later = timer
 
     def _look(self) -> None:
         try:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..threads import started
 from .disk import current
 
 logger = logging.getLogger("torch-compile-kit")
@@ -31,8 +32,9 @@ def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
     """
     if _Preparation.thread is None:
         steps = [*([start_workers] if on_gpu else []), first, import_inductor, trim_cache]
-        _Preparation.thread = threading.Thread(target=_run, args=(steps,), name="torch-compile-kit prepare", daemon=True)
-        _Preparation.thread.start()
+        thread = threading.Thread(target=_run, args=(steps,), name="torch-compile-kit prepare", daemon=True)
+        if started(thread):
+            _Preparation.thread = thread
 
 
 def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:

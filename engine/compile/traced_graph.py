@@ -235,11 +235,7 @@ class TracedGraph:
         graph, owned_by = weakref.ref(self), self._owner
         action, on_error = _action(graph, owned_by, cached), _reporter(graph, owned_by)
         job = Job(owned_by, action, self._device, on_error, awaited)
-        try:
-            compiler.submit(job)
-        except RuntimeError:  # the process has no room for another thread: the next call tries again
-            job.over = True
-            return job
+        compiler.submit(job)
         self._job = job
         owner.jobs.add(job)
         return job

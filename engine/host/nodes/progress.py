@@ -10,6 +10,7 @@ import comfy.utils
 
 from ...compile.events import monitor
 from ...notices.words import say
+from ...threads import started
 
 SECONDS_BETWEEN_TEXTS = 1.0
 # What PyTorch imports for the first compilation, which takes seconds.
@@ -44,7 +45,7 @@ class WarmupProgress:
     def __enter__(self) -> WarmupProgress:
         monitor.listener = self._on_compile
         if _sender() is not None and self._node_id is not None:
-            self._ticker.start()
+            started(self._ticker)
         return self
 
     def __exit__(self, *exc: object) -> None:

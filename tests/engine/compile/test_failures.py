@@ -1,6 +1,7 @@
 """Blocks that cannot be compiled, now or at all, seen from outside: the image is eager's, and what may pass is tried again."""
 
 import threading
+import weakref
 
 import pytest
 import torch
@@ -191,6 +192,24 @@ def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatc
     step(x)
     step.wait()
     assert not step(x)[1]
+
+
+def test_a_process_without_room_for_another_thread_gets_ready_without(engine, monkeypatch, tmp_path):
+    """What is made ready beside loading, the cache that is trimmed later, the kernels of convolutions."""
+
+    def no_room(_thread):
+        raise RuntimeError("can't start new thread")
+
+    isolation, startup = engine("background.isolation"), engine("cache.startup")
+    monkeypatch.setattr(threading.Thread, "start", no_room)
+    monkeypatch.setattr(startup._Preparation, "thread", None)
+    isolation.warm_up_beside_loading.__wrapped__()
+    startup.prepare(on_gpu=False)
+    startup.wait_until_prepared()
+    engine("cache.disk").DiskCache(tmp_path, 1)._look_later(0.0)
+    job = engine("background.thread").Job(weakref.ref(isolation), lambda: None, torch.device("cpu"))
+    engine("background.thread").compiler.submit(job)
+    assert job.over and not engine("background.thread").compiler.busy
 
 
 class InterruptProcessingException(Exception):
