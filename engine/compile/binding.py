@@ -17,6 +17,7 @@ from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
+from ..blocks.methods import MethodsNow
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -120,7 +121,8 @@ class Binding:
         code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
         eager = {*left_out, *parts}
         to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
-        groups = {block: group for block in to_compile if (group := code.group_of(block, self._settings)) is not None}
+        now = MethodsNow()
+        groups = {block: group for block in to_compile if (group := code.group_of(block, self._settings, now)) is not None}
         effort = Effort(Counter(map(id, groups.values()))) if left_out else None
         places = self._weights.of_block if self._weights is not None else {}
         runs = {}

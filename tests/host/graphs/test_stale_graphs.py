@@ -102,6 +102,20 @@ def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts):
     assert counts() == (0, 0)
 
 
+def test_a_method_that_is_replaced_on_the_class(flux, counts, monkeypatch):
+    compiled, kind = flux.attach(flux.patcher), type(flux.patcher.model.diffusion_model)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    own = kind.forward_orig
+    for factor in (2.0, 3.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward_orig", lambda *args, factor=factor, **kwargs: own(*args, **kwargs) * factor)
+            same(flux.run(compiled), flux.run(flux.patcher))
+            assert counts() == (0, 0), "code of this kind may read anything"
+    same(flux.run(compiled), flux.run(flux.patcher))
+    assert counts() == (1, 1)
+
+
 class Holder:
     """An option whose text is the same whatever it holds."""
 
