@@ -138,6 +138,16 @@ print("free")
         notes = engine("host.model.attach").notes_about(compiled)
         assert graphs.captures == 1 and graphs.replays >= 6, notes
 
+    def test_a_sampled_model_under_other_settings(self, engine, tiny):
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        expected = runs.run(runs.patcher)
+        graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+        for count, blocks in enumerate(("*", "double_blocks.*"), 1):
+            compiled = runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor", only_blocks=blocks)
+            for _ in range(2):
+                assert relative_error(runs.run(compiled), expected) < 2e-3
+            assert graphs.captures >= count and graphs.replays > 0
+
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
         graphs = engine("cuda_graphs.capture").ModelGraphs()
         graphs.model.device = torch.device("cuda", 0)

@@ -74,7 +74,8 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         if reason is None:
             try:
                 held = graphs.model.held_by_others()
-                key = fast, held, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                key = binding.settings, fast, held, options_key, inputs_key
                 reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"

@@ -116,6 +116,22 @@ def test_a_method_that_is_replaced_on_the_class(flux, counts, monkeypatch):
     assert counts() == (1, 1)
 
 
+@pytest.mark.parametrize(
+    "other", [{"only_blocks": "double_blocks.*"}, {"allow_tf32": True}, {"dynamic": "false"}, {"on_failure": "stop"}], ids=str
+)
+def test_other_settings(flux, counts, other):
+    """Of two nodes, or of one that was changed."""
+    compiled, changed = flux.attach(flux.patcher), flux.attach(flux.patcher, **other)
+    for patcher in (compiled, changed):
+        flux.run(patcher)
+        assert counts() == (1, 1)
+    flux.run(compiled)  # captured anew, where code was made for the other settings
+    counts()
+    for patcher in (compiled, changed):
+        flux.run(patcher)
+        assert counts() == (0, 3)
+
+
 class Holder:
     """An option whose text is the same whatever it holds."""
 
