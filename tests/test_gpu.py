@@ -148,6 +148,19 @@ print("free")
                 assert relative_error(runs.run(compiled), expected) < 2e-3
             assert graphs.captures >= count and graphs.replays > 0
 
+    def test_a_value_that_a_node_patches_after_the_capture(self, engine, tiny):
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        plain, compiled, results = runs.patcher, runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor"), []
+        for theta in (10_000, 2):
+            patched = [patcher.clone() for patcher in (plain, compiled)]
+            for patcher in patched:
+                patcher.add_object_patch("diffusion_model.pe_embedder.theta", theta)
+            results.append(runs.run(patched[0]))
+            for _ in range(2):
+                assert relative_error(runs.run(patched[1]), results[-1]) < 2e-3
+        assert relative_error(*results) > 1e-2
+        assert engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model).replays > 0
+
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
         graphs = engine("cuda_graphs.capture").ModelGraphs()
         graphs.model.device = torch.device("cuda", 0)

@@ -73,7 +73,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         fast = binding.call.synchronous or code.generation(norm_kernels.ready).norms
         if reason is None:
             try:
-                held = graphs.model.held_by_others()
+                held = graphs.model.held()
                 options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
                 key = binding.settings, fast, held, options_key, inputs_key
                 reason = graphs.model.obstacle

@@ -307,6 +307,50 @@ def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
     assert counts()[1] >= 3, "what stays as it is does not forbid it"
 
 
+def test_an_object_patch_of_a_plain_value(flux, counts):
+    """As core's Flux KV Cache makes one."""
+
+    def patched(patcher):
+        clone = patcher.clone()
+        clone.add_object_patch("diffusion_model.params.default_ref_method", "uxo")
+        return clone
+
+    compiled = flux.attach(flux.patcher)
+    for expected in ((1, 1), (0, 3)):
+        for patcher in (compiled, patched(compiled)):
+            flux.run(patcher)
+            assert counts() == expected
+
+
+class Scaled(torch.nn.Linear):
+    """A layer of another pack with weights, and a strength that its node sets."""
+
+    strength = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.strength
+
+
+def test_a_strength_of_another_packs_layer(flux, counts):
+    own = flux.patcher.model.diffusion_model.img_in
+    with torch.inference_mode(False):
+        layer = Scaled(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
+    layer.load_state_dict(own.state_dict())
+
+    def patched(patcher):
+        clone = patcher.clone()
+        clone.add_object_patch("diffusion_model.img_in", layer)
+        return clone
+
+    compiled, results = flux.attach(flux.patcher), []
+    for strength in (1.0, 0.2):
+        layer.strength = strength
+        results.append(flux.run(patched(flux.patcher)))
+        same(flux.run(patched(compiled)), results[-1])
+        assert counts() == (1, 1)
+    assert not torch.allclose(*results, rtol=1e-2)
+
+
 def test_one_that_holds_what_cannot_be_compared(flux, counts):
     layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
     layer.holder = Holder(1.0)
