@@ -161,6 +161,20 @@ print("free")
         assert relative_error(*results) > 1e-2
         assert engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model).replays > 0
 
+    def test_out_of_memory_when_a_graph_is_launched(self, engine, device, monkeypatch):
+        graphs, model = engine("cuda_graphs.capture").ModelGraphs(), Net(count=2, width=64).to(device)
+        graphs.check_model(model, device)
+        replay = torch.cuda.CUDAGraph.replay
+
+        def no_room(graph):
+            raise torch.OutOfMemoryError("no room")
+
+        for step in range(6):
+            x = torch.randn(3, 64, device=device)
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", no_room if step == 3 else replay)
+            assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
+        assert graphs.captures == 1 and not graphs.graphs and "no room" in graphs.failures["key"]
+
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
         graphs = engine("cuda_graphs.capture").ModelGraphs()
         graphs.model.device = torch.device("cuda", 0)
