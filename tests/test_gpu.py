@@ -175,6 +175,18 @@ print("free")
             assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
         assert graphs.captures == 1 and not graphs.graphs and "no room" in graphs.failures["key"]
 
+    def test_an_unloaded_model_leaves_no_graph(self, engine, tiny):
+        import comfy.model_management
+
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        compiled = runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor")
+        runs.run(compiled)
+        graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+        runs.run(runs.patcher)  # the node is bypassed
+        assert graphs.graphs
+        comfy.model_management.unload_all_models()
+        assert not graphs.graphs
+
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
         graphs = engine("cuda_graphs.capture").ModelGraphs()
         graphs.model.device = torch.device("cuda", 0)
