@@ -138,6 +138,55 @@ print("free")
         notes = engine("host.model.attach").notes_about(compiled)
         assert graphs.captures == 1 and graphs.replays >= 6, notes
 
+    def test_a_sampled_model_under_other_settings(self, engine, tiny):
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        expected = runs.run(runs.patcher)
+        graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+        for count, blocks in enumerate(("*", "double_blocks.*"), 1):
+            compiled = runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor", only_blocks=blocks)
+            for _ in range(2):
+                assert relative_error(runs.run(compiled), expected) < 2e-3
+            assert graphs.captures >= count and graphs.replays > 0
+
+    def test_a_value_that_a_node_patches_after_the_capture(self, engine, tiny):
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        plain, compiled, results = runs.patcher, runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor"), []
+        for theta in (10_000, 2):
+            patched = [patcher.clone() for patcher in (plain, compiled)]
+            for patcher in patched:
+                patcher.add_object_patch("diffusion_model.pe_embedder.theta", theta)
+            results.append(runs.run(patched[0]))
+            for _ in range(2):
+                assert relative_error(runs.run(patched[1]), results[-1]) < 2e-3
+        assert relative_error(*results) > 1e-2
+        assert engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model).replays > 0
+
+    def test_out_of_memory_when_a_graph_is_launched(self, engine, device, monkeypatch):
+        graphs, model = engine("cuda_graphs.capture").ModelGraphs(), Net(count=2, width=64).to(device)
+        graphs.check_model(model, device)
+        replay = torch.cuda.CUDAGraph.replay
+
+        def no_room(graph):
+            raise torch.OutOfMemoryError("no room")
+
+        for step in range(6):
+            x = torch.randn(3, 64, device=device)
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", no_room if step == 3 else replay)
+            assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
+        assert graphs.captures == 1 and not graphs.graphs and "no room" in graphs.failures["key"]
+
+    def test_an_unloaded_model_leaves_no_graph(self, engine, tiny):
+        import comfy.model_management
+
+        runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
+        compiled = runs.attach(runs.patcher, mode="reduce-overhead", backend="inductor")
+        runs.run(compiled)
+        graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+        runs.run(runs.patcher)  # the node is bypassed
+        assert graphs.graphs
+        comfy.model_management.unload_all_models()
+        assert not graphs.graphs
+
     def test_a_number_on_the_cpu_is_no_constant(self, engine):
         graphs = engine("cuda_graphs.capture").ModelGraphs()
         graphs.model.device = torch.device("cuda", 0)

@@ -1,7 +1,8 @@
 """What a block consists of right now.
 
-Other nodes exchange layers inside blocks, give them another `forward` (LoRA in bypass mode, KJNodes' attention for Wan) or hook
-into them, before or after a block was compiled. Guards notice part of that; the rest is noticed here, before each call.
+Other nodes exchange layers inside blocks, give them another class (RES4LYF) or another `forward` (LoRA in bypass mode, KJNodes'
+attention for Wan), replace methods of a class or hook into layers, before or after a block was compiled. Guards notice part of
+that; the rest is noticed here, before each call.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Generic, TypeVar
 from torch import nn
 
 from ..forwards import given_forward
+from .methods import Methods, MethodsNow
 
 Code = types.CodeType | type
 T = TypeVar("T")
@@ -22,12 +24,13 @@ class BlockState(Generic[T]):
     """The modules inside a block, as they were when it was last looked at; keeps none of them alive.
 
     Args:
-        block: what is compiled; its own `forward` and hooks are outside of that and do not count.
+        block: what is compiled; its own given `forward` and hooks are outside of that and do not count.
+        now: shared by all that is looked at in one call of a model.
 
-    `groups`: what it runs, by settings.
+    `groups`: what it runs, by settings. `methods`: those of each class in it, its own class first.
     """
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, now: MethodsNow):
         self.groups: dict[tuple, T] = {}
         self.forwards: tuple[tuple[str, Code], ...] = ()
         self.hooked: tuple[str, ...] = ()
@@ -42,25 +45,27 @@ class BlockState(Generic[T]):
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
-        self._found = _look_at(block)
+        self._found = _look_at(block, now)
+        self.methods = tuple(methods.key for methods in dict.fromkeys(self._found[1]))
 
-    def holds(self, block: nn.Module) -> bool:
+    def holds(self, block: nn.Module, now: MethodsNow) -> bool:
         """Whether nothing in the block has changed since; asked for each block before each call of the model."""
-        return not self._freed and _look_at(block) == self._found
+        return not self._freed and _look_at(block, now) == self._found
 
 
-def _look_at(block: nn.Module) -> tuple[list[int], list[tuple]]:
-    """The modules in a block by `id`, and those that run something else than their class's forward.
+def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods], list[tuple]]:
+    """The modules in a block by `id`, the methods of their classes, and what runs something else than its class's forward.
 
     An `id` is as good as the module while that is alive. Plain dicts and a loop: for SDXL this looks at 2,000 modules a step.
     """
-    ids, special = [], []
+    ids, methods, special = [], [now[block.__class__]], []
     waiting = [*block._modules.values()]
     while waiting:
         module = waiting.pop()
         ids.append(id(module))
         if module is None:
             continue
+        methods.append(now[module.__class__])
         entries = module.__dict__
         if entries["_modules"]:
             waiting.extend(entries["_modules"].values())
@@ -68,7 +73,7 @@ def _look_at(block: nn.Module) -> tuple[list[int], list[tuple]]:
             code, hooked = _given_code(module), _is_hooked(module)
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
-    return ids, special
+    return ids, methods, special
 
 
 def _given_code(module: nn.Module) -> Code | None:

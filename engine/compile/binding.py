@@ -17,6 +17,7 @@ from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import find_twins, one_class
+from ..blocks.methods import MethodsNow
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -66,7 +67,7 @@ class Binding:
         call: ModelCall,
         weights_of: Callable[[list[nn.Module]], ModelWeights] | None = None,
     ):
-        self._model, self._settings, self.call = model, settings, call
+        self._model, self.settings, self.call = model, settings, call
         self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
         self._free = [block for block in self._blocks if _is_free(block)]
         self._weights = weights_of(self._free) if weights_of is not None else None
@@ -110,17 +111,18 @@ class Binding:
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Some of a UNet's run eager, or are compiled in parts; their weights are put in place all the
         same, since the block before has begun to fetch them."""
-        if self._settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
+        if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.left_out, code.parts = Counter(), Counter()
             return {}
-        chooses = not self._settings.compiles_convolutions and not all(map(is_convolutional, self._free))
+        chooses = not self.settings.compiles_convolutions and not all(map(is_convolutional, self._free))
         left_out = [block for block in self._free if chooses and is_convolutional(block)]
         parts = {block: found for block in self._free if chooses and (found := _free_parts(block))}
         code.left_out = Counter(type(block).__name__ for block in left_out)
         code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
         eager = {*left_out, *parts}
         to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
-        groups = {block: group for block in to_compile if (group := code.group_of(block, self._settings)) is not None}
+        now = MethodsNow()
+        groups = {block: group for block in to_compile if (group := code.group_of(block, self.settings, now)) is not None}
         effort = Effort(Counter(map(id, groups.values()))) if left_out else None
         places = self._weights.of_block if self._weights is not None else {}
         runs = {}

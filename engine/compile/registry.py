@@ -11,6 +11,8 @@ from typing import NamedTuple
 from torch import nn
 
 from ..blocks.convolutions import is_convolutional, parts_of
+from ..blocks.duplicate_classes import Twin
+from ..blocks.methods import MethodsNow
 from ..blocks.state import BlockState
 from ..blocks.structure import structure_of
 from ..cache.disk import folder_name
@@ -50,7 +52,7 @@ class ModelCode:
         self.uncalled: Counter[str] | None = None
         self.eager_calls = 0
         self._generation = Generation()
-        self.twins: list[tuple[nn.Module, type]] | None = None
+        self.twins: list[Twin] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
 
     @property
@@ -61,12 +63,17 @@ class ModelCode:
             found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
         return found
 
-    def group_of(self, block: nn.Module, settings: CompileSettings) -> BlockGroup | None:
-        """The group that runs `block`, made on first use; None when its forward is no Python function."""
+    def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
+        """The group that runs `block`, made on first use; None when its forward is no Python function.
+
+        Args:
+            now: shared by all blocks of one call of the model.
+        """
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
-        if state is None or not state.holds(block):
-            state = self._of_block[block] = BlockState(block)
+        if state is None or not state.holds(block, now):
+            state = self._of_block[block] = BlockState(block, now)
+            self.twins = None
         if settings_key not in state.groups:
             state.groups[settings_key] = self._find_group(block, state, settings)
         return state.groups[settings_key]
@@ -81,9 +88,9 @@ class ModelCode:
         if not settings.compiles_convolutions and not all(map(is_convolutional, blocks)):
             parts = [part for block in blocks for part in parts_of(block) or [block]]
             compiled = [part for part in parts if not is_convolutional(part)]
-        states = [self._of_block.get(block) for block in compiled]
+        states, now = [self._of_block.get(block) for block in compiled], MethodsNow()
         return all(
-            state is not None and settings.settings_key() in state.groups and state.holds(block)
+            state is not None and settings.settings_key() in state.groups and state.holds(block, now)
             for block, state in zip(compiled, states, strict=True)
         )
 
@@ -117,7 +124,7 @@ class ModelCode:
         if not isinstance(forward, types.FunctionType):
             return None
         structure = structure_of(block)
-        key = (forward, structure, state.forwards, state.hooked, settings.settings_key())
+        key = (forward, structure, state.methods, state.forwards, state.hooked, settings.settings_key())
         group = self._groups.get(key) or _groups.get(key)
         if group is None:
             name = type(block).__name__

@@ -14,20 +14,24 @@ import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..compile.traced_graph import gpu_lock
-from ..failures.describe import never_swallowed
+from ..failures.describe import is_out_of_memory, never_swallowed
 from ..per_model import PerModel
 from .launches import as_numbers
 from .model_state import ModelState
 
+T = TypeVar("T")
 logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
+# So many kinds of calls that have no graph are remembered.
+MAX_OTHERS = 256
 
 
 @dataclass
@@ -113,15 +117,16 @@ class ModelGraphs:
     """The graphs of one model.
 
     Args:
+        graphs: the one that was replayed last is the last.
         seen: calls that have run plainly once, and so have compiled what they need.
-        failures: why a call cannot be captured.
+        failures: why a call is not captured.
         model: what the graphs know of it.
         code: see `call`.
         plain_calls: since the last replay.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
-    seen: set[Hashable] = field(default_factory=set)
+    seen: dict[Hashable, None] = field(default_factory=dict)
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
@@ -129,6 +134,7 @@ class ModelGraphs:
     captures: int = 0
     replays: int = 0
     _pool: object = None
+    _never_replayed: set[Hashable] = field(default_factory=set)
 
     def drop(self) -> None:
         """Free the graphs and their memory: the weights have moved, or are about to."""
@@ -176,25 +182,38 @@ class ModelGraphs:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(t.device != self.model.device for t in tensors):  # a number on the CPU becomes a constant of the graph
-            self.failures["device"] = "an input is on another device"
+            _remember(self.failures, "device", "an input is on another device")
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
             with keep() as present:
-                captured = self.graphs.get(key) if present else None
+                captured = self.graphs.pop(key, None) if present else None
                 if captured is not None:
+                    self.graphs[key] = captured
+                    self._never_replayed.discard(key)
                     self.replays += 1
                 elif present and gpu_lock.acquire(blocking=False):  # else code is tried on the GPU: the next call then
                     try:
+                        self._make_room()
                         captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                        if captured is not None:
+                            self._never_replayed.add(key)
                     finally:
                         gpu_lock.release()
                 if captured is not None:
-                    return captured.replay(tensors)
+                    try:
+                        return captured.replay(tensors)
+                    except RuntimeError as error:
+                        if not is_out_of_memory(error):
+                            raise
+                        reason = _reason(error)
+                    # What was given is as it was: a graph works on copies.
+                    captured = None
+                    self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._renew(code())
         if self.code == before or not ran_uncompiled():  # else there is code now that has never run: a capture bears none
-            self.seen.add(key)
+            _remember(self.seen, key, None)
         return result
 
     def _renew(self, code: Hashable) -> None:
@@ -206,21 +225,38 @@ class ModelGraphs:
     def _free_graphs(self) -> None:
         if self.graphs:
             self.graphs.clear()
+            self._never_replayed.clear()
             give_back(self.model.device)
+
+    def _make_room(self) -> None:
+        """For one more graph: the one that was replayed least recently goes, for good if it never was."""
+        while len(self.graphs) >= MAX_GRAPHS:
+            oldest = next(iter(self.graphs))
+            del self.graphs[oldest]
+            if oldest in self._never_replayed:
+                self._never_replayed.discard(oldest)
+                _remember(self.failures, oldest, f"more than {MAX_GRAPHS} kinds of calls take turns")
+
+    def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
+        """The memory of all graphs is given up: a plain call needs none of its own beside."""
+        self.drop()
+        self._fails(key, reason)
+
+    def _fails(self, key: Hashable, reason: str) -> None:
+        _remember(self.failures, key, reason)
+        logger.info("CUDA graph not captured, running without: %s", reason)
 
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
     ) -> Captured | None:
         """The call as a graph, which has not run yet; None if it cannot be one."""
-        static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
-        replacements = iter(static)
-        own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        args, kwargs = pytree.tree_unflatten(own, spec)
-        while len(self.graphs) >= MAX_GRAPHS:
-            self.graphs.pop(next(iter(self.graphs)))
         device = self.model.device
         stream = capture_stream(device)
         try:
+            static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
+            replacements = iter(static)
+            own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = pytree.tree_unflatten(own, spec)
             with torch.cuda.device(device):
                 if not self.graphs:  # PyTorch gives up a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()
@@ -239,19 +275,31 @@ class ModelGraphs:
                     torch.cuda.synchronize(device)
                     raise failed
         except Exception as error:
-            if never_swallowed(error) and not isinstance(error, torch.OutOfMemoryError):
+            if never_swallowed(error) and not is_out_of_memory(error):
                 raise
             torch.cuda.synchronize(device)
-            if isinstance(error, torch.OutOfMemoryError):  # a plain call needs no memory of its own beside
-                self.drop()
-            self.failures[key] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-            logger.info("CUDA graph not captured, running without: %s", self.failures[key])
+            if is_out_of_memory(error):
+                self._ran_out_of_memory(key, _reason(error))
+            else:
+                self._fails(key, _reason(error))
             return None
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
         self.graphs[key] = Captured(device, graph, static, output)
         return self.graphs[key]
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def _remember(table: dict[Hashable, T], key: Hashable, value: T) -> None:
+    """The last of the table; the first of many are forgotten."""
+    table.pop(key, None)
+    table[key] = value
+    while len(table) > MAX_OTHERS:
+        del table[next(iter(table))]
 
 
 # The graphs that belong to a model.

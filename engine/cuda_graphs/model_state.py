@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ..blocks.methods import MethodsNow
 from ..compile.binding import is_ours
 from ..forwards import is_of_class
 from ..identity import Same
+from .held_values import HeldValues
 from .keys import value_key
 
 # The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
@@ -39,6 +41,7 @@ class ModelState:
     _checked: bool = False
     _foreign: list[weakref.ref[nn.Module]] = field(default_factory=list)
     _held: Hashable = None
+    _values: HeldValues = field(default_factory=HeldValues)
     _known: list | None = None
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
@@ -47,19 +50,20 @@ class ModelState:
         self._checked = False
         self.obstacle = self._held = None
 
-    def held_by_others(self) -> Hashable:
-        """A key of what other nodes' layers hold beside weights: some set the step there before each call (DyPE), which is an
-        obstacle then.
+    def held(self) -> Hashable:
+        """A key of what layers hold beside weights.
+
+        Some nodes set the step there before each call (DyPE): an obstacle, on layers of theirs that have no weights.
 
         Raises:
-            NoKey: something whose changes cannot be seen.
+            NoKey: such a layer holds something whose changes cannot be seen.
         """
         foreign = [module for reference in self._foreign if (module := reference()) is not None]
         held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in foreign])
         if self._held is not None and held != self._held:
             self.obstacle = "a layer of another node changes from call to call"
         self._held = held
-        return held
+        return held, self._values.key()
 
     def forget(self) -> None:
         """There are no graphs."""
@@ -81,11 +85,14 @@ class ModelState:
         self._checked, self.device = True, device
         addresses: list[object] = [device]
         functions: list[object] = []
+        methods = MethodsNow()
         copies: dict[tuple[str, str], torch.Tensor] = {}
-        self._foreign = []
+        others, self._foreign = [], []
         for path, module in model.named_modules():
             if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
                 self._foreign.append(weakref.ref(module))
+            else:
+                others.append(module)
             place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
@@ -97,11 +104,12 @@ class ModelState:
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
                     addresses += _addresses(tensor)
             addresses += [Same(module), place]
-            functions += [type(module), type(module).forward, *functions_of(module)]
+            functions += [methods[type(module)], *functions_of(module)]
             addresses += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
             if module._forward_hooks or module._forward_pre_hooks:
                 self.obstacle = "a layer has a forward hook"
         self.functions = functions
+        self._values = HeldValues(others)
         now = addresses + functions
         if self._known != now:
             forget()

@@ -67,13 +67,19 @@ def never_swallowed(error: BaseException) -> bool:
     """Out of memory is the host's to handle: it frees models and tries again. Gradient checkpointing ends a block's second run
     so, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
     return any(
-        isinstance(e, torch.OutOfMemoryError | MemoryError | _StopRecomputationError)
-        # CUDA's own, which PyTorch has no class for (comfy/model_management.py, `is_oom`)
-        or (isinstance(e, RuntimeError) and "CUDA error: out of memory" in str(e))
+        isinstance(e, MemoryError | _StopRecomputationError)
+        or is_out_of_memory(e)
         # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
         or type(e).__name__ == "InterruptProcessingException"
         for e in chain(error)
     )
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Of a device; CUDA's own error PyTorch has no class for (comfy/model_management.py, `is_oom`)."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
 
 
 def is_limit_hit(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from torch import nn
 from ..closures import contents_of
 from ..forwards import given_forward
 from .call_flow import Flow
+from .patch_lookups import PATCHES, read_elsewhere
 from .patches import OVERRIDE, keys_of_patch
 from .uses_of_options import Lost
 
@@ -30,9 +31,8 @@ BOOKKEEPING = frozenset(
         "activations_shape", "original_shape", "reference_image_num_tokens", "multigpu_thread_device", "easycache",
     }
 )  # fmt: skip
-# Say where a block stands; blocks read them to look up a replacement patch, which matters only when there is one.
+# Say where a block stands.
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
-PATCHES = ("patches", "patches_replace")
 # Patches that models call outside their blocks (ldm/*/model.py, openaimodel.py).
 AROUND_BLOCKS = frozenset(
     {
@@ -46,8 +46,8 @@ def keys_read(block: nn.Module) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` names and so may depend on.
 
     Looks through the methods of its class and of the classes below it, the functions they name, and all that they hand the
-    options to (`options/call_flow.py`): if that cannot be told, anything may be read. A position key named next to
-    `patches_replace` or `attn1_patch` is a patch lookup and does not count.
+    options to (`options/call_flow.py`): if that cannot be told, anything may be read. A position key that only looks up a
+    replacement patch does not count (`options/patch_lookups.py`).
     """
     for module in block.modules():
         found = given_forward(module) if module is not block else None
@@ -126,8 +126,9 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
         and not (following is not None and following.opname == "STORE_SUBSCR")
         and "CONST" in this.opname
     }
-    if "patches_replace" in code.co_consts or "attn1_patch" in code.co_consts:
-        read -= POSITION
+    places = read & POSITION
+    if places and "patches_replace" in code.co_consts:
+        read = read - POSITION | read_elsewhere(code, places)
     return read
 
 

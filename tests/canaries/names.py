@@ -187,6 +187,7 @@ HOST = {
     "comfy.model_management.module_size": READ,
     "comfy.model_management.sync_stream": replaced("device", "stream"),
     "comfy.model_management.throw_exception_if_processing_interrupted": READ,
+    "comfy.model_patcher.ModelPatcher.detach": replaced("self", "unpatch_all"),
     "comfy.model_patcher.ModelPatcher._load_list": replaced("self", "for_dynamic"),
     "comfy.model_patcher.ModelPatcherDynamic": READ,
     "comfy.model_prefetch.cleanup_prefetched_modules": (

@@ -1,5 +1,6 @@
 """LoRA, merged models and exchanged modules: functions that take a clone of a patcher and patch it, or make one."""
 
+import functools
 import json
 
 import torch
@@ -129,6 +130,25 @@ def forward_at(path):
         key = f"diffusion_model.{path}.forward"
         original = m.get_model_object(key)
         m.add_object_patch(key, lambda *args, **kwargs: louder(original(*args, **kwargs)))
+
+    return patch
+
+
+@functools.cache
+def louder_class(cls):
+    class LouderInPlace(cls):
+        def forward(self, *args, **kwargs):
+            return louder(super().forward(*args, **kwargs))
+
+    return LouderInPlace
+
+
+def class_at(path):
+    """Another class in place, as RES4LYF's nodes patch the models that they know."""
+
+    def patch(m):
+        cls = type(m.get_model_object(f"diffusion_model.{path}"))
+        m.add_object_patch(f"diffusion_model.{path}.__class__", louder_class(cls))
 
     return patch
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import comfy.model_management
+import comfy.model_patcher
 import torch
 from torch import nn
 
@@ -53,6 +54,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         device: where it computes.
         notes: gets the reason when a call cannot be captured.
     """
+    watch_unloading()
     # Also a method that its forward calls, for the length of a call (TeaCache).
     if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
         note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
@@ -73,8 +75,9 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         fast = binding.call.synchronous or code.generation(norm_kernels.ready).norms
         if reason is None:
             try:
-                held = graphs.model.held_by_others()
-                key = fast, held, value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                held = graphs.model.held()
+                options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
+                key = binding.settings, fast, held, options_key, inputs_key
                 reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
@@ -229,10 +232,30 @@ crowding_of = PerModel(lambda _network: Crowding())
 read_of = PerModel(lambda _network: Read())
 
 
-def forget_graphs(network: nn.Module, unpatch_all: bool = True) -> None:
-    """The host detaches a patcher; when it unloads the model with it, the graphs' memory is wanted elsewhere."""
-    if unpatch_all:
-        graphs_of(network).drop()
+@functools.cache
+def watch_unloading() -> None:
+    """From now on graphs go when the host unloads their model, their memory being wanted elsewhere.
+
+    The host tells that to callbacks of the patcher by which the model was loaded last: where the node is bypassed, and in
+    another branch of the workflow, it is one that knows nothing of ours.
+    """
+    own = comfy.model_patcher.ModelPatcher.detach
+
+    @functools.wraps(own)
+    def detach(patcher, unpatch_all=True):
+        result = own(patcher, unpatch_all)
+        if unpatch_all:
+            _forget_graphs(patcher.model)
+        return result
+
+    comfy.model_patcher.ModelPatcher.detach = detach
+
+
+def _forget_graphs(model: Any) -> None:
+    networks = model, getattr(model, "diffusion_model", None)
+    for network, graphs in graphs_of.items():
+        if any(network is one for one in networks):
+            graphs.drop()
 
 
 def new_run(network: nn.Module, *_: object) -> None:

@@ -18,7 +18,7 @@ from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
 from ...notices.status import status_of, tell_all
 from ...settings import CompileSettings
-from ..graphs.replay import forget_graphs, graphs_summary, new_run, runs_channels_last
+from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from ..weights.placement import keep_even, keep_host_order, spread_weights
@@ -58,7 +58,6 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         keep_even(clone)
     events = {
         CallbacksMP.ON_PRE_RUN: _new_run,
-        CallbacksMP.ON_DETACH: _forget_graphs,
         CallbacksMP.ON_LOAD: _loaded,
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
@@ -120,10 +119,6 @@ def _new_run(patcher, *args: object) -> None:
 def _loaded(patcher, *_: object) -> None:
     """Weights may have moved, also in the middle of a run, where a ControlNet's VAE needs room."""
     new_run(diffusion_model(patcher))
-
-
-def _forget_graphs(patcher, unpatched: bool = True) -> None:
-    forget_graphs(diffusion_model(patcher), unpatched)
 
 
 def notes_about(patcher) -> list[str]:

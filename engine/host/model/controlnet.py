@@ -19,7 +19,7 @@ from ...errors import InvalidSetting
 from ...notices.status import Line, Status, status_of
 from ...notices.words import say
 from ...settings import CompileSettings
-from ..graphs.replay import forget_graphs, graphs_summary, new_run
+from ..graphs.replay import graphs_summary, new_run
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from .attach import KEY, prepare_compiling
@@ -115,7 +115,6 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     found.control_model_wrapped = patcher = control.control_model_wrapped.clone()
     events = {
         CallbacksMP.ON_CLEANUP: _run_is_over,
-        CallbacksMP.ON_DETACH: _forget_graphs,
         CallbacksMP.ON_LOAD: _loaded,
     }
     for event, action in events.items():
@@ -149,7 +148,3 @@ def _loaded(patcher: Any, *_: object) -> None:
     """Weights may have moved. The host cleans up after no run that was cancelled (comfy/samplers.py, `outer_sample`), and loads
     anew in the middle of one where a VAE needs room."""
     _running.discard(patcher.model)
-
-
-def _forget_graphs(patcher: Any, unpatched: bool = True) -> None:
-    forget_graphs(patcher.model, unpatched)

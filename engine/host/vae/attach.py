@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +22,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import never_swallowed
+from ...forwards import is_of_class
 from ...notices.status import Line
 from ...notices.words import say
 from ..adapter import forbids_threads
@@ -42,15 +45,22 @@ class LaidOut:
 
     Args:
         name: of `FUNCTIONS`.
-        function: of the network, as it was.
+        function: of the network, as it was. A method is held without the network, on which this object is set: a circle would
+            keep that in memory until garbage is collected.
         device: where the VAE runs.
         line: of the node in the page.
     """
 
     def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
-        self.function, self._word, self.line = function, FUNCTIONS[name], line
+        self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
+        self._word, self.line = FUNCTIONS[name], line
         self.trial = Trial(lambda: Timer(device))
         self._told = False
+
+    @property
+    def function(self) -> Callable:
+        function: Any = self._function()  # alive: this is called as its network's method
+        return function
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         shape = (tuple(x.shape), x.dtype)
@@ -111,6 +121,8 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     found.patcher = patcher.clone()
     found.patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
     found.patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _bind_to_copy)
+    found.patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
+    found.patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _forget_own_methods)
     for name in FUNCTIONS:
         function = patcher.object_patches.get(name) or getattr(network, name, None)
         if isinstance(function, LaidOut):  # of a node before
@@ -135,6 +147,14 @@ def _bind_to_copy(patcher: Any, clone: Any) -> None:
         laid_out = clone.object_patches.get(name)
         if isinstance(laid_out, LaidOut):
             clone.add_object_patch(name, LaidOut(name, getattr(clone.model, name), clone.load_device, laid_out.line))
+
+
+def _forget_own_methods(patcher: Any, *_: object) -> None:
+    """An ON_DETACH callback, also called when a patcher is freed: taking ours back, the host leaves a method on its network,
+    which keeps that in memory until garbage is collected."""
+    for name in FUNCTIONS:
+        if is_of_class(patcher.model, name, vars(patcher.model).get(name)):
+            delattr(patcher.model, name)
 
 
 def left_alone(vae: Any) -> str | None:

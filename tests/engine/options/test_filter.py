@@ -1,6 +1,8 @@
 """transformer_options: what reaches a block."""
 
-from support import Block
+import pytest
+import torch
+from support import Block, CompiledNet, Net
 from torch import nn
 
 
@@ -20,6 +22,60 @@ class Looker(nn.Module):
         return replace[place](x) if place in replace else x
 
 
+class HostsLooker(nn.Module):
+    """As ldm/modules/attention.py has it."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        block = transformer_options.get("block", None)
+        index = transformer_options.get("block_index", 0)
+        replace = {}
+        for k in transformer_options:
+            if k == "patches_replace":
+                replace = transformer_options[k]
+        place = (block[0], block[1], index) if block is not None else None
+        table = replace.get("attn1", {})
+        key = place
+        if key not in table:
+            key = block
+        return table[key](x) if key in table else x
+
+
+class Both(Block):
+    """Looks a replacement up by its place, and has a strength of its own there."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        place = transformer_options.get("block_index", 0)
+        replace = transformer_options.get("patches_replace", {}).get("attn1", {})
+        x = replace[place](x) if place in replace else super().forward(x)
+        return x * (1 + place)
+
+
+class InATableOfItsOwn(Block):
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        place = transformer_options["block_index"]
+        if place in transformer_options.get("patches_replace", {}).get("attn1", {}):
+            return x
+        return super().forward(x) * [1.0, 2.0, 3.0][place]
+
+
+class NextToAPatch(Block):
+    """As ldm/krea2/model.py: patches run where the model says which block it is."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        if "block_index" in transformer_options and "attn1_patch" in transformer_options.get("patches", {}):
+            for patch in transformer_options["patches"]["attn1_patch"]:
+                x = patch(x)
+        return super().forward(x)
+
+
+class Handing(Both):
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        return self.scaled(x, transformer_options["block_index"]) + len(transformer_options.get("patches_replace", {}))
+
+    def scaled(self, x, place):
+        return x * (1 + place)
+
+
 class Writer(nn.Module):
     def forward(self, x, transformer_options={}):  # noqa: B006
         transformer_options["block_index"] = 7
@@ -30,8 +86,26 @@ def test_what_a_block_reads_is_kept(engine):
     keys_read = engine("options.filter").keys_read
     assert keys_read(Reader()) == {"block_index"}
     assert keys_read(Looker()) == frozenset()
+    assert keys_read(HostsLooker()) == frozenset()
     assert keys_read(Writer()) == frozenset()
     assert keys_read(nn.Sequential(Block(), Reader())) == {"block_index"}
+
+
+@pytest.mark.parametrize("block", [Both, InATableOfItsOwn, NextToAPatch, Handing])
+@pytest.mark.parametrize("mode", ["in the background", "at once"])
+def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_mode, block, mode):
+    net, x = Net(block), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+    for patches in ({}, {"patches": {"attn1_patch": [lambda x: x * 2]}}, {"patches_replace": {"attn1": {1: lambda x: x * 3}}}):
+        expected = net(x, transformer_options=dict(patches))
+        if mode == "at once":
+            assert torch.equal(step.at_once(x, transformer_options=dict(patches)), expected)
+        else:
+            step(x, transformer_options=dict(patches))
+            step.wait()
+            result, eager = step(x, transformer_options=dict(patches))
+            assert torch.equal(result, expected) and not eager
+    assert not step.failures
 
 
 def test_bookkeeping_is_dropped_and_the_rest_stays(engine):

@@ -114,23 +114,27 @@ def test_keys_of_an_attention_override(engine, override, keys):
 
 
 def test_a_state_notices_layers_forwards_and_hooks(engine):
-    state_of, block = engine("blocks.state").BlockState, Block()
+    block, methods = Block(), engine("blocks.methods").MethodsNow()
+
+    def state_of(block):
+        return engine("blocks.state").BlockState(block, methods)
+
     state = state_of(block)
-    assert state.holds(block)
+    assert state.holds(block, methods)
     layer = block.inner
     block.inner = nn.Linear(8, 8)
-    assert not state.holds(block)
+    assert not state.holds(block, methods)
     block.inner = layer
-    assert state.holds(block)
+    assert state.holds(block, methods)
     layer.forward = layer.forward
-    assert state.holds(block) and "forward" not in layer.__dict__, "its own forward is nothing new"
+    assert state.holds(block, methods) and "forward" not in layer.__dict__, "its own forward is nothing new"
     layer.forward = lambda x: x
-    assert not state.holds(block) and state_of(block).forwards
+    assert not state.holds(block, methods) and state_of(block).forwards
     del layer.forward
     hook = layer.register_forward_hook(lambda *_: None)
-    assert not state.holds(block) and state_of(block).hooked == ("inner",)
+    assert not state.holds(block, methods) and state_of(block).hooked == ("inner",)
     hook.remove()
-    assert state.holds(block)
+    assert state.holds(block, methods)
 
 
 def test_patches_and_place_as_a_block_gets_them(engine):

@@ -102,6 +102,36 @@ def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts):
     assert counts() == (0, 0)
 
 
+def test_a_method_that_is_replaced_on_the_class(flux, counts, monkeypatch):
+    compiled, kind = flux.attach(flux.patcher), type(flux.patcher.model.diffusion_model)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    own = kind.forward_orig
+    for factor in (2.0, 3.0):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, "forward_orig", lambda *args, factor=factor, **kwargs: own(*args, **kwargs) * factor)
+            same(flux.run(compiled), flux.run(flux.patcher))
+            assert counts() == (0, 0), "code of this kind may read anything"
+    same(flux.run(compiled), flux.run(flux.patcher))
+    assert counts() == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "other", [{"only_blocks": "double_blocks.*"}, {"allow_tf32": True}, {"dynamic": "false"}, {"on_failure": "stop"}], ids=str
+)
+def test_other_settings(flux, counts, other):
+    """Of two nodes, or of one that was changed."""
+    compiled, changed = flux.attach(flux.patcher), flux.attach(flux.patcher, **other)
+    for patcher in (compiled, changed):
+        flux.run(patcher)
+        assert counts() == (1, 1)
+    flux.run(compiled)  # captured anew, where code was made for the other settings
+    counts()
+    for patcher in (compiled, changed):
+        flux.run(patcher)
+        assert counts() == (0, 3)
+
+
 class Holder:
     """An option whose text is the same whatever it holds."""
 
@@ -275,6 +305,50 @@ def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
     flux.run(patched(compiled))
     flux.run(patched(compiled))
     assert counts()[1] >= 3, "what stays as it is does not forbid it"
+
+
+def test_an_object_patch_of_a_plain_value(flux, counts):
+    """As core's Flux KV Cache makes one."""
+
+    def patched(patcher):
+        clone = patcher.clone()
+        clone.add_object_patch("diffusion_model.params.default_ref_method", "uxo")
+        return clone
+
+    compiled = flux.attach(flux.patcher)
+    for expected in ((1, 1), (0, 3)):
+        for patcher in (compiled, patched(compiled)):
+            flux.run(patcher)
+            assert counts() == expected
+
+
+class Scaled(torch.nn.Linear):
+    """A layer of another pack with weights, and a strength that its node sets."""
+
+    strength = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.strength
+
+
+def test_a_strength_of_another_packs_layer(flux, counts):
+    own = flux.patcher.model.diffusion_model.img_in
+    with torch.inference_mode(False):
+        layer = Scaled(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
+    layer.load_state_dict(own.state_dict())
+
+    def patched(patcher):
+        clone = patcher.clone()
+        clone.add_object_patch("diffusion_model.img_in", layer)
+        return clone
+
+    compiled, results = flux.attach(flux.patcher), []
+    for strength in (1.0, 0.2):
+        layer.strength = strength
+        results.append(flux.run(patched(flux.patcher)))
+        same(flux.run(patched(compiled)), results[-1])
+        assert counts() == (1, 1)
+    assert not torch.allclose(*results, rtol=1e-2)
 
 
 def test_one_that_holds_what_cannot_be_compared(flux, counts):

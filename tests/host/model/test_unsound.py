@@ -166,6 +166,10 @@ GUARDED = {
         f"object patch of {path}.forward": PatchKind("flux", weights.forward_at(path))
         for path in ("single_blocks.2", "single_blocks.2.linear1", "double_blocks.1.img_mlp", "double_blocks.1")
     },
+    **{
+        f"object patch of {path}.__class__": PatchKind("flux", weights.class_at(path))
+        for path in ("double_blocks.0", "single_blocks.2.norm")
+    },
     "object that reads its place": PatchKind(
         "wan", weights.object_at("blocks.1.self_attn", weights.PlaceReader), error=KeyError
     ),

@@ -1,5 +1,8 @@
 """A VAE whose images lie channels_last: the host's own VAEs, with plain PyTorch in place of our Triton kernels."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from reference_kernels import Reference
@@ -265,6 +268,25 @@ def test_a_clone_with_a_network_of_its_own_runs_that_one(engine, kernels, clock)
     found = clone.object_patches["decode"]
     assert found.function.__self__ is other.first_stage_model and found is not laid_out(ours)
     assert clone.clone().object_patches["decode"] is found
+
+
+@pytest.mark.parametrize("then_plain", [False, True])
+def test_a_vae_that_nobody_uses_is_freed_at_once(engine, kernels, clock, then_plain):
+    """Else ComfyUI warns of a memory leak, and its memory is taken until garbage is collected."""
+    clock += [1.0] * 100
+    vae, latent = make("image")
+    ours = attached(engine, vae)
+    ours.decode(latent)
+    if then_plain:
+        vae.decode(latent)
+    gone = weakref.ref(vae.first_stage_model)
+    gc.collect()
+    gc.disable()
+    try:
+        del vae, ours
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine, monkeypatch):

@@ -68,6 +68,11 @@ def test_object_patches_of_a_forward(flux, path):
     assert flux.check(weights.forward_at(path)) <= 4
 
 
+@pytest.mark.parametrize("path", ["double_blocks.0", "single_blocks.2.norm"])
+def test_object_patches_of_a_class(flux, path):
+    assert flux.check(weights.class_at(path)) <= 4
+
+
 def test_an_object_in_a_block_that_reads_what_blocks_do_not(tiny, engine):
     """KJNodes puts a cross-attention of its own into Wan's blocks; such code may read any entry of the options."""
     wan = Runs(tiny, engine, "wan", cfg=1.0)

@@ -1,0 +1,190 @@
+"""Classes that are exchanged under a block, and methods that are replaced on them, after code was made and before."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from support import Block, CompiledNet, Net
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+class Inner(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.layer = nn.Linear(width, width)
+
+    def shifted(self, x):
+        return x + 1
+
+    def forward(self, x):
+        return self.layer(self.shifted(x))
+
+
+class Outer(Block):
+    def __init__(self, width=8):
+        super().__init__(width)
+        self.more = Inner(width)
+
+    def scaled(self, x):
+        return x * 1.5
+
+    def forward(self, x):
+        return self.scaled(super().forward(x) + self.more(x))
+
+
+@pytest.fixture(params=["in the background", "at once"])
+def check(engine, request):
+    """A function: the code that is there after a call gives what eager does; the number of graphs."""
+    steps = {}
+
+    def check(net):
+        step, x = steps.setdefault(net, CompiledNet(engine, net)), torch.randn(2, 4, 8)
+        if request.param == "at once":
+            assert torch.equal(step.at_once(x), net(x))
+        else:
+            assert torch.equal(step(x)[0], net(x)), "while code is made"
+            graphs = step.wait()
+            result, eager = step(x)
+            assert torch.equal(result, net(x)) and not eager and step.graphs == graphs
+        assert not step.failures
+        return step.graphs
+
+    return check
+
+
+def times(factor):
+    """The methods that are put in the place of others: for all factors the same code."""
+    return lambda self, x: x * factor
+
+
+METHODS = {
+    "the block's forward": (Outer, "forward"),
+    "the forward that it inherits": (Block, "forward"),
+    "another method of the block": (Outer, "scaled"),
+    "a layer's forward": (Inner, "forward"),
+    "another method of a layer": (Inner, "shifted"),
+    "the forward of PyTorch's layers": (nn.Linear, "forward"),
+}
+
+
+@pytest.mark.parametrize("cls, name", METHODS.values(), ids=METHODS)
+def test_a_method_is_replaced_and_taken_back(check, monkeypatch, cls, name):
+    net = Net(Outer)
+    assert check(net) == 1
+    with monkeypatch.context() as patch:
+        for count, factor in enumerate((2.0, 3.0), 2):
+            patch.setattr(cls, name, times(factor))
+            assert check(net) == count
+    assert check(net) == 3, "the first code serves again"
+
+
+@pytest.mark.parametrize("cls, name", METHODS.values(), ids=METHODS)
+def test_a_method_that_was_replaced_before_is_taken_back(check, monkeypatch, cls, name):
+    net = Net(Outer)
+    with monkeypatch.context() as patch:
+        patch.setattr(cls, name, times(2.0))
+        check(net)
+    check(net)
+
+
+class Louder(Outer):
+    """As RES4LYF's blocks: the same weights, another forward, and a number of its own."""
+
+    place = 0
+
+    def forward(self, x, mask=None):
+        return super().forward(x) * (1 + self.place)
+
+
+@pytest.mark.parametrize("numbered", [False, True])
+def test_a_blocks_class_is_exchanged(check, numbered):
+    net = Net(Outer)
+    assert check(net) == 1
+    for place, block in enumerate(net.blocks, 2):
+        block.__class__ = Louder
+        if numbered:
+            block.place = place
+    assert check(net) == 2, "one graph for all blocks, whatever their number"
+    for block in net.blocks:
+        block.__class__ = Outer
+    assert check(net) == 2
+
+
+def test_blocks_of_two_classes(check):
+    net = Net(Outer)
+    net.blocks[1].__class__ = Louder
+    assert check(net) == 2
+    net.blocks[1].__class__, net.blocks[2].__class__ = Outer, Louder
+    assert check(net) == 2
+
+
+class LouderInner(Inner):
+    def forward(self, x):
+        return super().forward(x) * 2
+
+
+def test_a_layers_class_is_exchanged(check):
+    net = Net(Outer)
+    check(net)
+    net.blocks[1].more.__class__ = LouderInner
+    assert check(net) == 2
+    net.blocks[1].more.__class__ = Inner
+    assert check(net) == 2
+
+
+def with_twins(width=8):
+    """A block with a layer whose class is made for it, as in Stable Cascade."""
+
+    class Norm(nn.LayerNorm):
+        def forward(self, x):
+            return super().forward(x) + 1
+
+    block = Block(width)
+    block.norm = Norm(width)
+    return block
+
+
+def test_a_class_that_each_block_has_of_its_own(check):
+    net = Net(with_twins)
+    assert check(net) == 1
+    own = type(net.blocks[1].norm)
+    net.blocks[1].norm.__class__ = nn.LayerNorm
+    assert check(net) == 2
+    net.blocks[1].norm.__class__ = own
+    assert check(net) == 2
+    own.forward = times(3.0)
+    assert check(net) == 3
+
+
+def test_one_outside_of_the_blocks_keeps_the_class_that_somebody_gives_it(check):
+    net = Net(with_twins)
+    entry = nn.Sequential(net.entry, with_twins().norm)
+    del net.entry  # the first of the twins, whose class the others get, is to be in a block
+    net.entry = entry
+    check(net)
+    net.entry[1].__class__ = nn.LayerNorm
+    check(net)
+    assert type(net.entry[1]) is nn.LayerNorm
+
+
+def knowing(block):
+    class Knowing(Inner):
+        def forward(self, x):
+            return block.inner(x)
+
+    return Knowing
+
+
+def test_a_model_is_freed_whose_classes_know_it(engine):
+    net = Net(Outer)
+    step, x = CompiledNet(engine, net), torch.randn(2, 4, 8)
+    step.at_once(x)
+    net.blocks[0].more.__class__ = knowing(net.blocks[0])
+    assert torch.equal(step.at_once(x), net(x))
+    gone = weakref.ref(net)
+    del net, step
+    gc.collect()
+    assert gone() is None

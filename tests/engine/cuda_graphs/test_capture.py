@@ -1,0 +1,117 @@
+"""Which calls are captured, and what happens when a capture or a replay fails; no GPU takes part."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+class Replaying:
+    """Stands in for a captured graph: computes as the call does, or raises what it is told to."""
+
+    error: Exception | None = None
+
+    def __init__(self, forward):
+        self.forward = forward
+
+    def replay(self, tensors):
+        if self.error is not None:
+            raise self.error
+        return self.forward(*tensors)
+
+
+@pytest.fixture
+def graphs(engine, monkeypatch):
+    kind = engine("cuda_graphs.capture").ModelGraphs
+
+    def capture(self, key, forward, leaves, spec, tensors, fixed):
+        self.captures += 1
+        self.graphs[key] = Replaying(forward)
+        return self.graphs[key]
+
+    monkeypatch.setattr(kind, "_capture", capture)
+    found = kind()
+    found.model.device = torch.device("cpu")
+    return found
+
+
+def call(graphs, key):
+    """A call of a model that doubles; whether it was replayed."""
+    before, x = graphs.replays, torch.ones(2)
+    assert graphs.call(key, lambda x: x * 2, (x,), {}, {}).tolist() == [2, 2] and x.tolist() == [1, 1]
+    return graphs.replays > before
+
+
+OUT_OF_MEMORY = [
+    torch.OutOfMemoryError("no room"),
+    torch.AcceleratorError("CUDA error: out of memory") if hasattr(torch, "AcceleratorError") else None,
+    RuntimeError("CUDA error: out of memory"),
+]
+
+
+@pytest.mark.parametrize("error", filter(None, OUT_OF_MEMORY), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("calls", [1, 3], ids=["after the capture", "later"])
+def test_out_of_memory_when_a_graph_is_launched(graphs, monkeypatch, error, calls):
+    call(graphs, "other"), call(graphs, "other")
+    for _ in range(calls):
+        call(graphs, "key")
+    with monkeypatch.context() as patch:
+        patch.setattr(Replaying, "error", error)
+        call(graphs, "key")
+    assert not graphs.graphs and str(error) in graphs.failures["key"]
+    captures = graphs.captures
+    for _ in range(3):
+        assert not call(graphs, "key"), "the next calls are plain"
+    assert graphs.captures == captures
+    graphs.drop()
+    call(graphs, "key"), call(graphs, "key")
+    assert call(graphs, "key"), "when the weights have moved it is tried again"
+
+
+def test_another_error_of_a_replay_is_the_users_to_see(graphs, monkeypatch):
+    call(graphs, "key"), call(graphs, "key")
+    monkeypatch.setattr(Replaying, "error", RuntimeError("CUDA error: an illegal memory access"))
+    with pytest.raises(RuntimeError, match="illegal"):
+        call(graphs, "key")
+
+
+def test_out_of_memory_for_the_inputs_of_a_graph(engine, monkeypatch):
+    graphs = engine("cuda_graphs.capture").ModelGraphs()
+    graphs.model.device = torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(engine("cuda_graphs.capture"), "capture_stream", lambda device: None)
+
+    def no_room(*_args, **_kwargs):
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(torch.Tensor, "clone", no_room)
+    for _ in range(3):
+        call(graphs, "key")
+    assert graphs.failures == {"key": "OutOfMemoryError: no room"} and not graphs.graphs
+
+
+def test_the_graph_that_was_replayed_least_recently_goes(engine, graphs):
+    most = engine("cuda_graphs.capture").MAX_GRAPHS
+    for key in range(most):
+        call(graphs, key), call(graphs, key), call(graphs, key)
+    assert call(graphs, 0)
+    call(graphs, "new"), call(graphs, "new")
+    assert 0 in graphs.graphs and 1 not in graphs.graphs and len(graphs.graphs) == most
+    call(graphs, 1)
+    assert call(graphs, 1), "it has been of use: it is captured again"
+
+
+def test_kinds_of_calls_that_take_turns_do_not_push_each_other_out(engine, graphs):
+    most = engine("cuda_graphs.capture").MAX_GRAPHS
+    replayed = [[call(graphs, key) for key in range(most + 1)] for _ in range(6)]
+    assert graphs.captures == most + 1
+    assert all(sum(turn) == most for turn in replayed[2:])
+    assert "take turns" in graphs.failures[0]
+
+
+def test_what_is_remembered_of_calls_has_an_end(engine, graphs, monkeypatch):
+    module = engine("cuda_graphs.capture")
+    monkeypatch.setattr(module, "MAX_OTHERS", 20)
+    for key in range(60):
+        call(graphs, key), call(graphs, key)
+    assert len(graphs.seen) <= 20 and len(graphs.failures) <= 20 and len(graphs._never_replayed) <= module.MAX_GRAPHS
