@@ -3,13 +3,14 @@
 import collections
 import copy
 import platform
+import urllib.parse
 from importlib.metadata import version
 
 import pytest
 from PIL import Image
 
 from devtools import prompts
-from devtools.server import PromptRejectedError, error_of, outputs_of
+from devtools.server import PromptRejectedError, error_of, outputs_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
@@ -143,7 +144,7 @@ def test_shipped_workflow_runs_and_reports(server, shipped):
     assert report.startswith("Ready for ")
     assert "DoubleStreamBlock: 2 blocks" in report and "SingleStreamBlock: 4 blocks" in report
     line = server.get("/torch-compile-kit/status")[prompts.find(shipped, prompts.MODEL_NODE)]
-    assert line["state"] == "ready" and line["text"].startswith("ready")
+    assert line["state"] in ("ready", "unclear", "slower") and line["says"][0] in ("ready", "readyBut")
 
 
 def test_image_is_the_same_with_and_without_the_nodes(server, shipped):
@@ -310,4 +311,23 @@ def test_a_vae_that_gains_nothing_here_decodes_the_same_and_the_page_is_told_why
             images.append(image.tobytes())
     assert images[0] == images[1]
     told = server.get("/torch-compile-kit/status")["vae node"]
-    assert told == {"state": "ready", "text": "left as it is: it does not run on a GPU with Triton"}
+    assert told == {"state": "unclear", "says": [["vaeLeft", ["vaeNoGpu"]]], "seconds": None}
+
+
+def test_lines_and_notices_go_to_the_page_whose_prompt_runs_and_name_its_workflow(server, shipped):
+    """Node ids say neither: other workflows have the same ones."""
+    prompt = prompts.change(prompts.without_kit(shipped), "KSampler", steps=1)
+    vae = {"class_type": "TorchCompileKitVAE", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
+    prompt = {**prompts.change(prompt, "VAEDecode", vae=["77", 0]), "77": vae}
+    extra = {"extra_pnginfo": {"workflow": {"id": "this workflow"}}}
+    with server.heard() as mine, server.heard("somebody-else") as theirs:
+        assert error_of(server.finished(server.start(prompt, extra))) is None
+        (news,) = wait_until(lambda: [data for kind, data in mine if kind == "torch-compile-kit.status"], "a line")
+    assert (news["node"], news["workflow"], news["state"]) == ("77", "this workflow", "unclear")
+    assert not [kind for kind, _ in theirs if kind.startswith("torch-compile-kit")]
+
+    def lines(**asked):
+        return list(server.get(f"/torch-compile-kit/status?{urllib.parse.urlencode(asked)}"))
+
+    assert lines(client_id=server.client_id, workflow="this workflow") == ["77"]
+    assert "77" not in lines(client_id=server.client_id, workflow="another") and lines(client_id="somebody-else") == []
