@@ -45,7 +45,7 @@ def register_routes() -> None:
 
     @server.routes.get("/torch-compile-kit/report")
     async def report(_request: web.Request) -> web.Response:
-        return web.json_response(report_json())
+        return web.json_response(await asyncio.to_thread(report_json))
 
     register_cache_routes(server.routes)
 
@@ -88,7 +88,7 @@ def register_routes() -> None:
 
     def when_idle() -> None:
         if not server.prompt_queue.get_tasks_remaining():  # beside a model that loads both would take twice as long
-            get_ready_again()
+            server.loop.run_in_executor(None, get_ready_again)
 
     server.loop.call_soon(server.loop.call_later, IDLE, when_idle)  # from when the loop runs
 

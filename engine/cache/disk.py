@@ -14,6 +14,8 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +40,8 @@ CHOICES = "choices.json"
 IN_USE_SECONDS = 600
 # After a compilation, until the size is looked at.
 LOOK_SECONDS = 60
+# For which the sizes that the page asks for again and again are kept: to find them all folders are walked.
+USAGE_SECONDS = 5
 _lock = threading.RLock()
 
 
@@ -58,6 +62,8 @@ class DiskCache:
         self._looked_at: set[str] = set()
         self._healed: set[str] = set()
         self._later: threading.Timer | None = None
+        self._entries: list[dict] = []
+        self._walked: float | None = None
 
     def enter(self, name: str, block: str) -> None:
         """Make the folder `name` the one that inductor and Triton use, until `exit`.
@@ -112,9 +118,10 @@ class DiskCache:
 
     def _compile_anew(self, name: str, reason: str) -> None:
         logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
-        for entry in (self.root / name).iterdir():
-            if entry.name not in (ABOUT, CHOICES):
-                remove(entry)
+        with suppress(FileNotFoundError):  # removed meanwhile: empty enough
+            for entry in (self.root / name).iterdir():
+                if entry.name not in (ABOUT, CHOICES):
+                    remove(entry)
 
     def recall(self, name: str, key: str) -> str | None:
         """What `remember` has kept, in this process or an earlier one."""
@@ -142,6 +149,13 @@ class DiskCache:
             write_json(about, {"class": owner, **environment()}, indent=1)
         os.utime(about)
 
+    def loaded(self, names: Iterable[str]) -> None:
+        """Files were unpacked into these folders: they are the last that go."""
+        self._walked = None
+        for name in names:
+            with suppress(OSError):
+                os.utime(self.root / name / ABOUT)
+
     def folders(self) -> list[Path]:
         """Those of groups, least recently used first."""
         found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
@@ -166,6 +180,7 @@ class DiskCache:
             How many bytes were removed.
         """
         with _lock:
+            self._walked = None
             self._remove_leftovers()
             sizes = {folder: size_of(folder) for folder in self.folders()}
             total = excess = sum(sizes.values())
@@ -208,6 +223,7 @@ class DiskCache:
             How many bytes were removed.
         """
         with _lock:
+            self._walked = None
             before = self.size()
             for folder in self.folders():
                 if folder.name not in self._compiling:
@@ -215,13 +231,16 @@ class DiskCache:
             return before - self.size()
 
     def usage(self) -> dict:
-        """For the page and for scripts."""
-        entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
+        """For the page and for scripts; bytes as they were up to `USAGE_SECONDS` ago."""
+        now = time.monotonic()
+        if self._walked is None or now - self._walked > USAGE_SECONDS:
+            self._entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
+            self._walked = now
         return {
             "folder": str(self.root),
-            "bytes": sum(entry["bytes"] for entry in entries),
+            "bytes": sum(entry["bytes"] for entry in self._entries),
             "limit": self.limit,
-            "entries": entries,
+            "entries": self._entries,
         }
 
 

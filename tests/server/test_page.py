@@ -428,6 +428,54 @@ def test_presets_are_settings_of_the_node_and_in_its_help(engine):
         assert f"| {group} | {preset['name']} | {sets} |" in help_page
 
 
+PANEL = """
+    const COLORS = {}, waits = [], asked = [];
+    const setTimeout = (go) => waits.push(go);
+    const settled = () => new Promise((resolve) => globalThis.setTimeout(resolve, 5));
+    let sure = false;
+    app.extensionManager.registerSidebarTab = (tab) => { app.tab = tab; };
+    app.extensionManager.dialog = { confirm: async ({ message }) => (said.push(message), sure) };
+    document.createElement = () => ({ style: {}, isConnected: true, append() {}, replaceChildren() {}, querySelector() {} });
+    api.fetchApi = async () => ({ json: async () => ({ en: { torchCompileKit: words } }) });
+"""
+
+
+def test_the_panel_asks_again_when_it_has_been_answered():
+    scene = """
+        let answer;
+        api.fetchApi = (path) => (asked.push(path), new Promise((resolve) => { answer = resolve; }));
+        app.tab.render({ replaceChildren() {} });
+        await settled();
+        said.push(asked.length, waits.length);
+        api.fetchApi = async () => { throw new Error("gone"); };
+        answer({ json: async () => ({ error: "no cache folder" }) });
+        app.tab.destroy();
+    """
+    assert play("panel.js", scene, PANEL) == [2, 0]
+
+
+def test_a_button_whose_request_failed_can_be_pressed_again():
+    scene = """
+        const failing = button("clear", async () => { throw new Error("Failed to fetch"); });
+        await failing.onclick();
+        said.push(failing.disabled, told);
+    """
+    assert play("panel.js", scene, PANEL) == [False, "Failed to fetch"]
+
+
+def test_code_is_loaded_from_a_file_only_when_the_user_is_sure():
+    scene = """
+        api.fetchApi = async (path, sent) => (asked.push([path, sent.body]), { json: async () => ({ error: "damaged" }) });
+        said.push(await loadFile("mine.tckcache") ?? "nothing", asked.length);
+        sure = true;
+        said.push(await loadFile("mine.tckcache"), asked);
+    """
+    message, *said = play("panel.js", scene, PANEL)
+    assert "code" in message and "runs on this machine" in message and "trust" in message
+    asked = [["/torch-compile-kit/cache/load", '{"file":"mine.tckcache"}']]
+    assert said == ["nothing", 0, message, "damaged", asked]
+
+
 def test_a_benchmark_begins_with_its_result_in_a_node_that_is_wide_enough():
     scene = """
         const node = created("3", "TorchCompileKitBenchmark");

@@ -298,6 +298,11 @@ def test_an_empty_file_is_reason_enough(cache):
     assert cache.heal(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
 
 
+def test_a_folder_that_is_gone_is_as_good_as_emptied(cache):
+    """The user has removed it: what is compiled anew has a new one."""
+    assert cache.heal(NAMES[0], ImportError(f"{cache.root / NAMES[0] / 'a.so'}: file too short"))
+
+
 def test_other_errors_leave_the_folder_alone(cache, engine):
     from torch._inductor.exc import CppCompileError
 
@@ -476,3 +481,17 @@ def test_each_of_what_it_depends_on_gives_folders_of_their_own(key, depends, eng
 
 def test_the_version_of_the_hosts_kernels_is_known(depends):
     assert re.match(r"\d+\.\d+", depends.environment()["comfy-kitchen"])
+
+
+def test_sizes_that_are_asked_for_again_and_again_are_found_once(three, disk_cache, monkeypatch):
+    walked = []
+    monkeypatch.setattr(disk_cache, "size_of", lambda folder: walked.append(folder.name) or 1)
+    assert three.usage() == three.usage() and sorted(walked) == NAMES
+    passed = time.monotonic() + disk_cache.USAGE_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    three.usage()
+    assert len(walked) == 2 * len(NAMES)
+    three.limit = 7
+    assert three.usage()["limit"] == 7
+    three.clear()
+    assert three.usage()["entries"] == []
