@@ -465,6 +465,9 @@ def test_the_blueprint_is_found_and_placed(page):
     page.until("() => app.graph._nodes.some((node) => node.subgraph)")
     inside = page.js("() => app.graph._nodes.flatMap((node) => (node.subgraph?.nodes ?? []).map((inner) => inner.type))")
     assert sorted(inside) == ["TorchCompileKitModel", "TorchCompileKitWarmup"]
+    page.js("() => { app.graph._nodes.find((n) => n.subgraph).widgets.find((w) => w.name === 'cfg').value = 3.5; }")
+    sent = page.js("async () => Object.values((await app.graphToPrompt()).output)")
+    assert [node["inputs"]["cfg"] for node in sent if node["class_type"] == "TorchCompileKitWarmup"] == [3.5]
 
 
 @pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
