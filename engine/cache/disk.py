@@ -34,6 +34,7 @@ from .folders import (
 )
 
 logger = logging.getLogger("torch-compile-kit")
+KIT = "torch-compile-kit"
 ABOUT = "about.json"
 CHOICES = "choices.json"
 # Another ComfyUI may be compiling into a folder of the same user.
@@ -259,8 +260,8 @@ def current() -> DiskCache | None:
 def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
 
-    Only the first call has an effect. A folder that cannot be written, or that others may write, is said in the log, and
-    PyTorch's own place is used.
+    Only the first call has an effect. Where code in it could be another user's (`folders.make_private`), or it cannot be
+    written, a folder of this user's elsewhere is used, which the log says; where there is none either, PyTorch's own.
 
     Args:
         limit: the user's setting in GiB; see `environment.limit_in_bytes`.
@@ -269,22 +270,31 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
         if not _Current.opened:
             _Current.opened = True
             users = users_folder()
-            root = Path(users) / "torch-compile-kit" if users else folder
-            try:
-                if not users:
-                    make_private(root.parent)
-                make_private(root)
-                with tempfile.TemporaryFile(dir=root):
-                    pass
-                _Current.cache = DiskCache(root, limit_in_bytes(limit))
-            except OSError as error:
+            places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
+            refused = []
+            for place in places + [[above, above / "cache"] for above in _local_folders()]:
+                try:
+                    make_private(*place)
+                    with tempfile.TemporaryFile(dir=place[-1]):
+                        pass
+                except OSError as error:
+                    refused.append(f"{place[-1]} cannot be used: {error}")
+                else:
+                    _Current.cache = DiskCache(place[-1], limit_in_bytes(limit))
+                    break
+            if refused:
                 logger.warning(
-                    "the cache folder %s cannot be used: %s. Compiled code goes to the system's temp folder and may be lost at "
-                    "the next restart; TORCHINDUCTOR_CACHE_DIR names another folder",
-                    root,
-                    error,
+                    "the cache folder %s. Compiled code goes to %s; TORCHINDUCTOR_CACHE_DIR names another folder",
+                    "; ".join(refused),
+                    _Current.cache.root if _Current.cache else "the system's temp folder, and may be lost at the next restart",
                 )
         return _Current.cache
+
+
+def _local_folders() -> list[Path]:
+    """Of this user alone, on drives that keep rights."""
+    user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
+    return [Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}")]
 
 
 def folder_name(block: str, structure: tuple) -> str:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import tempfile
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from ...blocks.structure import structure_of
-from ...cache.archive import SUFFIX, CacheFileError, is_device, load_cache_file, write_cache_file
-from ...cache.disk import folder_name
-from ...cache.folders import check_private, make_private
+from ...cache.archive import SUFFIX, CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
+from ...cache.disk import DiskCache, folder_name
+from ...cache.folders import NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
@@ -122,7 +125,8 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     try:
-        make_private(kit_folder())
+        with suppress(NoRightsError):  # nothing in it is run from there
+            close_to_others(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
     folders = {group.folder for _name, _network, groups in models for group in groups if group.stats.graphs}
@@ -147,9 +151,8 @@ def load_cache(filename: str) -> str:
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if cache is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
-        check_private(kit_folder())
-        found = load_cache_file(kit_folder() / filename, cache)
-    except (CacheFileError, PermissionError) as error:
+        found = _load(kit_folder() / filename, cache)
+    except (CacheFileError, OSError) as error:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text
@@ -157,6 +160,18 @@ def load_cache(filename: str) -> str:
     text = f"{filename}: {len(found.members)} files for {what}"
     logger.info("%s", text)
     return text
+
+
+def _load(file: Path, cache: DiskCache) -> CacheFile:
+    """Raises: CacheFileError, see `load_cache_file`; OSError: the folder is another user's, or the file cannot be read."""
+    try:
+        close_to_others(file.parent)
+    except NoRightsError:  # what is checked must be what is used
+        with tempfile.TemporaryDirectory(prefix="incoming-", dir=cache.root) as private:
+            return load_cache_file(Path(shutil.copyfile(file, Path(private, file.name))), cache)
+    if not file.exists():
+        raise CacheFileError(f"others could write {file}; if it is as you have put it there, take .untrusted off its new name.")
+    return load_cache_file(file, cache)
 
 
 def state_of(filename: str) -> str:
