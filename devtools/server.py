@@ -175,10 +175,11 @@ class Server:
         """Press cancel."""
         self._request("/interrupt", {})
 
-    def start(self, prompt):
+    def start(self, prompt, extra_data=None):
         """Queue a prompt and return its id; raises when it is not accepted."""
+        asked = {"prompt": prompt, "client_id": self.client_id, "extra_data": extra_data or {}}
         try:
-            answer = json.loads(self._request("/prompt", {"prompt": prompt, "client_id": self.client_id}))
+            answer = json.loads(self._request("/prompt", asked))
         except urllib.error.HTTPError as error:
             raise PromptRejectedError(json.loads(error.read())) from None
         if answer.get("node_errors"):
@@ -199,10 +200,27 @@ class Server:
     @contextmanager
     def progress(self):
         """A list that fills with (seconds, node id, step) while prompts of ours run."""
+        steps = []
+
+        def step(kind, data):
+            if kind == "progress":
+                steps.append((time.perf_counter(), data["node"], data["value"]))
+
+        with self._listening(self.client_id, step):
+            yield steps
+
+    @contextmanager
+    def heard(self, client_id=None):
+        """A list that fills with (event, data): what the page of a client is sent; None: ours."""
+        events = []
+        with self._listening(client_id or self.client_id, lambda *event: events.append(event)):
+            yield events
+
+    @contextmanager
+    def _listening(self, client_id, hear):
         import websocket
 
-        events = []
-        connection = websocket.create_connection(f"ws://127.0.0.1:{self.port}/ws?clientId={self.client_id}", timeout=30)
+        connection = websocket.create_connection(f"ws://127.0.0.1:{self.port}/ws?clientId={client_id}", timeout=30)
         # Without a time limit: a long compilation sends nothing.
         connection.settimeout(None)
 
@@ -214,13 +232,14 @@ class Server:
                     return
                 if not message:
                     return
-                if isinstance(message, str) and (event := json.loads(message))["type"] == "progress":
-                    events.append((time.perf_counter(), event["data"]["node"], event["data"]["value"]))
+                if isinstance(message, str):
+                    event = json.loads(message)
+                    hear(event["type"], event["data"])
 
         listener = threading.Thread(target=listen, daemon=True)
         listener.start()
         try:
-            yield events
+            yield
         finally:
             connection.close()
             listener.join(5)

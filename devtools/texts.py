@@ -21,19 +21,24 @@ FRAMES = ("cure", "or", "details")
 ROOMS = ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model")
 
 
-def keys_said(code):
+def keys_said(code, function="say"):
     """The keys in the calls of `say` in some code, Python or JavaScript."""
-    return {key for call in re.findall(r"\bsay\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
+    return {key for call in re.findall(rf"\b{function}\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
 
 
 def keys_of_scripts(root=ROOT):
     scripts = "\n".join(file.read_text(encoding="utf-8") for file in (root / "js").glob("*.js"))
-    return keys_said(scripts) | set(re.findall(r'TorchCompileKit\w+: "(\w+)"', scripts))
+    lines = keys_said(code_of_reports(root), "told")  # which the page says
+    return keys_said(scripts) | lines | set(re.findall(r'TorchCompileKit\w+: "(\w+)"', scripts))
+
+
+def code_of_reports(root=ROOT):
+    code = "\n".join(file.read_text(encoding="utf-8") for room in ROOMS for file in (root / room).glob("*.py"))
+    return re.sub(r"\s+", " ", code)
 
 
 def keys_of_reports(root=ROOT):
-    code = "\n".join(file.read_text(encoding="utf-8") for room in ROOMS for file in (root / room).glob("*.py"))
-    return keys_said(re.sub(r"\s+", " ", code)) - {"en"}
+    return keys_said(code_of_reports(root)) - {"en"}
 
 
 def report(language, folder=locales.FOLDER):

@@ -1,7 +1,7 @@
 // Tells the user when a run had to compile something, and what would have avoided it: until it is closed or a warmup has run.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { offer } from "./node_report.js";
 import { showsNotices } from "./settings.js";
 
@@ -14,12 +14,12 @@ app.registerExtension({
     const shown = new Map(); // one for a model
     const { toast } = app.extensionManager;
 
-    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size } }) => {
+    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size, workflow } }) => {
       const notice = { severity: "warn", summary: `Torch Compile Kit: ${model}`, detail: text };
       if (shown.has(model)) toast.remove(shown.get(model));
       shown.set(model, notice);
       if (showsNotices()) toast.add(notice);
-      if (size) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
+      if (size && isOpen(workflow)) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
     });
     // What did not run, since nothing in front of it has changed, is reported as executed too.
     let cached = [];

@@ -3,6 +3,9 @@ import { app } from "/scripts/app.js";
 
 export const rootGraph = () => app.rootGraph ?? app.graph;
 
+// Whether a workflow is what is open in this tab of the page; the server's node ids say nothing about that.
+export const isOpen = (workflow) => workflow != null && rootGraph()?.id === workflow;
+
 // All of them for which something holds.
 export function* nodesOf(graph, holds) {
   for (const node of graph?.nodes ?? graph?._nodes ?? []) {

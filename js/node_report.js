@@ -1,8 +1,8 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { nodeOf } from "./graph.js";
-import { say, wordsLoaded } from "./words.js";
+import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { inWords, onLanguage, say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
 const VAE = "TorchCompileKitVAE";
@@ -10,6 +10,7 @@ const CONTROLNET = "TorchCompileKitControlNet";
 const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
+const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 // Pixels, at the least: a table has columns, a plot text, and a title is to be read.
 const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAE: 260, TorchCompileKitRepair: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 440;
@@ -30,7 +31,7 @@ const PLACEHOLDERS = {
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitRepair: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
-export const COLORS = { compiling: "#e0b040", ready: "#60c060", failed: "#e06060" };
+export const COLORS = { compiling: "#e0b040", ready: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
 
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
@@ -130,7 +131,7 @@ export function warn(node, lines) {
 const running = new Set();
 
 function begin(node) {
-  if (!(node?.comfyClass in PLACEHOLDERS) || HAVE_LINE.includes(node.comfyClass)) return;
+  if (!(node?.comfyClass in PLACEHOLDERS) || hasLine(node)) return;
   running.add(node);
   show(node, say("running"));
 }
@@ -140,12 +141,24 @@ function stop(text) {
   running.clear();
 }
 
-// What is made for a node's model, and how fast its steps are; how fast a VAE is.
-function tell(id, { state, text }) {
+// What is made for a node's model, and how fast its steps are; how fast a VAE is (engine/notices/status.py, News).
+function tell(id, line) {
   const node = nodeOf(id);
-  if (!HAVE_LINE.includes(node?.comfyClass)) return;
-  show(node, text);
+  if (!hasLine(node)) return;
+  node.torchCompileKitLine = { ...line, began: Date.now() - 1000 * line.seconds };
+  draw(node);
+}
+
+function draw(node) {
+  if (node.mode) delete node.torchCompileKitLine; // bypassed or muted: it does nothing
+  const { state, says, seconds, began } = node.torchCompileKitLine ?? {};
+  const passed = seconds == null ? [] : [Math.floor((Date.now() - began) / 1000)];
+  show(node, state ? inWords([...says, ...passed]) : say(PLACEHOLDERS[node.comfyClass]));
   reportWidget(node).element.style.color = COLORS[state] ?? "";
+}
+
+function drawAll() {
+  for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitLine)) draw(node);
 }
 
 app.registerExtension({
@@ -154,7 +167,9 @@ app.registerExtension({
   init: wordsLoaded,
 
   setup() {
-    api.addEventListener("torch-compile-kit.status", ({ detail }) => tell(detail.node, detail));
+    api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
+    setInterval(drawAll, 1000);
+    onLanguage(drawAll);
     api.addEventListener("executing", ({ detail }) => begin(detail && nodeOf(detail)));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop(say("cancelled")));
@@ -162,9 +177,13 @@ app.registerExtension({
   },
 
   async afterConfigureGraph() {
-    const answer = await api.fetchApi("/torch-compile-kit/status");
+    const workflow = rootGraph().id;
+    const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow });
+    const answer = await api.fetchApi(`/torch-compile-kit/status?${asked}`);
     if (!answer.ok) return;
-    for (const [id, found] of Object.entries(await answer.json())) tell(id, found);
+    const lines = await answer.json();
+    if (!isOpen(workflow)) return; // another was opened meanwhile
+    for (const [id, line] of Object.entries(lines)) tell(id, line);
   },
 
   nodeCreated(node) {

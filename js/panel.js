@@ -17,7 +17,6 @@ const STYLE = `
 const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 let element;
-let timer;
 let told = ""; // what the last button did
 let shown = ""; // what was told of then: what has not changed stays, so that a text can be selected
 
@@ -44,8 +43,13 @@ function button(text, press) {
   const made = part("button", text);
   made.onclick = async () => {
     made.disabled = true;
-    told = (await press()) ?? told;
-    made.disabled = false;
+    try {
+      told = (await press()) ?? told;
+    } catch (error) {
+      told = error.message; // the server is gone
+    } finally {
+      made.disabled = false;
+    }
     await refresh();
   };
   return made;
@@ -92,6 +96,12 @@ async function save() {
   return text ?? error;
 }
 
+async function loadFile(file) {
+  if (!(await dialog().confirm({ title: `${say("load")}: ${file}`, message: say("loadSure") }))) return undefined;
+  const { text, error } = await ask("cache/load", { file });
+  return text ?? error;
+}
+
 function cacheOnDisk(cache) {
   const made = part("div", "");
   made.append(part("h3", say("cache")));
@@ -104,8 +114,7 @@ function cacheOnDisk(cache) {
     const files = document.createElement("select");
     files.style.cssText = "max-width:100%; color:inherit; background:var(--comfy-input-bg, #333);";
     files.append(...cache.files.map((file) => part("option", file)));
-    const load = button(say("load"), async () => (await ask("cache/load", { file: files.value })).text);
-    made.append(part("div", ""), files, load);
+    made.append(part("div", ""), files, button(say("load"), () => loadFile(files.value)));
   }
   return made;
 }
@@ -143,13 +152,19 @@ function show(where) {
   element = part("div", "", "torch-compile-kit");
   where.replaceChildren(style, element);
   told = shown = "";
-  clearInterval(timer);
-  timer = setInterval(() => (element?.isConnected ? refresh() : hide()), EVERY);
-  wordsLoaded().then(refresh);
+  wordsLoaded().then(() => poll(element));
+}
+
+// Until it is hidden; the next time when the server has answered, however long it took.
+async function poll(mine) {
+  do {
+    await refresh();
+    await new Promise((resolve) => setTimeout(resolve, EVERY));
+  } while (mine === element && mine.isConnected);
+  if (mine === element) hide();
 }
 
 function hide() {
-  clearInterval(timer);
   element = undefined;
 }
 

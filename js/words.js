@@ -4,9 +4,8 @@ import { api } from "/scripts/api.js";
 
 let words;
 
-async function load() {
+async function load(language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en") {
   const all = await (await api.fetchApi("/i18n")).json();
-  const language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en";
   words = { ...all.en?.torchCompileKit, ...all[language]?.torchCompileKit };
 }
 
@@ -15,3 +14,14 @@ export const wordsLoaded = () => (loading ??= load());
 
 // A text by its key, with values in the places of %1, %2.
 export const say = (key, ...values) => (words?.[key] ?? key).replace(/%(\d)/g, (_sign, place) => values[place - 1]);
+
+// What the server tells: a key with its values, which may be such texts themselves, or a list of these (engine/notices/words.py).
+export function inWords(told) {
+  if (!Array.isArray(told)) return told;
+  const [key, ...values] = told.map(inWords);
+  return Array.isArray(told[0]) ? [key, ...values].join("; ") : say(key, ...values);
+}
+
+// After the user has chosen another language.
+export const onLanguage = (redraw) =>
+  app.ui?.settings?.addEventListener?.("Comfy.Locale.change", ({ detail }) => load(detail.value).then(redraw));

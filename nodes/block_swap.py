@@ -36,5 +36,7 @@ class BlockSwap(io.ComfyNode):
         swap = swap_blocks(model, blocks_to_swap)
         if swap.size is None:
             return io.NodeOutput(swap.patcher, ui={"text": [say("swapDynamic")]})
-        text = say("swapped", blocks_to_swap, swap.blocks, f"{swap.size / GIB:.1f}")
+        text = say("swapped", swap.swapped, swap.blocks, f"{swap.size / GIB:.1f}")
+        if blocks_to_swap > swap.swapped:
+            text = say("swappedAll", text, blocks_to_swap)
         return io.NodeOutput(swap.patcher, ui={"text": [text]})

@@ -27,16 +27,19 @@ def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
         if request.content_type != "application/json":
             return web.json_response({"error": "send it with the header Content-Type: application/json"}, status=415)
         try:
-            given = await request.json() if request.can_read_body else {}
+            given = json.loads(await request.read() or b"{}")
+        except (ValueError, RecursionError) as error:
+            return web.json_response({"error": f"the body is no JSON in UTF-8: {error}"}, status=400)
+        try:
             return web.json_response(await answer(given if isinstance(given, dict) else {}))
-        except (InvalidSetting, CacheFileError, json.JSONDecodeError) as error:
+        except (InvalidSetting, CacheFileError) as error:
             return web.json_response({"error": str(error)}, status=400)
 
 
 def register_cache_routes(routes) -> None:
     """GET of CACHE (folder, bytes, limit, entries, files); POST of CACHE/clear (answers with the bytes removed), of CACHE/limit
-    ({"gib": 4}; the environment variable goes before it), of CACHE/save ({"filename": "mine"}) and of CACHE/load
-    ({"file": "mine.tckcache"}), which answer with a sentence.
+    ({"gib": 4}, or null for the default; the environment variable goes before it), of CACHE/save ({"filename": "mine"}) and of
+    CACHE/load ({"file": "mine.tckcache"}), which answer with a sentence.
     """
     from aiohttp import web
 
@@ -52,6 +55,8 @@ def register_cache_routes(routes) -> None:
         return {"removed": await asyncio.to_thread(cache.clear) if cache is not None else 0}
 
     async def limit(given: dict) -> dict:
+        if "gib" not in given:
+            raise InvalidSetting("gib", None, 'it is missing; send {"gib": 4}, or null for the default.')
         cache = open_users_cache()
         return await asyncio.to_thread(_limit, cache, given.get("gib")) if cache is not None else {"limit": 0}
 

@@ -38,6 +38,7 @@ class CompileControlNet(io.ComfyNode):
                 )
             ],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
         )
 
     @classmethod

@@ -27,9 +27,10 @@ IDLE = 5.0
 def register_routes() -> None:
     """What is compiled right now, the cache on disk, and events: a run compiled something unexpected, news of a node.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/status (state and text by node), GET /torch-compile-kit/machine (what
-    compiling needs and this machine lacks), POST /torch-compile-kit/wait (sampling stands still until what is being compiled is
-    there), and those of the cache: `cache_routes.py`.
+    GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node; ?client_id= and ?workflow= leave one
+    client's, one workflow's), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST
+    /torch-compile-kit/wait (sampling stands still until what is being compiled is there), and those of the cache:
+    `cache_routes.py`.
 
     Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
     this user has compiled before and nothing is queued.
@@ -44,7 +45,7 @@ def register_routes() -> None:
 
     @server.routes.get("/torch-compile-kit/report")
     async def report(_request: web.Request) -> web.Response:
-        return web.json_response(report_json())
+        return web.json_response(await asyncio.to_thread(report_json))
 
     register_cache_routes(server.routes)
 
@@ -58,27 +59,45 @@ def register_routes() -> None:
 
     post(server.routes, "/torch-compile-kit/wait", wait)
 
-    def tell_page(model: str, sentence: str, size: str | None) -> None:
-        server.send_sync(EVENT, {"model": model, "text": sentence, "size": size})
+    def owner_now() -> status.Owner:
+        for _number, _prompt_id, _prompt, extra, *_ in list(server.prompt_queue.currently_running.values()):
+            return _text_in(extra, "client_id"), _text_in(extra, "extra_pnginfo", "workflow", "id")
+        return None, None
 
-    def tell_node(node: str, state: str, line: str) -> None:
-        server.send_sync(STATUS, {"node": node, "state": state, "text": line})
+    def send(event: str, owner: status.Owner, **detail: object) -> None:
+        client, workflow = owner
+        if client is not None:  # else it would go to everybody
+            server.send_sync(event, {**detail, "workflow": workflow}, client)
+
+    def tell_page(model: str, sentence: str, size: str | None) -> None:
+        send(EVENT, owner_now(), model=model, text=sentence, size=size)
+
+    def tell_node(owner: status.Owner, node: str, line: status.News) -> None:
+        send(STATUS, owner, node=node, **line._asdict())
 
     @server.routes.get("/torch-compile-kit/status")
-    async def node_status(_request: web.Request) -> web.Response:
-        found = {node: known.now() for node, known in list(status.statuses.items())}
-        return web.json_response({n: {"state": known[0], "text": known[1]} for n, known in found.items() if known is not None})
+    async def node_status(request: web.Request) -> web.Response:
+        lines = status.lines_of(request.query.get("client_id"), request.query.get("workflow"))
+        return web.json_response({node: line._asdict() for node, line in lines.items()})
 
     gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
     watch.listeners.append(tell_page)
     status.listeners.append(tell_node)
+    status.owner_now = owner_now
     server.add_on_prompt_handler(prepare_for)
 
     def when_idle() -> None:
         if not server.prompt_queue.get_tasks_remaining():  # beside a model that loads both would take twice as long
-            get_ready_again()
+            server.loop.run_in_executor(None, get_ready_again)
 
     server.loop.call_soon(server.loop.call_later, IDLE, when_idle)  # from when the loop runs
+
+
+def _text_in(found: object, *names: str) -> str | None:
+    """A text inside of what a prompt brings along; None where there is none."""
+    for name in names:
+        found = found.get(name) if isinstance(found, dict) else None
+    return found if isinstance(found, str) else None
 
 
 def prepare_for(request: dict) -> dict:

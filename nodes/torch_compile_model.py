@@ -3,9 +3,9 @@
 from comfy_api.latest import io
 
 from ..engine import settings as choices
-from ..engine.host.model.attach import attach, check_machine
+from ..engine.host.model.attach import attach
 from ..engine.settings import CompileSettings
-from ..engine.user_input import check_model, refusal
+from ..engine.user_input import check_model
 
 
 class TorchCompileModel(io.ComfyNode):
@@ -112,15 +112,10 @@ class TorchCompileModel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
         )
 
-    @classmethod
-    def validate_inputs(cls, backend, mode, fullgraph, attention) -> bool | str:
-        given = {"backend": backend, "mode": mode, "fullgraph": fullgraph, "attention": attention}
-        if None in given.values():  # linked: not known yet
-            return True
-        return refusal(lambda: check_machine(CompileSettings(**given)))
-
+    # Without `validate_inputs`: the host puts what that says on each input that it names, also on innocent and hidden ones.
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:
         check_model(model)

@@ -20,6 +20,7 @@ class CompileVAE(io.ComfyNode):
                 io.Vae.Output(display_name="vae", tooltip="The same VAE; what is connected to the first one stays plain.")
             ],
             hidden=[io.Hidden.unique_id],
+            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
         )
 
     @classmethod

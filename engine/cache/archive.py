@@ -148,6 +148,7 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
                 make_private(cache.root / name.partition("/")[0])
                 (cache.root / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(incoming / name, cache.root / name)
+        cache.loaded({name.partition("/")[0] for name in found.members})
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read, or the cache folder {cache.root} not written: {error}") from error
     finally:

@@ -14,6 +14,8 @@ import os
 import tempfile
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +35,15 @@ from .folders import (
 )
 
 logger = logging.getLogger("torch-compile-kit")
+KIT = "torch-compile-kit"
 ABOUT = "about.json"
 CHOICES = "choices.json"
 # Another ComfyUI may be compiling into a folder of the same user.
 IN_USE_SECONDS = 600
 # After a compilation, until the size is looked at.
 LOOK_SECONDS = 60
+# For which the sizes that the page asks for again and again are kept: to find them all folders are walked.
+USAGE_SECONDS = 5
 _lock = threading.RLock()
 
 
@@ -59,6 +64,8 @@ class DiskCache:
         self._looked_at: set[str] = set()
         self._healed: set[str] = set()
         self._later: threading.Timer | None = None
+        self._entries: list[dict] = []
+        self._walked: float | None = None
 
     def enter(self, name: str, block: str) -> None:
         """Make the folder `name` the one that inductor and Triton use, until `exit`.
@@ -113,9 +120,10 @@ class DiskCache:
 
     def _compile_anew(self, name: str, reason: str) -> None:
         logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
-        for entry in (self.root / name).iterdir():
-            if entry.name not in (ABOUT, CHOICES):
-                remove(entry)
+        with suppress(FileNotFoundError):  # removed meanwhile: empty enough
+            for entry in (self.root / name).iterdir():
+                if entry.name not in (ABOUT, CHOICES):
+                    remove(entry)
 
     def recall(self, name: str, key: str) -> str | None:
         """What `remember` has kept, in this process or an earlier one."""
@@ -143,6 +151,13 @@ class DiskCache:
             write_json(about, {"class": owner, **environment()}, indent=1)
         os.utime(about)
 
+    def loaded(self, names: Iterable[str]) -> None:
+        """Files were unpacked into these folders: they are the last that go."""
+        self._walked = None
+        for name in names:
+            with suppress(OSError):
+                os.utime(self.root / name / ABOUT)
+
     def folders(self) -> list[Path]:
         """Those of groups, least recently used first."""
         found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
@@ -167,6 +182,7 @@ class DiskCache:
             How many bytes were removed.
         """
         with _lock:
+            self._walked = None
             self._remove_leftovers()
             sizes = {folder: size_of(folder) for folder in self.folders()}
             total = excess = sum(sizes.values())
@@ -210,6 +226,7 @@ class DiskCache:
             How many bytes were removed.
         """
         with _lock:
+            self._walked = None
             before = self.size()
             for folder in self.folders():
                 if folder.name not in self._compiling:
@@ -217,13 +234,16 @@ class DiskCache:
             return before - self.size()
 
     def usage(self) -> dict:
-        """For the page and for scripts."""
-        entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
+        """For the page and for scripts; bytes as they were up to `USAGE_SECONDS` ago."""
+        now = time.monotonic()
+        if self._walked is None or now - self._walked > USAGE_SECONDS:
+            self._entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
+            self._walked = now
         return {
             "folder": str(self.root),
-            "bytes": sum(entry["bytes"] for entry in entries),
+            "bytes": sum(entry["bytes"] for entry in self._entries),
             "limit": self.limit,
-            "entries": entries,
+            "entries": self._entries,
         }
 
 
@@ -242,8 +262,8 @@ def current() -> DiskCache | None:
 def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
 
-    Only the first call has an effect. A folder that cannot be written, or that others may write, is said in the log, and
-    PyTorch's own place is used.
+    Only the first call has an effect. Where code in it could be another user's (`folders.make_private`), or it cannot be
+    written, a folder of this user's elsewhere is used, which the log says; where there is none either, PyTorch's own.
 
     Args:
         limit: the user's setting in GiB; see `environment.limit_in_bytes`.
@@ -252,22 +272,31 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
         if not _Current.opened:
             _Current.opened = True
             users = users_folder()
-            root = Path(users) / "torch-compile-kit" if users else folder
-            try:
-                if not users:
-                    make_private(root.parent)
-                make_private(root)
-                with tempfile.TemporaryFile(dir=root):
-                    pass
-                _Current.cache = DiskCache(root, limit_in_bytes(limit))
-            except OSError as error:
+            places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
+            refused = []
+            for place in places + [[above, above / "cache"] for above in _local_folders()]:
+                try:
+                    make_private(*place)
+                    with tempfile.TemporaryFile(dir=place[-1]):
+                        pass
+                except OSError as error:
+                    refused.append(f"{place[-1]} cannot be used: {error}")
+                else:
+                    _Current.cache = DiskCache(place[-1], limit_in_bytes(limit))
+                    break
+            if refused:
                 logger.warning(
-                    "the cache folder %s cannot be used: %s. Compiled code goes to the system's temp folder and may be lost at "
-                    "the next restart; TORCHINDUCTOR_CACHE_DIR names another folder",
-                    root,
-                    error,
+                    "the cache folder %s. Compiled code goes to %s; TORCHINDUCTOR_CACHE_DIR names another folder",
+                    "; ".join(refused),
+                    _Current.cache.root if _Current.cache else "the system's temp folder, and may be lost at the next restart",
                 )
         return _Current.cache
+
+
+def _local_folders() -> list[Path]:
+    """Of this user alone, on drives that keep rights."""
+    user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
+    return [Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}")]
 
 
 def folder_name(block: str, structure: tuple) -> str:

@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
+from ..errors import shown
+
 logger = logging.getLogger("torch-compile-kit")
 # Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
 SOURCES = ("inductor/*.py", "compile/session.py")
@@ -30,8 +32,8 @@ def limit_in_bytes(setting: object = None) -> int:
             gib = float(given)  # type: ignore[arg-type]
             if not 0 <= gib < float("inf"):
                 raise ValueError
-        except (TypeError, ValueError):
-            logger.warning("%s = %r: not a number of GiB; %g is used", name, given, DEFAULT_GIB)
+        except (TypeError, ValueError, OverflowError):
+            logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(given), DEFAULT_GIB)
             gib = DEFAULT_GIB
         return int(gib * 1024**3)
     return int(DEFAULT_GIB * 1024**3)

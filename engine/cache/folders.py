@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import pickle
 import re
@@ -12,45 +13,76 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from ..failures.describe import chain
+
+logger = logging.getLogger("torch-compile-kit")
 
 # Of the files that are written under their final name, those that are never empty (locks and the choices of autotuning are).
 NEVER_EMPTY = {".so", ".pyd", ".dll", ".dylib", ".cubin", ".hsaco", ".json", ".py", ".cpp"}
 # Another process may be writing a file that is younger.
 WRITTEN_SECONDS = 60
 LEFTOVER_SECONDS = 3600
+# The bits of a mode that let group and others write.
+OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What inductor, Triton and this pack write under before they rename it.
 _LEFTOVER = re.compile(r".*\.tmp|tmp\.pid_.*|torch-compile-kit-.*\.partial|incoming-.*")
 
 
-def make_private(folder: Path) -> None:
-    """Make a folder that only this user may enter, and see that one that is there already can be trusted.
+class NoRightsError(PermissionError):
+    """A folder is on a drive that keeps no rights: whoever reaches it may write (WSL's /mnt, NTFS, SMB, volumes of pods)."""
+
+
+def make_private(*folders: Path) -> None:
+    """Make folders that only this user may enter, each in the one before. Where others could write into one of them, the last
+    is emptied: code in it could be theirs.
 
     Raises:
-        OSError: it cannot be made; or (POSIX) it is not this user's, or others may write into it: code in it could be theirs.
+        OSError: see `close_to_others`.
     """
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    were_open = [close_to_others(folder) for folder in folders]
+    if any(were_open):
+        for entry in folders[-1].iterdir():
+            remove(entry)
+
+
+def close_to_others(folder: Path) -> bool:
+    """Make a folder, and the missing ones above it, that only this user may enter; one that is there already is closed to
+    others, and files in it that they could have written get another name. On Windows profiles are private.
+
+    Returns:
+        Whether others could write into it.
+
+    Raises:
+        NoRightsError: it cannot be closed.
+        OSError: it cannot be made, or belongs to another user.
+    """
+    for missing in reversed([above for above in folder.parents if not above.exists()]):
+        missing.mkdir(mode=0o700, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
-    check_private(folder)
-
-
-def check_private(folder: Path) -> None:
-    """Raise PermissionError where somebody else could have put code into it (POSIX; on Windows profiles are private)."""
     if not hasattr(os, "geteuid"):
-        return
+        return False
     found = folder.stat()
     if found.st_uid != os.geteuid():
         raise PermissionError(
             f"{folder} belongs to another user (uid {found.st_uid}, this is {os.geteuid()}), and what is in it would be run: "
             "change its owner, or remove it"
         )
-    if found.st_mode & 0o022:
-        raise PermissionError(
-            f"others may write into {folder} ({stat.filemode(found.st_mode)}), and what is in it would be run: chmod 700 it, "
-            "or remove it"
-        )
+    if not found.st_mode & OTHERS:
+        return False
+    with suppress(OSError):
+        folder.chmod(0o700)
+    if folder.stat().st_mode & OTHERS:
+        raise NoRightsError(f"others may write into {folder} ({stat.filemode(found.st_mode)}), and its drive keeps no rights")
+    logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(found.st_mode))
+    for file in folder.iterdir():
+        written = file.lstat()
+        if file.is_file() and (written.st_uid != os.geteuid() or written.st_mode & OTHERS):
+            file.rename(f"{file}.untrusted")
+            logger.warning("others could write %s; if it is as you have put it there, take .untrusted off its name", file)
+    return True
 
 
 def is_damaged(folder: Path, age: float = 0.0) -> bool:

@@ -138,13 +138,13 @@ class CompileSession:
         self.seconds = 0.0
 
     def start(self) -> None:
+        self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds
         if not self.started:
             self.started = True
             self._graphs = counters["stats"]["unique_graphs"]
             self._breaks = dict(counters["graph_break"])
             self._metrics = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
-        self._began = time.perf_counter()
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(gate.tracing())
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))

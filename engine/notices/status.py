@@ -8,20 +8,40 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import code_of
 from ..per_model import PerModel
-from .words import say
+from .words import told
 
 # Steps that are looked back at, and the fewest that say anything.
 KEPT, FEWEST = 40, 3
 # Shares that measurements of the same thing differ by.
 SAME = 0.02
-# Who wants to know: the page. Node, state (compiling, ready, failed), line.
-listeners: list[Callable[[str, str, str], None]] = []
+
+
+class News(NamedTuple):
+    """The line of a node, as the page gets it.
+
+    Args:
+        state: compiling, ready, unclear, slower or failed; empty: there is no line.
+        says: one of `words.told`, or several, to stand side by side.
+        seconds: for so long already; the page goes on counting.
+    """
+
+    state: str = ""
+    says: list | tuple = ()
+    seconds: int | None = None
+
+
+# Whose prompt runs: the client's id and its workflow's, each None where there is none. Set by the server's routes.
+Owner = tuple[str | None, str | None]
+owner_now: Callable[[], Owner] = lambda: (None, None)  # noqa: E731
+# Who wants to know: the page of an owner. Owner, node, line.
+listeners: list[Callable[[Owner, str, News], None]] = []
 
 
 @dataclass
@@ -53,18 +73,23 @@ class Steps:
         if not eager and len(self.uncompiled) >= FEWEST:
             use.gained = (use.gained or 0.0) + statistics.median(self.uncompiled) - seconds
 
-    def in_words(self) -> str:
-        """What a step takes, beside what it took before; empty where too few have run."""
+    def compared(self) -> tuple[str, list]:
+        """The state of the line, and what a step takes beside what it took before; empty where too few have run.
+
+        Nothing is claimed while the middle halves of both overlap: the same work takes another time beside other programs.
+        """
         if len(self.fast) < FEWEST:
-            return ""
+            return "ready", []
         now = statistics.median(self.fast)
         if len(self.uncompiled) < FEWEST:
-            return say("aStep", f"{now:.3f}")
-        before = statistics.median(self.uncompiled)
-        saved = 1 - now / before
-        if abs(saved) < SAME:
-            return say("asFast", f"{now:.3f}")
-        return say("faster" if saved > 0 else "slower", f"{abs(saved):.0%}", f"{before:.3f}", f"{now:.3f}")
+            return "ready", told("aStep", f"{now:.3f}")
+        low, before, high = statistics.quantiles(self.uncompiled, n=4)
+        lowest, _, highest = statistics.quantiles(self.fast, n=4)
+        if highest < low and now < before * (1 - SAME):
+            return "ready", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
+        if lowest > high and now > before * (1 + SAME):
+            return "slower", told("slower", f"{now / before:.2f}", f"{before:.3f}", f"{now:.3f}")
+        return "unclear", told("noDifference", f"{now:.3f}")
 
 
 class Status:
@@ -72,11 +97,13 @@ class Status:
 
     Args:
         node: its id in the workflow.
+        owner: whose prompt has run it last.
         in_call: a call of the model is in progress; blocks that it has not reached may yet be traced.
     """
 
     def __init__(self, node: str):
         self.node = node
+        self.owner = owner_now()
         self.in_call = False
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -86,10 +113,11 @@ class Status:
         self._eager: bool | None = None
         self._making_since: float | None = None
         self._graphs_when_ready: int | None = None
-        self._told: tuple[str, str] | None = None
+        self._told: News | None = None
 
     def new_run(self) -> None:
         """Sampling begins: what lies between two runs is no step, and a page that was opened since knows nothing."""
+        self.owner = owner_now()
         self._step = self._told = None
 
     def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
@@ -123,41 +151,46 @@ class Status:
             self._eager = True
         self.tell()
 
+    def stopped(self) -> None:
+        """The call was cancelled, or ended with an error."""
+        self.in_call = False
+        self.tell()
+
     def tell(self) -> None:
-        """Let the page know, if there is news."""
+        """Let the page know, if there is news; that time passes is none."""
         found = self.now()
-        if found is not None and found != self._told:
+        if found is not None and (self._told is None or found[:2] != self._told[:2]):
             self._told = found
             for listener in listeners:
-                listener(self.node, *found)
+                listener(self.owner, self.node, found)
 
-    def now(self) -> tuple[str, str] | None:
-        """State and line; None before the model has run."""
+    def now(self) -> News | None:
+        """None before the model has run."""
         network = self._network() if self._network is not None else None
         if network is None:
             return None
         groups = code_of(network).groups.values()
         tracing = list(dict.fromkeys(group.class_name for group in groups if group.code.is_tracing))
         if tracing:
-            return "compiling", say("preparing", ", ".join(tracing))
+            return News("compiling", told("preparing", ", ".join(tracing)))
         making = list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled))
         if making:
             self._making_since = self._making_since or time.monotonic()
-            return "compiling", say("compiling", ", ".join(making), f"{time.monotonic() - self._making_since:.0f}")
-        if self.in_call and self._told is not None and self._told[0] == "compiling":
+            return News("compiling", told("compilingFor", ", ".join(making)), int(time.monotonic() - self._making_since))
+        if self.in_call and self._told is not None and self._told.state == "compiling":
             return self._told
         self._making_since = None
         graphs = sum(group.stats.graphs for group in groups)
         failed = list(dict.fromkeys(group.class_name for group in groups if group.failure))
         if failed:
-            return "failed", say("runsUncompiled", ", ".join(failed))
+            return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not graphs:
-            return None
+            return News()
         self._graphs_when_ready = self._graphs_when_ready or graphs
         more = graphs - self._graphs_when_ready
-        words = [self._steps.get(self._shape, Steps()).in_words(), say("since", more) if more else ""]
-        details = "; ".join(filter(None, words))
-        return "ready", say("readyBut", details) if details else say("ready")
+        state, steps = self._steps.get(self._shape, Steps()).compared()
+        details = [said for said in (steps, told("since", more) if more else []) if said]
+        return News(state, told("readyBut", details) if details else told("ready"))
 
 
 class Line:
@@ -168,37 +201,65 @@ class Line:
     """
 
     def __init__(self, node: str | None):
-        self._node = node
-        self._parts: dict[str, str] = {}
+        self.node = node
+        self._parts: dict[str, tuple[list, bool]] = {}
+        self.owner = owner_now()
         if node is not None:
-            statuses[node] = self
+            statuses[self.owner, node] = self
 
-    def put(self, part: str, text: str) -> None:
-        """Say something, in the place of what was said of that part."""
-        self._parts[part] = text
+    def put(self, part: str, says: list, good: bool = False) -> None:
+        """Say something, in the place of what was said of that part.
+
+        Args:
+            says: see `words.told`.
+            good: something has become faster.
+        """
+        self._parts[part] = says, good
+        self.owner = owner_now()
         self.tell()
 
-    def now(self) -> tuple[str, str]:
-        return "ready", "; ".join(self._parts.values())
+    def now(self) -> News:
+        parts = list(self._parts.values())
+        if not parts:
+            return News()
+        return News("ready" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
 
     def tell(self) -> None:
-        if self._node is not None:
+        if self.node is not None:
             for listener in listeners:
-                listener(self._node, *self.now())
+                listener(self.owner, self.node, self.now())
 
 
-statuses: weakref.WeakValueDictionary[str, Status | Line] = weakref.WeakValueDictionary()
+# By whose prompt the node ran in, and its id: two workflows may have the same ids, and so may two users.
+statuses: weakref.WeakValueDictionary[tuple[Owner, str], Status | Line] = weakref.WeakValueDictionary()
 
 
 def status_of(node: str) -> Status:
     """A new one: the node has run anew."""
-    statuses[node] = found = Status(node)
+    found = Status(node)
+    statuses[found.owner, node] = found
+    return found
+
+
+def known_statuses() -> list[Status | Line]:
+    """Of all nodes that are in use."""
+    found = [ref() for ref in statuses.valuerefs()]  # at once: other threads add to them meanwhile
+    return [status for status in found if status is not None]
+
+
+def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
+    """The lines by node; None: of all clients, of all workflows."""
+    found = {}
+    for status in known_statuses():
+        line = status.now()
+        if line is not None and client in (None, status.owner[0]) and workflow in (None, status.owner[1]):
+            found[status.node] = line
     return found
 
 
 def tell_all() -> None:
     """When a trace begins, and on the worker after each job."""
-    for status in list(statuses.values()):
+    for status in known_statuses():
         status.tell()
 
 

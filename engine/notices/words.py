@@ -27,6 +27,12 @@ def say(key: str, *values: object) -> str:
     return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
 
 
+def told(key: str, *values: object) -> list:
+    """A text that the page says, in its own language: a key of `torchCompileKit` in locales/LANGUAGE/main.json, and values,
+    which may be such texts themselves, or lists of them (js/words.js)."""
+    return [key, *values]
+
+
 @functools.cache
 def _texts(name: str) -> dict[str, str]:
     file = FOLDER / Path(name).name / "report.json"

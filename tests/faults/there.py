@@ -22,7 +22,12 @@ class Zygote:
         variables = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCH_COMPILE_KIT_CACHE_GIB")
         environment = {name: value for name, value in os.environ.items() if name not in variables}
         (base / "tmp").mkdir(parents=True)
-        environment |= {"TMPDIR": str(base / "tmp"), "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        environment |= {
+            "TMPDIR": str(base / "tmp"),
+            "HOME": str(base / "home"),
+            "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            "OMP_NUM_THREADS": "1",
+        }
         environment["MALLOC_PERTURB_"] = "165"  # glibc overwrites what is freed: who still uses it crashes, each time
         command = [sys.executable, str(Path(__file__).parent / "process.py"), str(base)]
         self.errors = open(base / "log.txt", "w+")  # noqa: SIM115  until the end

@@ -128,7 +128,7 @@ def test_a_text_that_is_not_there_or_not_used_is_found(tmp_path):
         shutil.copytree(texts.ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     assert texts.unused_or_missing(tmp_path) == []
     (tmp_path / "js" / "more.js").write_text('say("planted");')
-    (tmp_path / "nodes" / "more.py").write_text('say(\n    "planted"\n)')
+    (tmp_path / "nodes" / "more.py").write_text('say(\n    "planted"\n), told("plantedToo")')
     settings = tmp_path / "js" / "settings.js"
     settings.write_text(
         settings.read_text().replace('"TorchCompileKit.', '"TorchCompileKit.More', 1).replace('name: "', 'name: "x')
@@ -136,6 +136,7 @@ def test_a_text_that_is_not_there_or_not_used_is_found(tmp_path):
     lines = texts.unused_or_missing(tmp_path)
     for start in (
         "main.json: planted is used",
+        "main.json: plantedToo is used",
         "report.json: planted is used",
         "settings.json: ",
         "js/settings.js: has no name",
@@ -168,13 +169,14 @@ def test_a_help_page_that_is_missing_left_over_or_english_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("language", "expected"), [("ja", "準備完了"), ("de", "ready"), ("../x", "ready"), (None, "ready"), (7, "ready")]
+    ("language", "expected"), [("ja", "準備完了"), ("de", "Warm"), ("../x", "Warm"), (None, "Warm"), (7, "Warm")]
 )
 def test_a_language_that_is_not_there_is_english(engine, language, expected):
     words = engine("notices.words")
     words.speak(language)
     try:
-        assert words.say("ready") == expected and words.say("since", 2).replace(" ", "") != ""
+        assert words.say("warm") == expected and words.say("graphsCompiled", 2).replace(" ", "") != ""
     finally:
         words.speak(words.ENGLISH)
-    assert words.say("since", 2) == "2 compiled since" and words.say("cure", "%2 changed", "Set it") == "%2 changed. Set it."
+    assert words.say("graphsCompiled", 2) == "2 graphs compiled"
+    assert words.say("cure", "%2 changed", "Set it") == "%2 changed. Set it."

@@ -180,7 +180,21 @@ def test_a_name_that_is_none_is_refused_with_its_cure(server, saved, folder, fil
 def test_a_limit_that_is_none_is_the_default(server, gib):
     assert server.post("/torch-compile-kit/cache/limit", {"gib": gib})["limit"] == 2 * 2**30
     assert server.post("/torch-compile-kit/cache/limit", {"gib": 0.5})["limit"] == 2**29
-    assert server.post("/torch-compile-kit/cache/limit", {})["limit"] == 2 * 2**30
+    assert server.post("/torch-compile-kit/cache/limit", {"gib": None})["limit"] == 2 * 2**30
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"{}", b"[1]", b"\xff\xfe\x00\xd8", b"{", b"[" * 100_000], ids=lambda body: str(body[:8])
+)
+def test_a_body_without_a_limit_changes_none_and_is_told_so(server, body):
+    server.post("/torch-compile-kit/cache/limit", {"gib": 3})
+    url, headers = f"{server.url}/torch-compile-kit/cache/limit", {"Content-Type": "application/json"}
+    with pytest.raises(urllib.error.HTTPError) as error:
+        urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60)
+    said = json.loads(error.value.read())["error"]
+    assert error.value.code == 400 and ("gib" in said or "JSON in UTF-8" in said), said
+    assert server.get("/torch-compile-kit/cache")["limit"] == 3 * 2**30
+    server.post("/torch-compile-kit/cache/limit", {"gib": None})
 
 
 def test_nobody_waits_while_nothing_is_compiled(server):

@@ -12,7 +12,8 @@ JS = ROOT / "js"
 pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="Node is not installed: the page's scripts were not run")
 
 STAGE = """
-const listeners = {}, toasts = [], said = [];
+const listeners = {}, toasts = [], said = [], ticks = [];
+const setInterval = (tick) => ticks.push(tick);
 let extension;
 const api = { addEventListener: (name, listener) => (listeners[name] ??= []).push(listener) };
 const send = (name, detail) => (listeners[name] ?? []).forEach((listener) => listener({ detail }));
@@ -21,7 +22,8 @@ const nodes = {};
 const app = {
   registerExtension: (given) => { extension = given; },
   extensionManager: { toast },
-  graph: { getNodeById: (id) => nodes[id] },
+  ui: { settings: new EventTarget() },
+  graph: { id: "open", getNodeById: (id) => nodes[id], get nodes() { return Object.values(nodes).filter(Boolean); } },
 };
 const document = { createElement: () => ({
   style: {},
@@ -89,10 +91,11 @@ def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(
         const sizes = {{ name: "extra_sizes", value: "512x512" }};
         const node = {{ comfyClass: "TorchCompileKitWarmup", widgets: [sizes], size: [1, 1] }};
         node.addDOMWidget = (name, type, element) => (node.widgets.push({{ name, element }}), node.widgets.at(-1));
-        app.graph.nodes = [{{ comfyClass: "KSampler" }}, {{ subgraph: {{ nodes: [node] }} }}];
+        app.graph = {{ id: "open", nodes: [{{ comfyClass: "KSampler" }}, {{ subgraph: {{ nodes: [node] }} }}] }};
         send("torch-compile-kit.compiled", {{ model: "Flux", text: "cfg changed.", size: null }});
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "8x8", workflow: "another" }});
         said.push(parts.length);
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "{size}" }});
+        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "{size}", workflow: "open" }});
         said.push(parts.length, parts[0].textContent);
         parts[0].onclick();
         said.push(sizes.value, parts.length, node.torchCompileKitSize ?? null);
@@ -132,23 +135,83 @@ def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
     assert play("node_report.js", scene) == ["two graphs"]
 
 
+COMPILING = '{ state: "compiling", says: ["compilingFor", "Block"], seconds: 2 }'
+EMPTY = "How it goes appears here when the model runs."
+
+
 def test_the_model_node_says_how_it_goes():
     """Also inside a subgraph, and after the page was loaded anew."""
-    scene = """
+    scene = f"""
         const inner = created("3", "TorchCompileKitModel");
         nodes["3"] = undefined;
-        nodes["7"] = { subgraph: { getNodeById: (id) => (id === "3" ? inner : undefined) } };
+        nodes["7"] = {{ subgraph: {{ getNodeById: (id) => (id === "3" ? inner : undefined) }} }};
         const outer = created("5", "TorchCompileKitModel");
         said.push(text(inner));
         send("executing", "5");
-        send("torch-compile-kit.status", { node: "7:3", state: "compiling", text: "compiling Block, 2 s; images go on" });
+        send("torch-compile-kit.status", {{ workflow: "open", node: "7:3", ...{COMPILING} }});
         said.push(text(inner), text(outer));
-        api.fetchApi = async () => ({ ok: true, json: async () => ({ 5: { state: "ready", text: "ready" }, 99: {} }) });
+        const asked = [];
+        const says = ["readyBut", [["faster", "42%", "0.059", "0.034"], ["since", 1]]];
+        const lines = {{ 5: {{ state: "ready", says, seconds: null }}, 99: {{}} }};
+        api.clientId = "me";
+        api.fetchApi = async (path) => (asked.push(path), {{ ok: true, json: async () => lines }});
         await extension.afterConfigureGraph();
-        said.push(text(outer));
+        said.push(text(outer), asked);
     """
-    placeholder = "How it goes appears here when the model runs."
-    assert play("node_report.js", scene) == [placeholder, "compiling Block, 2 s; images go on", placeholder, "ready"]
+    ready = "ready: steps 42% faster (0.059 -> 0.034 s); 1 compiled since"
+    asked = ["/torch-compile-kit/status?client_id=me&workflow=open"]
+    assert play("node_report.js", scene) == [EMPTY, "compiling Block, 2 s; images go on", EMPTY, ready, asked]
+
+
+def test_a_line_of_another_workflow_is_not_shown():
+    """Whose nodes have the same ids: in another tab, or opened while the server was asked."""
+    scene = f"""
+        const node = created("3", "TorchCompileKitModel");
+        send("torch-compile-kit.status", {{ workflow: "another", node: "3", ...{COMPILING} }});
+        send("torch-compile-kit.status", {{ workflow: null, node: "3", ...{COMPILING} }});
+        said.push(text(node));
+        api.fetchApi = async () => {{
+          app.graph.id = "opened meanwhile";
+          return {{ ok: true, json: async () => ({{ 3: {COMPILING} }}) }};
+        }};
+        await extension.afterConfigureGraph();
+        said.push(text(node));
+    """
+    assert play("node_report.js", scene) == [EMPTY, EMPTY]
+
+
+def test_seconds_go_on_and_a_line_goes_with_its_use_and_follows_the_language():
+    scene = f"""
+        let now = 10_000;
+        Date.now = () => now;
+        const node = created("3", "TorchCompileKitModel");
+        send("torch-compile-kit.status", {{ workflow: "open", node: "3", ...{COMPILING} }});
+        now += 3000, ticks.forEach((tick) => tick());
+        said.push(text(node), node.widgets[0].element.style.color);
+        const german = {{ compilingFor: "kompiliert %1, %2 s" }};
+        const all = {{ en: {{ torchCompileKit: words }}, de: {{ torchCompileKit: german }} }};
+        api.fetchApi = async () => ({{ json: async () => all }});
+        const change = new Event("Comfy.Locale.change");
+        change.detail = {{ value: "de" }};
+        app.ui.settings.dispatchEvent(change);
+        await new Promise((resolve) => setTimeout(resolve, 5));
+        said.push(text(node));
+        node.mode = 4; // bypassed
+        ticks.forEach((tick) => tick());
+        said.push(text(node), node.widgets[0].element.style.color);
+        send("torch-compile-kit.status", {{ workflow: "open", node: "3", ...{COMPILING} }});
+        said.push(text(node));
+        node.mode = 0;
+        for (const state of ["", "unclear", "slower"]) {{
+          const says = state ? ["readyBut", [["aStep", "1.000"]]] : [];
+          send("torch-compile-kit.status", {{ workflow: "open", node: "3", state, says, seconds: null }});
+          said.push([text(node), node.widgets[0].element.style.color]);
+        }}
+    """
+    compiling, color, german, *bypassed, gone, grey, amber = play("node_report.js", scene)
+    assert (compiling, german) == ("compiling Block, 5 s; images go on", "kompiliert Block, 5 s")
+    assert bypassed == [EMPTY, "", EMPTY] and gone == [EMPTY, ""]
+    assert grey == ["ready: 1.000 s a step", "#a0a0a0"] and amber == ["ready: 1.000 s a step", color]
 
 
 def test_advanced_inputs_are_hidden_in_the_classic_renderer_until_they_are_asked_for():
@@ -363,6 +426,54 @@ def test_presets_are_settings_of_the_node_and_in_its_help(engine):
         engine("settings").CompileSettings(**preset["sets"])
         sets = ", ".join(f"{name} `{value}`" for name, value in preset["sets"].items()) or "-"
         assert f"| {group} | {preset['name']} | {sets} |" in help_page
+
+
+PANEL = """
+    const COLORS = {}, waits = [], asked = [];
+    const setTimeout = (go) => waits.push(go);
+    const settled = () => new Promise((resolve) => globalThis.setTimeout(resolve, 5));
+    let sure = false;
+    app.extensionManager.registerSidebarTab = (tab) => { app.tab = tab; };
+    app.extensionManager.dialog = { confirm: async ({ message }) => (said.push(message), sure) };
+    document.createElement = () => ({ style: {}, isConnected: true, append() {}, replaceChildren() {}, querySelector() {} });
+    api.fetchApi = async () => ({ json: async () => ({ en: { torchCompileKit: words } }) });
+"""
+
+
+def test_the_panel_asks_again_when_it_has_been_answered():
+    scene = """
+        let answer;
+        api.fetchApi = (path) => (asked.push(path), new Promise((resolve) => { answer = resolve; }));
+        app.tab.render({ replaceChildren() {} });
+        await settled();
+        said.push(asked.length, waits.length);
+        api.fetchApi = async () => { throw new Error("gone"); };
+        answer({ json: async () => ({ error: "no cache folder" }) });
+        app.tab.destroy();
+    """
+    assert play("panel.js", scene, PANEL) == [2, 0]
+
+
+def test_a_button_whose_request_failed_can_be_pressed_again():
+    scene = """
+        const failing = button("clear", async () => { throw new Error("Failed to fetch"); });
+        await failing.onclick();
+        said.push(failing.disabled, told);
+    """
+    assert play("panel.js", scene, PANEL) == [False, "Failed to fetch"]
+
+
+def test_code_is_loaded_from_a_file_only_when_the_user_is_sure():
+    scene = """
+        api.fetchApi = async (path, sent) => (asked.push([path, sent.body]), { json: async () => ({ error: "damaged" }) });
+        said.push(await loadFile("mine.tckcache") ?? "nothing", asked.length);
+        sure = true;
+        said.push(await loadFile("mine.tckcache"), asked);
+    """
+    message, *said = play("panel.js", scene, PANEL)
+    assert "code" in message and "runs on this machine" in message and "trust" in message
+    asked = [["/torch-compile-kit/cache/load", '{"file":"mine.tckcache"}']]
+    assert said == ["nothing", 0, message, "damaged", asked]
 
 
 def test_a_benchmark_begins_with_its_result_in_a_node_that_is_wide_enough():

@@ -17,7 +17,7 @@ from ...compile.binding import plan_for
 from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...notices.status import Line, Status, status_of
-from ...notices.words import say
+from ...notices.words import told
 from ...settings import CompileSettings
 from ..graphs.replay import graphs_summary, new_run
 from ..weights import blocks as weights
@@ -70,7 +70,7 @@ class CompiledControl:
         gate.close()  # a replay has opened it, and the model's own call comes next
         if self._status is not None:
             self._status.begins(network, None, x.shape)
-            self._status.tell()
+            self._status.ends(eager=False, other=True)
         return result
 
     def notes(self) -> list[str]:
@@ -105,7 +105,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if not settings.enabled or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         if settings.enabled:
             found.torch_compile_kit_line = line = Line(node)
-            line.put("control", say("controlLeft", type(control).__name__))
+            line.put("control", told("controlLeft", type(control).__name__))
             logger.info(
                 "%s: its network runs once an image, or is made anew for each; it is left uncompiled", type(control).__name__
             )

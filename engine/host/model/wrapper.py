@@ -45,8 +45,9 @@ class BlockCompiler:
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
         try:
             result = self._call(executor, *args, **kwargs)
-        finally:
-            self.status.in_call = False
+        except BaseException:
+            self.status.stopped()
+            raise
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
         self.status.ends(eager_calls > before[0], waits or tuple(other) != before[1:])
         sizes, shape = use_of(network).sizes, args[0].shape

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
+import tempfile
+from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
 
 from ...blocks.structure import structure_of
-from ...cache.archive import SUFFIX, CacheFileError, is_device, load_cache_file, write_cache_file
-from ...cache.disk import folder_name
-from ...cache.folders import check_private, make_private
+from ...cache.archive import SUFFIX, CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
+from ...cache.disk import DiskCache, folder_name
+from ...cache.folders import NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
@@ -83,7 +87,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    return _write(name, {model_name(patcher): (network, groups)}, watch_of(network).known.get(settings.settings_key(), []))
+    return _write(name, [(model_name(patcher), network, groups)], watch_of(network).known.get(settings.settings_key(), []))
 
 
 def save_all(filename: str) -> str:
@@ -99,33 +103,38 @@ def save_all(filename: str) -> str:
         InvalidSetting: `filename` is no plain name.
         CacheFileError: there is nothing to save, or the file cannot be written.
     """
-    name, models, infos = plain_name(filename), {}, []
+    name, models, infos = plain_name(filename), [], []
+    names: Counter[str] = Counter()
     for network, code in live_models():
         groups = [group for group in code.groups.values() if group.settings.backend == "inductor" and group.stats.graphs]
         if groups:
-            models[type(network).__name__] = network, groups
+            title = type(network).__name__  # SD 1.5 and SDXL have one
+            names[title] += 1
+            models.append((f"{title} {names[title]}" if names[title] > 1 else title, network, groups))
             infos += [info for known in watch_of(network).known.values() for info in known]
     if not models:
         raise CacheFileError("nothing has been compiled in this session yet.")
     return _write(name, models, infos)[1]
 
 
-def _write(name: str, models: dict[str, tuple[nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
-    """A file for the code of some groups of each of these models."""
+def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
+    """A file for the code of some groups of each of these models, which have names."""
     cache = open_users_cache()
     if cache is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     try:
-        make_private(kit_folder())
+        with suppress(NoRightsError):  # nothing in it is run from there
+            close_to_others(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
-    folders = {group.folder for _network, groups in models.values() for group in groups if group.stats.graphs}
+    folders = {group.folder for _name, _network, groups in models for group in groups if group.stats.graphs}
     # With the attention kernel they are compiled for.
-    folders |= {folder_name(type(network).__name__, structure_of(network)) for network, _groups in models.values()}
-    count = write_cache_file(path, cache, folders, pack_version(), list(models), sizes)
-    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {', '.join(models)}, {', '.join(sizes)}"
+    folders |= {folder_name(type(network).__name__, structure_of(network)) for _name, network, _groups in models}
+    titles = [title for title, _network, _groups in models]
+    count = write_cache_file(path, cache, folders, pack_version(), titles, sizes)
+    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {', '.join([*titles, *sizes])}"
 
 
 def load_cache(filename: str) -> str:
@@ -142,15 +151,27 @@ def load_cache(filename: str) -> str:
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if cache is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
-        check_private(kit_folder())
-        found = load_cache_file(kit_folder() / filename, cache)
-    except (CacheFileError, PermissionError) as error:
+        found = _load(kit_folder() / filename, cache)
+    except (CacheFileError, OSError) as error:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text
-    text = f"{filename}: {len(found.members)} files for {', '.join(found.models)}; {', '.join(found.sizes)}"
+    what = "; ".join(filter(None, (", ".join(found.models), ", ".join(found.sizes))))  # of some code no sizes are known
+    text = f"{filename}: {len(found.members)} files for {what}"
     logger.info("%s", text)
     return text
+
+
+def _load(file: Path, cache: DiskCache) -> CacheFile:
+    """Raises: CacheFileError, see `load_cache_file`; OSError: the folder is another user's, or the file cannot be read."""
+    try:
+        close_to_others(file.parent)
+    except NoRightsError:  # what is checked must be what is used
+        with tempfile.TemporaryDirectory(prefix="incoming-", dir=cache.root) as private:
+            return load_cache_file(Path(shutil.copyfile(file, Path(private, file.name))), cache)
+    if not file.exists():
+        raise CacheFileError(f"others could write {file}; if it is as you have put it there, take .untrusted off its new name.")
+    return load_cache_file(file, cache)
 
 
 def state_of(filename: str) -> str:

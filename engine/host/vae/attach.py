@@ -24,7 +24,7 @@ from ...errors import InvalidSetting
 from ...failures.describe import never_swallowed
 from ...forwards import is_of_class
 from ...notices.status import Line
-from ...notices.words import say
+from ...notices.words import told
 from ..adapter import forbids_threads
 from ..graphs.norm_kernels import kernels, norm_kernels
 from .trial import Timer, Trial
@@ -34,9 +34,9 @@ logger = logging.getLogger(KEY)
 # What of a VAE's network the host calls (comfy/sd.py), by the word for it.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 
-_TEXTS: dict[str, tuple[Callable[..., str], Callable[..., str]]] = {
-    "decoding": (lambda *values: say("decodingFaster", *values), lambda *values: say("decodingSame", *values)),
-    "encoding": (lambda *values: say("encodingFaster", *values), lambda *values: say("encodingSame", *values)),
+_TEXTS: dict[str, tuple[Callable[..., list], Callable[..., list]]] = {
+    "decoding": (lambda *values: told("decodingFaster", *values), lambda *values: told("decodingSame", *values)),
+    "encoding": (lambda *values: told("encodingFaster", *values), lambda *values: told("encodingSame", *values)),
 }
 
 
@@ -94,7 +94,7 @@ class LaidOut:
         before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
         share = f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
         texts = _TEXTS[self._word]
-        self.line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now))
+        self.line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now), good=trial.other)
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:
@@ -115,7 +115,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     found.torch_compile_kit_line = line = Line(node)
     reason = left_alone(vae)
     if reason is not None:
-        line.put("decoding", say("vaeLeft", reason))
+        line.put("decoding", told("vaeLeft", reason))
         return found
     prepare_kernels(vae.device)
     found.patcher = patcher.clone()
@@ -129,7 +129,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
             function = function.function
         if callable(function):
             found.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
-    line.put("decoding", say("vaeReady"))
+    line.put("decoding", told("vaeReady"))
     return found
 
 
@@ -157,11 +157,11 @@ def _forget_own_methods(patcher: Any, *_: object) -> None:
             delattr(patcher.model, name)
 
 
-def left_alone(vae: Any) -> str | None:
-    """Why such a VAE runs as it is; None: it need not."""
+def left_alone(vae: Any) -> list | None:
+    """Why such a VAE runs as it is (see `words.told`); None: it need not."""
     if vae.device.type != "cuda" or kernels() is None:
-        return say("vaeNoGpu")
+        return told("vaeNoGpu")
     if vae.vae_dtype not in DTYPES:
-        return say("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
+        return told("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
     compiled = (isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules())
-    return say("vaeCompiled") if any(compiled) else None
+    return told("vaeCompiled") if any(compiled) else None

@@ -14,7 +14,6 @@ import comfy.model_management
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...compile.binding import plan_for
-from ...errors import InvalidSetting
 from ...user_input import check_model, check_whole
 
 KEY = "torch-compile-kit.swap"
@@ -27,11 +26,13 @@ class Swap(NamedTuple):
     Args:
         patcher: a clone of the given one, or that one where the host pages weights.
         blocks: how many the model has.
+        swapped: of so many the weights are kept out of the GPU's memory; all, where more were asked for.
         size: bytes that are kept out of the GPU's memory; None where the host pages weights, which does better.
     """
 
     patcher: Any
     blocks: int
+    swapped: int
     size: int | None
 
 
@@ -39,26 +40,25 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     """A clone that keeps as many bytes out of the GPU's memory as `blocks_to_swap` average blocks have.
 
     Raises:
-        InvalidSetting: it is no diffusion model, or has not as many blocks.
+        InvalidSetting: it is no diffusion model, or the number is none.
     """
     check_model(patcher)
     check_whole("blocks_to_swap", blocks_to_swap, 0, MOST_BLOCKS)
     network = patcher.model.diffusion_model
     blocks = [network.get_submodule(block.path) for block in plan_for(network).blocks]
-    if blocks_to_swap > len(blocks):
-        raise InvalidSetting("blocks_to_swap", blocks_to_swap, f"this model has {len(blocks)} blocks.")
+    swapped = min(blocks_to_swap, len(blocks))
     if getattr(patcher, "is_dynamic", bool)():
-        return Swap(patcher, len(blocks), None if blocks_to_swap else 0)
+        return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
     clone.__dict__.pop("load", None)  # of a node before
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-    if not blocks_to_swap:
-        return Swap(clone, len(blocks), 0)
-    size = sum(map(comfy.model_management.module_size, blocks)) * blocks_to_swap // len(blocks)
+    if not swapped:
+        return Swap(clone, len(blocks), 0, 0)
+    size = sum(map(comfy.model_management.module_size, blocks)) * swapped // len(blocks)
     _limit(patcher.model_size() - size, clone)
     clone.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, functools.partial(_limit_clone, patcher.model_size() - size))
-    return Swap(clone, len(blocks), size)
+    return Swap(clone, len(blocks), swapped, size)
 
 
 def _limit_clone(kept: int, _patcher: Any, clone: Any) -> None:

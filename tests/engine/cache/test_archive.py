@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import os
+import time
 import tracemalloc
 import zipfile
 from pathlib import Path
@@ -112,6 +114,20 @@ def test_what_is_there_already_stays(files, saved, empty):
     assert (empty.root / NAMES[0] / "aotautograd/ab/entry").read_bytes() == b"mine"
     assert (empty.root / NAMES[0] / "ab/abc.best_config").exists()
     assert [entry.name for entry in empty.root.iterdir()] == [NAMES[0]], "nothing is left of unpacking"
+
+
+def test_what_was_loaded_is_not_the_first_that_goes(files, saved, empty):
+    """Though its folder is an old one."""
+    filled(empty, {})
+    filled(empty, {"entry": bytes(1000)}, NAMES[1])
+    for name, age in zip(NAMES, (9000, 5000), strict=True):
+        os.utime(empty.root / name / "about.json", (time.time() - age,) * 2)
+    before = empty.usage()["bytes"]
+    files.load_cache_file(saved, empty)
+    assert empty.usage()["bytes"] > before
+    empty.limit = 1000
+    empty.trim()
+    assert [folder.name for folder in empty.folders()] == [NAMES[0]]
 
 
 def test_the_header_tells_where_it_fits(saved, disk_cache):

@@ -298,6 +298,11 @@ def test_an_empty_file_is_reason_enough(cache):
     assert cache.heal(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
 
 
+def test_a_folder_that_is_gone_is_as_good_as_emptied(cache):
+    """The user has removed it: what is compiled anew has a new one."""
+    assert cache.heal(NAMES[0], ImportError(f"{cache.root / NAMES[0] / 'a.so'}: file too short"))
+
+
 def test_other_errors_leave_the_folder_alone(cache, engine):
     from torch._inductor.exc import CppCompileError
 
@@ -389,30 +394,76 @@ def test_folders_of_code_are_this_users_alone(cache):
 @pytest.fixture
 def opened(disk_cache, monkeypatch, tmp_path):
     """open_cache as in a process that has opened none; the cache it gives."""
-    monkeypatch.setattr(disk_cache._Current, "opened", False)
-    monkeypatch.setattr(disk_cache._Current, "cache", None)
+
+    def opened():
+        monkeypatch.setattr(disk_cache._Current, "opened", False)
+        monkeypatch.setattr(disk_cache._Current, "cache", None)
+        return disk_cache.open_cache(tmp_path / "kit" / "cache")
+
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
-    return lambda: disk_cache.open_cache(tmp_path / "kit" / "cache")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    return opened
+
+
+def modes(*paths):
+    return [path.stat().st_mode & 0o777 for path in paths]
 
 
 @posix
-def test_a_new_cache_is_private(opened):
-    before = os.umask(0)
+def test_a_new_cache_is_private_also_after_its_folders_were_removed(opened):
+    before = os.umask(0o002)  # Ubuntu's default
     try:
         cache = opened()
+        assert modes(cache.root, cache.root.parent) == [0o700, 0o700]
+        shutil.rmtree(cache.root.parent)
+        filled(cache)
+        assert modes(cache.root, cache.root.parent, cache.root / NAMES[0]) == [0o700, 0o700, 0o700]
     finally:
         os.umask(before)
-    assert [path.stat().st_mode & 0o777 for path in (cache.root, cache.root.parent)] == [0o700, 0o700]
+    assert opened().root == cache.root
 
 
 @posix
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o722])
-def test_a_folder_that_others_may_write_is_not_used(opened, tmp_path, caplog, mode):
-    (tmp_path / "kit" / "cache").mkdir(parents=True)
-    (tmp_path / "kit").chmod(0o700)
-    (tmp_path / "kit" / "cache").chmod(mode)
-    assert opened() is None
-    assert "others may write" in caplog.text and str(tmp_path / "kit" / "cache") in caplog.text and "chmod 700" in caplog.text
+@pytest.mark.parametrize("folder", ["kit", "kit/cache"])
+def test_a_folder_that_others_could_write_is_closed_and_nothing_in_it_is_used(opened, tmp_path, caplog, folder, mode):
+    """They could put code, or another folder, in its place."""
+    cache = filled(opened()).parent
+    (tmp_path / folder).chmod(mode)
+    assert opened().root == tmp_path / "kit" / "cache" == cache
+    assert modes(tmp_path / folder) == [0o700] and not list(cache.iterdir())
+    assert f"others could write into {tmp_path / folder} " in caplog.text
+
+
+@pytest.fixture
+def no_rights(monkeypatch, tmp_path):
+    """A drive on which each folder may be written by all, whatever it is made with."""
+    made, closed = Path.mkdir, Path.chmod
+
+    def mkdir(self, *given, **named):
+        made(self, *given, **named)
+        if tmp_path / "kit" in (self, *self.parents):
+            closed(self, 0o777)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
+
+
+@posix
+def test_on_a_drive_without_rights_a_private_folder_elsewhere_is_used_and_said_once(opened, tmp_path, caplog, no_rights):
+    for _start in range(2):
+        caplog.clear()
+        cache = opened()
+        assert cache.root == tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache"
+        assert modes(cache.root, cache.root.parent) == [0o700, 0o700]
+        (said,) = caplog.messages
+        assert f"{tmp_path / 'kit' / 'cache'} cannot be used: others may write into {tmp_path / 'kit'} " in said
+        assert f"goes to {cache.root}; TORCHINDUCTOR_CACHE_DIR" in said
+    shutil.rmtree(tmp_path / "home")
+    (tmp_path / "home").write_text("no folder can be made here")
+    assert opened().root == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "cache"
 
 
 @posix
@@ -421,19 +472,20 @@ def test_a_folder_of_another_user_is_not_used(opened, tmp_path, caplog, monkeypa
     (tmp_path / "kit").chmod(0o700)
     real = os.geteuid()
     monkeypatch.setattr(os, "geteuid", lambda: real + 1)
-    assert opened() is None
+    assert opened() is None, "what is made here is that user's, too"
     assert f"belongs to another user (uid {real}, this is {real + 1})" in caplog.text
 
 
 @posix
-def test_a_kinds_folder_that_others_may_write_is_not_used(cache, caplog):
+def test_a_kinds_folder_that_others_could_write_is_closed_and_emptied(cache, caplog):
     folder = filled(cache)
+    (folder / "theirs.py").write_text("code")
     folder.chmod(0o777)
-    before = variables()
     cache.enter(NAMES[0], "Block")
-    assert variables() == before
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(folder)
     cache.exit(NAMES[0])
-    assert "others may write" in caplog.text
+    assert modes(folder) == [0o700] and [file.name for file in folder.iterdir()] == ["about.json"]
+    assert f"others could write into {folder} " in caplog.text
 
 
 @pytest.fixture
@@ -476,3 +528,17 @@ def test_each_of_what_it_depends_on_gives_folders_of_their_own(key, depends, eng
 
 def test_the_version_of_the_hosts_kernels_is_known(depends):
     assert re.match(r"\d+\.\d+", depends.environment()["comfy-kitchen"])
+
+
+def test_sizes_that_are_asked_for_again_and_again_are_found_once(three, disk_cache, monkeypatch):
+    walked = []
+    monkeypatch.setattr(disk_cache, "size_of", lambda folder: walked.append(folder.name) or 1)
+    assert three.usage() == three.usage() and sorted(walked) == NAMES
+    passed = time.monotonic() + disk_cache.USAGE_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    three.usage()
+    assert len(walked) == 2 * len(NAMES)
+    three.limit = 7
+    assert three.usage()["limit"] == 7
+    three.clear()
+    assert three.usage()["entries"] == []

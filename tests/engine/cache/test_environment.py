@@ -18,3 +18,11 @@ def test_telling_what_a_machine_is_compiles_nothing(tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("CPU "), done.stdout + done.stderr
     assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_a_limit_that_is_none_is_told_in_a_line(engine, caplog):
+    """Anybody may send megabytes to the server."""
+    limit = engine("cache.environment").limit_in_bytes
+    for given in ("x" * 2**20, [1] * 2**20, 10**400):
+        assert limit(given) == 2 * 2**30
+    assert len(caplog.records) == 3 and all(300 > len(record.getMessage()) > 60 for record in caplog.records)

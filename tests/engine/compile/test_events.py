@@ -51,3 +51,16 @@ def test_compilations_of_others_are_not_ours(events):
     before, run = events.monitor.compilations, []
     torch.compile(lambda x: x + 1, backend=lambda graph, _inputs: run.append(graph) or graph)(torch.ones(2))
     assert run and events.monitor.compilations == before
+
+
+def test_a_trace_whose_beginning_fails_is_not_as_long_as_the_machine_is_up(events, engine, monkeypatch):
+    session_module = engine("compile.session")
+    monkeypatch.setattr(session_module, "time", types.SimpleNamespace(perf_counter=lambda: 1e6))
+    session = session_module.CompileSession("Block", lambda: 1 / 0, dict, ((), {}))
+    events.monitor.calls.append(session)
+    try:
+        with callback.callback_handler.install_callbacks(callback.CallbackTrigger.DYNAMO, "0/0"):
+            pass
+    finally:
+        events.monitor.calls.remove(session)
+    assert session.started and session.seconds == 0.0

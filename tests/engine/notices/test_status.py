@@ -1,11 +1,13 @@
 """The line on a node: only what really ran is told."""
 
 import types
+import weakref
 
 import pytest
 import torch
 
 SHAPE = (1, 4, 8, 8)
+NOBODY = (None, None)
 
 
 @pytest.fixture
@@ -47,29 +49,50 @@ def run(node, clock, seconds, eager=False, other=False, calls=1):
             node.ends(eager, other)
 
 
+def said(node):
+    """State and line, as the page was told last."""
+    owner, told_of, line = node.told[-1]
+    assert (owner, told_of) == (NOBODY, "7")
+    return line.state, line.says
+
+
 def test_while_a_call_traces_it_is_prepared(node):
     node.group.code.is_tracing = node.group.is_being_compiled = True
     node.begins(node.network, object(), SHAPE)
     node.tell()
-    assert node.told[-1] == ("7", "compiling", "preparing Block")
+    assert said(node) == ("compiling", ["preparing", "Block"])
     node.group.code.is_tracing = False
     node.tell()
-    assert node.told[-1] == ("7", "compiling", "compiling Block, 0 s; images go on")
+    assert said(node) == ("compiling", ["compilingFor", "Block"])
 
 
 def test_from_compiling_to_ready(node, clock):
     node.group.is_being_compiled = True
     run(node, clock, [0.2] * 6, eager=True)
-    assert node.told[0] == ("7", "compiling", "compiling Block, 0 s; images go on")
-    assert node.told[-1] == ("7", "compiling", "compiling Block, 1 s; images go on")
+    assert said(node) == ("compiling", ["compilingFor", "Block"])
+    assert len(node.told) == 1, "the page counts the seconds"
+    assert node.now().seconds == 1, "from these, where it is opened later"
     node.group.is_being_compiled, node.group.stats.graphs = False, 1
     node.tell()
-    assert node.told[-1] == ("7", "ready", "ready")
+    assert said(node) == ("ready", ["ready"])
     run(node, clock, [0.15] * 6)
-    assert node.told[-1] == ("7", "ready", "ready: steps 25% faster (0.200 -> 0.150 s)")
+    faster = ["faster", "25%", "0.200", "0.150"]
+    assert said(node) == ("ready", ["readyBut", [faster]])
     node.group.stats.graphs = 2
     run(node, clock, [0.15] * 2)
-    assert node.told[-1] == ("7", "ready", "ready: steps 25% faster (0.200 -> 0.150 s); 1 compiled since")
+    assert said(node) == ("ready", ["readyBut", [faster, ["since", 1]]])
+
+
+@pytest.mark.parametrize("graphs, expected", [(0, ("", ())), (1, ("ready", ["ready"]))])
+def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expected):
+    """At once: it has ended in the middle of compiling."""
+    node.group.code.is_tracing = True
+    node.begins(node.network, object(), SHAPE)
+    node.tell()
+    assert said(node)[0] == "compiling"
+    node.group.code.is_tracing, node.group.stats.graphs = False, graphs
+    node.stopped()
+    assert said(node) == expected
 
 
 def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, engine):
@@ -86,29 +109,72 @@ def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, e
 def test_nothing_is_claimed_that_has_not_run(node, clock):
     node.group.stats.graphs = 1
     run(node, clock, [0.15] * 2)
-    assert node.now() == ("ready", "ready")
+    assert node.now()[:2] == ("ready", ["ready"])
     run(node, clock, [0.15] * 6)
-    assert node.now() == ("ready", "ready: 0.150 s a step")
+    assert node.now()[:2] == ("ready", ["readyBut", [["aStep", "0.150"]]])
 
 
 @pytest.mark.parametrize(
-    "now, words", [(0.25, "steps 25% slower (0.200 -> 0.250 s)"), (0.201, "steps as fast as before, 0.201 s")]
+    "before, now, state, words",
+    [
+        ([0.2] * 6, [0.25] * 6, "slower", ["slower", "1.25", "0.200", "0.250"]),
+        ([0.2] * 6, [0.201] * 6, "unclear", ["noDifference", "0.201"]),
+        ([0.2, 0.9, 0.2, 0.7, 0.3, 0.2], [0.2, 0.8, 0.6, 0.9, 0.2, 0.9], "unclear", ["noDifference", "0.700"]),
+        ([0.8, 0.9, 0.2, 0.7, 0.3, 0.6], [0.2, 0.3, 0.6, 0.4, 0.2, 0.5], "unclear", ["noDifference", "0.350"]),
+        ([0.2, 0.21, 0.19, 0.2, 0.2, 3.0], [0.9, 1.0, 1.1, 1.0], "slower", ["slower", "5.00", "0.200", "1.000"]),
+    ],
+    ids=["slower", "the same", "medians apart", "medians apart, faster", "far slower"],
 )
-def test_what_is_no_gain_is_said(node, clock, now, words):
-    run(node, clock, [0.2] * 6, eager=True)
+def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock, before, now, state, words):
+    run(node, clock, [*before, 9.0], eager=True)  # the last has no step behind it that tells when it was over
     node.group.stats.graphs = 1
-    run(node, clock, [now] * 6)
-    assert node.now() == ("ready", f"ready: {words}")
+    run(node, clock, [*now, 9.0])
+    assert node.now() == (state, ["readyBut", [words]], None)
+
+
+def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch):
+    """Two workflows may have the same node ids, and so may two users; what is cached runs for whoever asks."""
+    status = engine("notices.status")
+    mine, theirs = ("me", "workflow"), ("them", "workflow")
+    monkeypatch.setattr(status, "statuses", type(status.statuses)())
+    monkeypatch.setattr(status, "owner_now", lambda: mine)
+    first = status.status_of("7")
+    monkeypatch.setattr(status, "owner_now", lambda: theirs)
+    line = status.Line("7")
+    line.put("decoding", ["vaeReady"])
+    node.group.stats.graphs = 1
+    first._network = node._network = weakref.ref(node.network)
+    assert status.known_statuses() == [first, line]
+    node.told.clear()
+    status.tell_all()
+    assert [(owner, told_of, news.says) for owner, told_of, news in node.told] == [
+        (mine, "7", ["ready"]),
+        (theirs, "7", [["vaeReady"]]),
+    ]
+    assert list(status.lines_of("me", "workflow")) == ["7"] and status.lines_of("me", "another") == {}
+    first.new_run()  # their prompt has found our node's model in the host's cache
+    first.tell()
+    assert node.told[-1][0] == theirs and status.lines_of("me") == {}
+
+
+def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):
+    """By another thread: a node that runs, beside the one that compiles."""
+    status = engine("notices.status")
+    monkeypatch.setattr(status, "statuses", type(status.statuses)())
+    kept = [status.Line(str(number)) for number in range(3)]
+    monkeypatch.setattr(status.Line, "tell", lambda self: kept.append(status.Line(f"{self.node} more")))
+    status.tell_all()
+    assert len(kept) == 6 == len(status.known_statuses())
 
 
 def test_steps_that_did_something_else_do_not_count(node, clock):
     node.group.stats.graphs = 1
     run(node, clock, [9.0] * 6, other=True)
     run(node, clock, [0.1] * 6, calls=2)
-    assert node.now() == ("ready", "ready: 0.100 s a step"), "two calls of the model make a step"
+    assert node.now()[:2] == ("ready", ["readyBut", [["aStep", "0.100"]]]), "two calls of the model make a step"
 
 
 def test_a_block_that_cannot_be_compiled(node, clock):
     node.group.failure, node.group.stats.graphs = "why", 1
     run(node, clock, [0.2] * 4)
-    assert node.now() == ("failed", "Block runs uncompiled; the log says why")
+    assert node.now()[:2] == ("failed", ["runsUncompiled", "Block"])

@@ -103,12 +103,33 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     assert relative_error(flux.run(compiled), expected) < 1e-5
     flux.made()
     flux.run(compiled)
-    states = [state for node, state, _line in told if node == "12"]
-    assert [state for state, _ in itertools.groupby(states)] == ["compiling", "ready"]
-    lines = [line for node, _state, line in told if node == "12"]
-    assert {"preparing DoubleStreamBlock", "preparing SingleStreamBlock"} <= set(lines)
-    line = status.statuses["12"].now()[1]
-    assert re.fullmatch(r"ready: (steps .*)?\d\.\d{3} s( a step|\))?", line)  # code may be there before a step ran eager
+    lines = [line for _owner, node, line in told if node == "12"]
+    assert [state for state, _ in itertools.groupby(line.state for line in lines if line.state)][:2] == ["compiling", "ready"]
+    said = [line.says for line in lines]
+    assert ["preparing", "DoubleStreamBlock"] in said and ["preparing", "SingleStreamBlock"] in said
+    key, *steps = status.lines_of()["12"].says
+    # Code may be there before a step ran eager.
+    assert key == "readyBut" and steps[0][0][0] in ("aStep", "noDifference", "faster", "slower")
+
+
+def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
+    """At once, in the middle of compiling."""
+    import comfy.model_management
+
+    flux = Behind(tiny, engine, "flux", cfg=1.0, steps=2)
+    status, told = engine("notices.status"), []
+    monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
+    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
+    compiled = engine("host.model.attach").attach(flux.patcher, settings, "13")
+    network = compiled.model.diffusion_model
+
+    def cancelled(*_):
+        raise comfy.model_management.InterruptProcessingException
+
+    monkeypatch.setattr(network.final_layer, "forward", cancelled)
+    with pytest.raises(comfy.model_management.InterruptProcessingException):
+        flux.run(compiled)
+    assert told[0][2].state == "compiling" and told[-1][2].state == "ready"
 
 
 def test_no_thread_where_the_hosts_memory_manager_bears_none(flux, monkeypatch):

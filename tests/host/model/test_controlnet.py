@@ -73,7 +73,7 @@ def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refuse
     adapter = comfy.controlnet.T2IAdapter(Adapter_light(channels=[8, 8], nums_rb=1, cin=3), 3, 8, "nearest-exact")
     left = attach(adapter, settings, "7")
     assert type(left) is comfy.controlnet.T2IAdapter and left is not adapter
-    assert "T2IAdapter" in engine("notices.status").statuses["7"].now()[1]
+    assert engine("notices.status").lines_of()["7"].says == [["controlLeft", "T2IAdapter"]]
     with pytest.raises(engine("errors").InvalidSetting, match="control_net"):
         attach(tiny.build_patcher("flux"), settings)
     control = controlnet(tiny, "flux", 1)

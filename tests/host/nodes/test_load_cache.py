@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -42,15 +43,35 @@ def cache(engine, folder):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_nothing_is_loaded_from_a_folder_that_others_may_write(engine, folder, cache, mode):
-    load = engine("host.nodes.cache_files").load_cache
+def test_no_file_is_loaded_that_others_could_have_written(engine, folder, cache, mode):
+    load, file = engine("host.nodes.cache_files").load_cache, folder / "mine.tckcache"
     folder.chmod(mode)
-    said = load("mine.tckcache")
-    assert "not loaded" in said and f"others may write into {folder} " in said and "chmod 700" in said
-    assert not (cache.root / KIND).exists()
-    folder.chmod(0o700)
-    assert load("mine.tckcache") == "mine.tckcache: 2 files for Flux; 64x64 batch 1"  # with the kind's description
+    file.chmod(0o664)
+    said = load(file.name)
+    assert "not loaded" in said and f"others could write {file}" in said and "take .untrusted off" in said
+    assert "is not in" in load(file.name) and not (cache.root / KIND).exists()
+    (folder / "mine.tckcache.untrusted").rename(file)  # the user knows it
+    assert load(file.name) == "mine.tckcache: 2 files for Flux; 64x64 batch 1"  # with the kind's description
     assert (cache.root / KIND / "aotautograd" / "ab" / "entry").read_bytes() == b"graph"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+def test_on_a_drive_without_rights_what_is_checked_is_a_private_copy(engine, folder, cache, monkeypatch):
+    """Nobody can tell there who has written a file: the user has put it there and chosen it."""
+    files, seen = engine("host.nodes.cache_files"), []
+    real = files.load_cache_file
+    folder.chmod(0o777)
+    monkeypatch.setattr(Path, "chmod", lambda self, mode: None)
+    monkeypatch.setattr(
+        files,
+        "load_cache_file",
+        lambda path, into: (seen.append((path, path.parent.stat().st_mode & 0o777)), real(path, into))[1],
+    )
+    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 files for Flux; 64x64 batch 1"
+    ((used, mode),) = seen
+    assert used.parent.parent == cache.root and mode == 0o700
+    assert not used.parent.exists()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")

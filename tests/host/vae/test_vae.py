@@ -220,8 +220,8 @@ class TestLeftAlone:
     def test_on_a_cpu(self, engine, told):
         vae, latent = make("image")
         ours = engine("host.vae.attach").attach_vae(vae, "7")
-        assert told == [("7", "ready", "left as it is: it does not run on a GPU with Triton")]
-        assert engine("notices.status").statuses["7"].now() == told[0][1:], "for a page that is opened later"
+        assert told == [((None, None), "7", ("unclear", [["vaeLeft", ["vaeNoGpu"]]], None))]
+        assert engine("notices.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
         assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
 
     @pytest.mark.parametrize(("dtype", "compiled"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
@@ -233,8 +233,7 @@ class TestLeftAlone:
         if compiled:  # as KJNodes does it
             vae.first_stage_model.decoder = torch.compile(vae.first_stage_model.decoder)
         why = attach.left_alone(vae)
-        assert why == ("another node compiles it" if compiled else "it runs in float32, and only 16-bit numbers gain"
-                       if dtype is torch.float32 else None)  # fmt: skip
+        assert why == (["vaeCompiled"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None)
 
     def test_what_is_no_vae_is_refused(self, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
@@ -249,8 +248,8 @@ def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     clock += [9, 9, 1, 2]
     for _ in range(7):
         ours.decode(latent)
-    assert [text for _, _, text in lines] == [
-        "timed while it is used; the faster way stays", "decoding 50% faster (2.000 -> 1.000 s)",
+    assert [(line.state, *line.says) for _, _, line in lines] == [
+        ("unclear", ["vaeReady"]), ("ready", ["decodingFaster", "50%", "2.000", "1.000"]),
     ]  # fmt: skip
 
 

@@ -61,20 +61,31 @@ def test_a_model_that_was_loaded_whole_is_unloaded_to_it(runs, swap):
     same(runs.run(runs.patcher), expected, "without the node again")
 
 
-def test_nothing_to_swap_or_too_much(runs, swap, engine):
+def test_nothing_to_swap_and_more_than_there_is(runs, swap, engine):
     nothing = swap(swap(runs.patcher, 3).patcher, 0)
     assert nothing.size == 0 and loaded_by(nothing.patcher.clone())[0] == runs.patcher.model_size()
     nothing.patcher.detach()
     refused = engine("errors").InvalidSetting
-    with pytest.raises(refused, match=r"blocks_to_swap.*blocks"):
-        swap(runs.patcher, 500)
+    most = swap(runs.patcher, 500)
+    assert (most.swapped, most.blocks, most.size) == (6, 6, of_blocks(runs, 6))
+    with pytest.raises(refused, match="blocks_to_swap"):
+        swap(runs.patcher, -1)
     with pytest.raises(refused, match="model"):
         swap(object(), 1)
 
 
+@pytest.mark.parametrize("asked, said", [(2, "2 of 6 blocks"), (10, "6 of 6 blocks")])
+def test_the_node_says_how_much_stays_in_ram(runs, pack_module, asked, said):
+    """A model with fewer blocks than were asked for runs all the same."""
+    output = pack_module("nodes.block_swap").BlockSwap.execute(runs.patcher, asked)
+    (text,) = output.ui["text"]
+    assert said in text and ("10 were asked for" in text) == (asked == 10), text
+    assert runs.run(output.result[0]).isfinite().all()
+
+
 def test_dynamic_vram_is_left_alone(runs, swap, monkeypatch):
     monkeypatch.setattr(type(runs.patcher), "is_dynamic", lambda _self: True)
-    assert swap(runs.patcher, 2) == (runs.patcher, 6, None)
+    assert swap(runs.patcher, 2) == (runs.patcher, 6, 2, None)
 
 
 def test_a_lora_stays_right(runs, swap):
