@@ -107,11 +107,6 @@ def late_method(module: str, owner: str, name: str) -> tuple:
     return read, write
 
 
-def _attention_order() -> dict:
-    names = ("_get_sdp_priority_order", "_set_sdp_priority_order")
-    return {"attention_order": tuple(getattr(torch._C, n) for n in names)} if all(hasattr(torch._C, n) for n in names) else {}
-
-
 compile_scope = SharedScope(
     {
         **attributes(
@@ -136,8 +131,6 @@ lowering_settings = SharedScope(
     },
     of_thread=_config_is_of_thread(),
 )
-# PyTorch's order of attention kernels, which is the process's.
-attention_scope = SharedScope(_attention_order())
 
 
 def _variable(name: str) -> tuple:

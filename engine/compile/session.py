@@ -18,7 +18,6 @@ from ..cache.disk import current
 from ..inductor.dynamic_sizes import lists, traceable_contains
 from ..torch_settings import (
     SharedScope,
-    attention_scope,
     attributes,
     compile_scope,
     libdevice,
@@ -45,9 +44,6 @@ LOWERING_SWITCHES = {
     "force_non_lazy_backward_lowering": True,
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
-# One of those arguments is the order of kernels to go back to: on some GPUs it depends on what ran before (sdp_utils.cpp), so
-# it is PyTorch's default here.
-ATTENTION_ORDER = [1, 2, 0, 3, 4]
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
@@ -57,6 +53,14 @@ DYNAMIC = {"assume_static_by_default": False}
 def _no_name(*_: object) -> None: ...
 
 
+def _usual_order() -> list[int]:
+    """PyTorch's default: Dynamo puts the order of attention kernels to go back to into the graph, and so into the key on disk.
+
+    On some GPUs it depends on what ran before (sdp_utils.cpp), and other threads set it around each call of theirs.
+    """
+    return [1, 2, 0, 3, 4]
+
+
 # Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
 # `get_funcname` splits each source file that is traced into tokens, for a line of a debug log: 0.7 of Flux's first 2 s.
 # A collection of garbage among all that the host and its nodes have loaded is another 0.3 s, and there is no garbage yet.
@@ -64,10 +68,16 @@ tracing_scope = SharedScope(
     {
         **attributes(lists, ("iter_contains",)),
         **attributes(symbolic_convert, ("get_funcname",)),
+        **attributes(torch._C, ("_get_sdp_priority_order",)),
         "gc": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     }
 )
-TRACING = {"iter_contains": traceable_contains, "get_funcname": _no_name, "gc": False}
+TRACING = {
+    "iter_contains": traceable_contains,
+    "get_funcname": _no_name,
+    "_get_sdp_priority_order": _usual_order,
+    "gc": False,
+}
 # How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.
 LOCK_SECONDS = 0.5
 _is_long_held = False
@@ -148,7 +158,6 @@ class CompileSession:
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(gate.tracing())
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
-            scopes.enter_context(attention_scope.applied(attention_order=ATTENTION_ORDER))
             scopes.enter_context(tracing_scope.applied(**TRACING))
             scopes.enter_context(static_heads(*self.arguments))
             self._scopes = scopes.pop_all()

@@ -12,7 +12,6 @@ from support import CompiledNet, Net, torch_settings
 SCOPES = {
     "sampling": lambda found: (found.sampling_scope, found.sampling_switches(True, True)),
     "compiling": lambda found: (found.compile_scope, {"recompile_limit": 77, "specialize_float": False}),
-    "attention": lambda found: (found.attention_scope, {"attention_order": torch._C._get_sdp_priority_order()[::-1]}),
 }
 
 

@@ -89,6 +89,20 @@ def outcomes():
 def test_traced(name, engine, outcomes):
     outcome = sweep.run_setup(engine, zoo.SETUPS[name])
     outcomes.append(outcome)
+    check(name, outcome)
+
+
+@pytest.mark.rest
+@pytest.mark.parametrize("name", sorted(FIRST))
+def test_traced_at_once(name, engine):
+    """As many graphs as in the background."""
+    outcome, behind = (sweep.run_setup(engine, zoo.SETUPS[name], compile=mode) for mode in ("at once", "in the background"))
+    check(name, outcome)
+    counts = [(o.graphs, o.graphs_after, o.graphs_again, o.breaks) for o in (outcome, behind)]
+    assert counts[0] == counts[1]
+
+
+def check(name, outcome):
     row = f"{sweep.as_row(outcome)}\n{outcome.recompiles}"
     assert outcome.error < 1e-5, row
     assert outcome.blocks >= 2 and not outcome.whole_model, row

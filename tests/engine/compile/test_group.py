@@ -8,7 +8,10 @@ import weakref
 import pytest
 import torch
 from support import Block, CompiledNet, Net, relative_error, torch_settings
+from torch import nn
 from torch._dynamo import funcname_cache
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -72,6 +75,50 @@ def test_no_garbage_is_collected_while_a_call_traces(compiled, watched, monkeypa
     with compiled(net):
         net(torch.randn(2, 4, 8))
     assert seen == [False] and gc.isenabled()
+
+
+@pytest.fixture
+def order():
+    """order(list) sets the order in which PyTorch tries attention kernels, for the process."""
+    before = torch._C._get_sdp_priority_order()
+    yield torch._C._set_sdp_priority_order
+    torch._C._set_sdp_priority_order(before)
+
+
+class Attention(nn.Module):
+    def __init__(self, _width):
+        super().__init__()
+
+    def forward(self, x):
+        with sdpa_kernel([SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], set_priority=True):
+            return functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_the_order_of_attention_kernels_in_a_graph_is_pytorchs_default(engine, order):
+    """It would be another graph on disk after each other thing that ran before."""
+    graphs = []
+
+    def backend(graph, _inputs):
+        graphs.append(str(graph.graph))
+        return graph
+
+    for now in ([1, 2, 0, 3, 4], [3, 0, 1, 2, 4]):
+        order(now)
+        torch._dynamo.reset()
+        CompiledNet(engine, Net(Attention), backend=backend).at_once(torch.randn(2, 4, 8))
+    assert len(graphs) == 2 and graphs[0] == graphs[1]
+
+
+def test_an_order_of_attention_kernels_that_ends_while_a_call_traces_does_not_come_back(compiled, watched, monkeypatch, order):
+    """The host sets one around each of its calls, also on another thread."""
+    end = torch._dynamo.assume_constant_result(lambda: order([1, 2, 0, 3, 4]))
+    forward = Block.forward
+    monkeypatch.setattr(Block, "forward", lambda self, x: (end(), forward(self, x))[1])
+    order([3, 0, 1, 2, 4])
+    net = Net()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    assert torch._C._get_sdp_priority_order() == [1, 2, 0, 3, 4]
 
 
 def test_two_models_of_one_kind_share_code(compiled, added):
