@@ -7,6 +7,7 @@ keeps mixed lists instead (UNets, Stable Cascade), the repeated classes in those
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..errors import InvalidSetting
+from ..forwards import forward_of_class
 
 # A list of fewer parameters than this share of the model is not worth a graph of its own.
 MINIMUM_SHARE = 0.002
@@ -140,10 +142,11 @@ def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple
 
 
 def can_be_block(module: nn.Module) -> bool:
-    """Whether it has a forward of its own, and at least two layers with weights to fuse around."""
+    """Whether it has a forward of its own, in Python, and at least two layers with weights to fuse around."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
-    if type(module).forward is nn.Module.forward:
+    forward = forward_of_class(type(module))
+    if forward is nn.Module.forward or not isinstance(forward, types.FunctionType):
         return False
     weighted = sum(1 for m in module.modules() if any(True for _ in m.named_parameters(recurse=False)) or _lazy(m))
     return weighted >= 2 and any(True for _ in module.children())

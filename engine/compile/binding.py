@@ -16,7 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, is_convolutional, parts_of
 from ..blocks.discovery import BlockPlan, find_blocks
-from ..blocks.duplicate_classes import find_twins, one_class
+from ..blocks.duplicate_classes import Twin, find_twins, one_class
 from ..blocks.methods import MethodsNow
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
@@ -49,7 +49,7 @@ class ModelWeights(Protocol):
 
 
 # All blocks of a model, found once.
-plan_for = PerModel(find_blocks)
+plan_for = PerModel(lambda model: code_of(model).look(model, lambda: find_blocks(model), BlockPlan((), 0)))
 
 
 class Binding:
@@ -70,7 +70,9 @@ class Binding:
         self._model, self.settings, self.call = model, settings, call
         self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
         self._free = [block for block in self._blocks if _is_free(block)]
-        self._weights = weights_of(self._free) if weights_of is not None else None
+        self._weights: ModelWeights | None = None
+        if weights_of is not None:
+            self._weights = code_of(model).look(model, lambda: weights_of(self._free), None)
 
     @property
     def plain(self) -> bool:
@@ -92,9 +94,11 @@ class Binding:
         as ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
         """
         code = code_of(self._model)
-        runs = self._runs(code)
+        no_runs: dict[nn.Module, _Run] = {}
+        runs = code.look(self._model, lambda: self._runs(code), no_runs)
         if code.twins is None:
-            code.twins = find_twins(self._model)
+            no_twins: list[Twin] = []
+            code.twins = code.look(self._model, lambda: find_twins(self._model), no_twins)
         try:
             with (
                 exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}),

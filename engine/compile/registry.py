@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import types
 import weakref
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
@@ -16,7 +18,9 @@ from ..blocks.methods import MethodsNow
 from ..blocks.state import BlockState
 from ..blocks.structure import structure_of
 from ..cache.disk import folder_name
-from ..failures.describe import Failure
+from ..errors import TorchCompileKitError
+from ..failures.describe import Failure, never_swallowed
+from ..forwards import forward_of_class
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -24,6 +28,7 @@ from ..warmup.record import WarmRecord
 from .compiled_code import free_unused
 from .group import BlockGroup
 
+T = TypeVar("T")
 logger = logging.getLogger("torch-compile-kit")
 
 
@@ -40,7 +45,7 @@ class ModelCode:
     `eager_calls` counts calls in which blocks ran uncompiled while their graphs were lowered in the background. What is left
     uncompiled of a UNet, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of others
     only `parts` are compiled. `uncalled`: blocks, by class, if no call so far has run any of them: the model uses them by other
-    methods than `forward`.
+    methods than `forward`. `not_looked_at`: modules, by class, that could not be looked at, and why.
     """
 
     def __init__(self) -> None:
@@ -50,6 +55,7 @@ class ModelCode:
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
         self.uncalled: Counter[str] | None = None
+        self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
         self._generation = Generation()
         self.twins: list[Twin] | None = None
@@ -63,12 +69,30 @@ class ModelCode:
             found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
         return found
 
+    def look(self, module: nn.Module, look: Callable[[], T], otherwise: T) -> T:
+        """What `look` finds out about `module`; after an error `otherwise`, which is to mean that less is compiled."""
+        try:
+            return look()
+        except TorchCompileKitError:
+            raise
+        except Exception as error:
+            if never_swallowed(error):
+                raise
+            name = type(module).__name__
+            if name not in self.not_looked_at:
+                self.not_looked_at[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                logger.warning("%s", not_looked_at_in_words(name, self.not_looked_at[name]), exc_info=True)
+            return otherwise
+
     def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
-        """The group that runs `block`, made on first use; None when its forward is no Python function.
+        """The group that runs `block`, made on first use; None where it cannot be compiled or looked at.
 
         Args:
             now: shared by all blocks of one call of the model.
         """
+        return self.look(block, functools.partial(self._group_of, block, settings, now), None)
+
+    def _group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block, now):
@@ -120,7 +144,7 @@ class ModelCode:
             group.forgive()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
-        forward = type(block).forward
+        forward = forward_of_class(type(block))
         if not isinstance(forward, types.FunctionType):
             return None
         structure = structure_of(block)
@@ -143,6 +167,11 @@ def uncalled_in_words(blocks: Counter[str]) -> str:
     """Of `ModelCode.uncalled`."""
     named = ", ".join(f"{count} {name}" for name, count in blocks.items())
     return f"The model does not call its blocks ({named}) as modules but by other methods: they run uncompiled."
+
+
+def not_looked_at_in_words(name: str, reason: str) -> str:
+    """Of an entry of `ModelCode.not_looked_at`."""
+    return f"{name} runs uncompiled: this pack could not look at it ({reason})."
 
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.

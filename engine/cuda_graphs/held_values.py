@@ -10,6 +10,7 @@ import operator
 import types
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,8 +128,8 @@ def _element(value: object) -> Hashable:
     return (cls, repr(value)) if cls in _PLAIN and cls is not tuple else _key_or_class(value)
 
 
-def _key_or_class(value: object) -> Hashable:
+def _key_or_class(value: object) -> Any:
     try:
-        return value_key(value) if not isinstance(value, torch.Tensor) else type(value)
+        return value_key(value)
     except NoKey:
         return type(value)

@@ -96,7 +96,7 @@ class ModelState:
             place = places(module) if places is not None else None
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
-                    if tensor is None or place is not None:
+                    if tensor is None or tensor.is_meta or place is not None:
                         continue
                     if tensor.device.type != device.type:
                         self.obstacle = self.obstacle or "a layer's weights are elsewhere"

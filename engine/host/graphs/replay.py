@@ -62,8 +62,14 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             yield
         return
     graphs, pages = graphs_of(network), pages_of(network)
-    graphs.check_model(network, device, address_of if pages else None)
-    read_of(network).look(network, graphs.model.functions)
+
+    def look() -> bool:
+        graphs.check_model(network, device, address_of if pages else None)
+        read_of(network).look(network, graphs.model.functions)
+        return True
+
+    if not code_of(network).look(network, look, False):
+        graphs.model.obstacle = "the model cannot be looked at"
     keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else lambda: nullcontext(True)
 
     def graphed_call(forward, args, kwargs, wrapped=False):

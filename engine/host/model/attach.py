@@ -12,7 +12,7 @@ from ...background.gate import gate
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
-from ...compile.registry import code_of, uncalled_in_words
+from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_words
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
@@ -139,6 +139,7 @@ def notes_about(patcher) -> list[str]:
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
+    notes += [not_looked_at_in_words(name, reason) for name, reason in code.not_looked_at.items()]
     if code.uncalled:
         notes.append(uncalled_in_words(code.uncalled))
     if code.eager_calls:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ...background.model_call import ModelCall
+from ...blocks.methods import MethodsNow
 from ...compile.binding import chosen_modules
 from ...compile.events import watching
 from ...compile.registry import ModelCode, code_of
@@ -77,7 +78,7 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
     block: Any = reference()  # alive: this is called as its method
     group = None
     if trained.compiles and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-        group = trained.code.group_of(block, trained.settings)
+        group = trained.code.group_of(block, trained.settings, MethodsNow())
     if group is None:
         return type(block).forward(block, *args, **kwargs)
     before = torch.get_num_threads()

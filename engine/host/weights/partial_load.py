@@ -50,7 +50,8 @@ def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]
     for module in block.modules():
         if "_v" in module.__dict__:
             continue
-        tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None]
+        # What is on `meta` has no values that could travel: the block uses it without, or not at all.
+        tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None and not p.is_meta]
         if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
             found += tensors
     return found

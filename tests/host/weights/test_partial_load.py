@@ -175,3 +175,15 @@ def test_what_was_dropped_gives_its_buffer_back_and_is_fetched_again(slots, stre
     assert slot.owner is None and slot._ready in computing.waited and not streamed._arrived
     streamed.fetch()
     assert streamed._slot is not None and list(streamed._arrived) == [id(streamed.layer.weight)]
+
+
+def test_what_is_on_meta_does_not_travel(engine):
+    block = torch.nn.Linear(4, 4)
+    block.register_parameter("unused", torch.nn.Parameter(torch.empty(3, device="meta"), requires_grad=False))
+    streaming = engine("host.weights.partial_load")
+    found = streaming.tensors_elsewhere(torch.nn.Sequential(block), torch.device("cuda"))
+    assert [item.name for item in found] == ["weight", "bias"]
+    assert not streaming.tensors_elsewhere(torch.nn.Sequential(block), torch.device("cpu"))
+    state = engine("cuda_graphs.model_state").ModelState()
+    state.look_at(block, torch.device("cpu"), None, lambda: None)
+    assert state.obstacle is None

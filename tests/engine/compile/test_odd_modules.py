@@ -1,0 +1,90 @@
+"""Modules that cannot be looked at: what they concern runs uncompiled, and it is said once."""
+
+import pytest
+import torch
+from support import Block, CompiledNet, Net
+from torch import nn
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+
+
+class OddBlock(Block):
+    error = RuntimeError("not like this")
+
+    def named_buffers(self, *_args, **_kwargs):
+        raise self.error
+
+
+class Odd(Net):
+    def named_children(self):
+        raise AttributeError("no children")
+
+
+@pytest.fixture(params=["in the background", "at once"])
+def check(engine, request):
+    """A function: three calls give what eager does; what was compiled of it."""
+
+    def check(net):
+        step = CompiledNet(engine, net)
+        for size in (2, 3, 2):
+            x = torch.randn(size, 4, 8)
+            result = step.at_once(x) if request.param == "at once" else step(x)[0]
+            assert torch.equal(result, net(x))
+            step.wait()
+        assert not step.failures
+        return step.graphs
+
+    return check
+
+
+def test_a_block_that_cannot_be_looked_at(check, engine, caplog):
+    net = Net()
+    net.blocks[1] = OddBlock()
+    assert check(net) == 1, "the others are compiled"
+    assert caplog.text.count("OddBlock runs uncompiled: this pack could not look at it (RuntimeError: not like this).") == 1
+    assert engine("compile.registry").code_of(net).not_looked_at == {"OddBlock": "RuntimeError: not like this"}
+
+
+def test_a_model_that_cannot_be_looked_at(check, caplog):
+    assert check(Odd()) == 0
+    assert caplog.text.count("Odd runs uncompiled") == 1
+
+
+def test_out_of_memory_is_the_hosts_to_handle(engine, monkeypatch):
+    net = Net(OddBlock)
+    monkeypatch.setattr(OddBlock, "error", torch.OutOfMemoryError("no room"))
+    with pytest.raises(torch.OutOfMemoryError):
+        CompiledNet(engine, net).at_once(torch.randn(2, 4, 8))
+
+
+def scripted(module):
+    with torch.inference_mode(False):
+        return torch.jit.script(module)
+
+
+def with_a_script_inside(width=8):
+    block = Block(width)
+    block.norm = scripted(nn.LayerNorm(width))
+    return block
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("where", ["beside the blocks", "in each block", "in one block", "a block"])
+def test_modules_of_torch_jit(check, caplog, where):
+    net = Net(with_a_script_inside if where == "in each block" else Block)
+    if where == "beside the blocks":
+        net.entry = nn.Sequential(net.entry, scripted(nn.GELU()))
+    elif where == "in one block":
+        net.blocks[1] = with_a_script_inside()
+    elif where == "a block":
+        net.blocks[1] = scripted(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
+    assert check(net) > 0 or where == "in each block", "PyTorch may leave a call alone that begins with one"
+    assert "uncompiled" not in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_cuda_graph_of_a_model_with_a_module_of_torch_jit(engine):
+    net = Net(with_a_script_inside)
+    state = engine("cuda_graphs.model_state").ModelState()
+    state.look_at(net, torch.device("cpu"), None, lambda: None)
+    assert state.obstacle is None and state.held() == state.held()
