@@ -103,8 +103,8 @@ def test_what_is_saved_is_loaded(files, disk_cache, saved, empty):
     assert set(loaded) == set(found.members) and not any("triton" in name for name in loaded)
 
 
-def test_it_is_named_as_what_it_is(files, saved):
-    assert files.SUFFIX == ".tckcache"
+def test_it_is_named_as_what_it_is(engine, saved):
+    assert engine("cache.folders").SUFFIX == ".tckcache"
     assert zipfile.is_zipfile(saved), "any zip tool shows what is inside"
     assert all(info.compress_type == zipfile.ZIP_STORED for info in zipfile.ZipFile(saved).infolist())
 
