@@ -60,7 +60,7 @@ def register_routes() -> None:
     post(server.routes, "/torch-compile-kit/wait", wait)
 
     def owner_now() -> status.Owner:
-        for _number, _prompt_id, _prompt, extra, *_ in list(server.prompt_queue.currently_running.values()):
+        for _number, _prompt_id, _prompt, extra, *_ in dict(server.prompt_queue.currently_running).values():
             return _text_in(extra, "client_id"), _text_in(extra, "extra_pnginfo", "workflow", "id")
         return None, None
 

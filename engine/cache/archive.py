@@ -29,8 +29,6 @@ from .environment import environment
 from .folders import make_private, remove, remove_leftovers
 
 FORMAT = "torch-compile-kit cache 3"
-# Of our own: .safetensors stands for "no code inside".
-SUFFIX = ".tckcache"
 HEADER = "header.json"
 MAX_HEADER = 64 * 1024**2
 # Triton's kernels are inside inductor's entries and are written out from there (torch/_inductor/triton_bundler.py), with the

@@ -8,6 +8,7 @@ import importlib.metadata
 import logging
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -21,6 +22,7 @@ logger = logging.getLogger("torch-compile-kit")
 SOURCES = ("inductor/*.py", "compile/session.py")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
+CPU_INFO = Path("/proc/cpuinfo")  # Linux
 
 
 def limit_in_bytes(setting: object = None) -> int:
@@ -67,7 +69,7 @@ def environment() -> dict[str, str]:
         "cuda": str(torch.version.cuda or torch.version.hip or "none"),
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()}",
+        "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()} {_cpu_digest()}",
         "comfy-kitchen": _version_of("comfy-kitchen"),
         "code of the pack": version_of_pack(),
     }
@@ -79,6 +81,16 @@ def version_of_pack() -> str:
     engine = Path(__file__).parent.parent
     files = sorted(file for pattern in SOURCES for file in engine.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _cpu_digest() -> str:
+    """Of what this CPU can do: inductor compiles with -march=native, and one of the same vector width may lack instructions."""
+    try:
+        found = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+    except OSError:
+        found = None
+    can = " ".join(sorted(found[1].split())) if found else platform.processor()
+    return hashlib.sha256(can.encode()).hexdigest()[:12]
 
 
 def _version_of(package: str) -> str:

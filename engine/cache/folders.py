@@ -25,6 +25,9 @@ NEVER_EMPTY = {".so", ".pyd", ".dll", ".dylib", ".cubin", ".hsaco", ".json", ".p
 # Another process may be writing a file that is younger.
 WRITTEN_SECONDS = 60
 LEFTOVER_SECONDS = 3600
+# Of cache files. Of our own: .safetensors stands for "no code inside".
+SUFFIX = ".tckcache"
+_KIND = re.compile(r"[0-9a-f]{12}")  # see `disk.folder_name`
 # The bits of a mode that let group and others write.
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What inductor, Triton and this pack write under before they rename it.
@@ -36,8 +39,8 @@ class NoRightsError(PermissionError):
 
 
 def make_private(*folders: Path) -> None:
-    """Make folders that only this user may enter, each in the one before. Where others could write into one of them, the last
-    is emptied: code in it could be theirs.
+    """Make folders that only this user may enter, each in the one before. Where others could write into one of them, what is
+    run from the last is removed: it could be theirs.
 
     Raises:
         OSError: see `close_to_others`.
@@ -45,12 +48,13 @@ def make_private(*folders: Path) -> None:
     were_open = [close_to_others(folder) for folder in folders]
     if any(were_open):
         for entry in folders[-1].iterdir():
-            remove(entry)
+            if _KIND.fullmatch(entry.name) or _KIND.fullmatch(folders[-1].name):  # the rest is not run, and may be the user's
+                remove(entry)
 
 
 def close_to_others(folder: Path) -> bool:
     """Make a folder, and the missing ones above it, that only this user may enter; one that is there already is closed to
-    others, and files in it that they could have written get another name. On Windows profiles are private.
+    others, and cache files in it that they could have written get another name. On Windows profiles are private.
 
     Returns:
         Whether others could write into it.
@@ -77,9 +81,9 @@ def close_to_others(folder: Path) -> bool:
     if folder.stat().st_mode & OTHERS:
         raise NoRightsError(f"others may write into {folder} ({stat.filemode(found.st_mode)}), and its drive keeps no rights")
     logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(found.st_mode))
-    for file in folder.iterdir():
+    for file in folder.glob(f"*{SUFFIX}"):
         written = file.lstat()
-        if file.is_file() and (written.st_uid != os.geteuid() or written.st_mode & OTHERS):
+        if written.st_uid != os.geteuid() or written.st_mode & OTHERS:
             file.rename(f"{file}.untrusted")
             logger.warning("others could write %s; if it is as you have put it there, take .untrusted off its name", file)
     return True

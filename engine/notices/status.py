@@ -152,7 +152,7 @@ class Status:
         self.tell()
 
     def stopped(self) -> None:
-        """The call was cancelled, or ended with an error."""
+        """The call was cancelled, ended with an error, or is none that is timed."""
         self.in_call = False
         self.tell()
 
@@ -249,10 +249,12 @@ def known_statuses() -> list[Status | Line]:
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
     """The lines by node; None: of all clients, of all workflows."""
-    found = {}
+    found: dict[str, News] = {}
     for status in known_statuses():
         line = status.now()
-        if line is not None and client in (None, status.owner[0]) and workflow in (None, status.owner[1]):
+        if line is None or status.node is None:
+            continue
+        if client in (None, status.owner[0]) and workflow in (None, status.owner[1]):
             found[status.node] = line
     return found
 

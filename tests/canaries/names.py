@@ -248,6 +248,7 @@ HOST = {
     "server.PromptServer.instance.add_on_prompt_handler": READ,
     "server.PromptServer.instance.loop.call_later": READ,
     "server.PromptServer.instance.loop.call_soon": READ,
+    "server.PromptServer.instance.loop.run_in_executor": READ,
     "server.PromptServer.instance.prompt_queue.currently_running": READ,
     "server.PromptServer.instance.prompt_queue.get_tasks_remaining": READ,
     "server.PromptServer.instance.routes.get": READ,
@@ -305,6 +306,7 @@ FOREIGN = {
     "_v_bias": Foreign("comfy.ops"),
     "_v_block": Foreign("comfy.model_prefetch", since="0.33"),
     "_comfy_graph": Foreign("comfy.model_prefetch", since="0.33"),
+    "_asdict": Foreign("collections"),
     "_current_frames": Foreign("sys"),
     "_getframe": Foreign("sys"),
 }

@@ -6,9 +6,12 @@ import copy
 import functools
 import logging
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import comfy.controlnet
+import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
@@ -64,14 +67,26 @@ class CompiledControl:
             gate.close()
             code_of(network).new_run()
             new_run(network)
+            if self._status is not None:
+                self._status.new_run()
         loaded = weights.Loaded(network, network, x.dtype, x.device)
-        with self._calls.prepared() as call:
+        with self._told(x), self._calls.prepared() as call:
             result = self._calls.run(loaded, call, run)
         gate.close()  # a replay has opened it, and the model's own call comes next
-        if self._status is not None:
-            self._status.begins(network, None, x.shape)
-            self._status.ends(eager=False, other=True)
         return result
+
+    @contextmanager
+    def _told(self, x: torch.Tensor) -> Iterator[None]:
+        """Around a call: the line of the node. Its steps are not timed: they are parts of the model's."""
+        status = self._status
+        if status is None:
+            yield
+            return
+        status.begins(self.network, None, x.shape)
+        try:
+            yield
+        finally:
+            status.stopped()
 
     def notes(self) -> list[str]:
         """For the report of a warmup that ran it."""

@@ -14,9 +14,9 @@ from pathlib import Path
 from torch import nn
 
 from ...blocks.structure import structure_of
-from ...cache.archive import SUFFIX, CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
+from ...cache.archive import CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
 from ...cache.disk import DiskCache, folder_name
-from ...cache.folders import NoRightsError, close_to_others
+from ...cache.folders import SUFFIX, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown

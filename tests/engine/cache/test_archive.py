@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import torch
 
 NAMES = ["0" * 12, "1" * 12]
 MIB = 1024**2
@@ -102,8 +103,8 @@ def test_what_is_saved_is_loaded(files, disk_cache, saved, empty):
     assert set(loaded) == set(found.members) and not any("triton" in name for name in loaded)
 
 
-def test_it_is_named_as_what_it_is(files, saved):
-    assert files.SUFFIX == ".tckcache"
+def test_it_is_named_as_what_it_is(engine, saved):
+    assert engine("cache.folders").SUFFIX == ".tckcache"
     assert zipfile.is_zipfile(saved), "any zip tool shows what is inside"
     assert all(info.compress_type == zipfile.ZIP_STORED for info in zipfile.ZipFile(saved).infolist())
 
@@ -128,6 +129,29 @@ def test_what_was_loaded_is_not_the_first_that_goes(files, saved, empty):
     empty.limit = 1000
     empty.trim()
     assert [folder.name for folder in empty.folders()] == [NAMES[0]]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU nobody asks the CPU")
+def test_code_for_another_cpu_is_refused(engine, files, saved, empty, tmp_path, monkeypatch):
+    """Of the same vector width: it may lack instructions that the code has."""
+    machine = engine("cache.environment")
+    monkeypatch.setattr(machine, "CPU_INFO", tmp_path / "cpuinfo")
+
+    def cpu(flags):
+        machine.CPU_INFO.write_text(f"processor\t: 0\nflags\t\t: {flags}\nbugs\t\t: none\n")
+        machine.environment.cache_clear()
+
+    try:
+        cpu("avx512f amx_tile")
+        filled(empty, {"entry": b"graph"})
+        files.write_cache_file(saved, empty, [NAMES[0]], "0.1.0", ["Flux"], [])
+        cpu("amx_tile avx512f")
+        files.load_cache_file(saved, empty)
+        cpu("avx512f")
+        with pytest.raises(files.CacheFileError, match="made for another machine: device is CPU"):
+            files.load_cache_file(saved, empty)
+    finally:
+        machine.environment.cache_clear()
 
 
 def test_the_header_tells_where_it_fits(saved, disk_cache):

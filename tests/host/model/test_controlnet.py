@@ -16,11 +16,11 @@ class Controlled(Runs):
         super().__init__(tiny, engine, name, cfg=3.0, **options)
         self.control = controlnet(tiny, name, 1)
 
-    def compiled(self, control, **settings):
+    def compiled(self, control, node=None, **settings):
         blocks = "double_blocks.*" if self.name == "flux" else ""  # one kind is enough; SDXL's has several
         chosen = {"backend": "eager", "compile": "at once", "only_blocks": blocks, **settings}
         chosen = self.engine("settings").CompileSettings(**chosen)
-        return self.engine("host.model.controlnet").attach_control(control, chosen)
+        return self.engine("host.model.controlnet").attach_control(control, chosen, node)
 
     def with_control(self, control, patcher=None, brightness=0.5):
         """As Apply ControlNet hands it on."""
@@ -63,6 +63,18 @@ def test_two_in_a_row_and_one_of_them_compiled(tiny, engine):
     same(both(runs.compiled(runs.control), other), expected, "the first one")
     same(both(runs.control, runs.compiled(other)), expected, "the second one")
     same(both(runs.compiled(runs.control), runs.compiled(other)), expected, "both")
+
+
+@pytest.mark.parametrize("when", ["in the background", "at once"])
+def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, engine, monkeypatch, when):
+    runs, status, told = Controlled(tiny, engine, "flux"), engine("notices.status"), []
+    monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
+    control = runs.compiled(runs.control, "41", compile=when)
+    monkeypatch.setattr(status, "owner_now", lambda: ("who has it from the host's cache", "workflow"))
+    runs.with_control(control)
+    assert engine("background.thread").compiler.wait(120)
+    states = [(owner[1], line.state) for owner, node, line in told if node == "41" and line.state]
+    assert states[0] == ("workflow", "compiling") and states[-1] == ("workflow", "ready"), states
 
 
 def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refused(tiny, engine):
