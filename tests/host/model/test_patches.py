@@ -167,3 +167,16 @@ def test_a_hypernetwork(runs):
     unet = runs("sdxl")
     assert unet.check(options.hypernetwork()) == 2
     assert not unet.failures
+
+
+def test_a_block_that_cannot_be_looked_at_runs_eager_and_is_named(runs, engine):
+    def fails(*_args, **_kwargs):
+        raise RuntimeError("not like this")
+
+    flux = runs("flux", cfg=1.0)
+    flux.patcher.model.diffusion_model.single_blocks[1].named_buffers = fails
+    compiled = flux.attach(flux.patcher)
+    same(flux.run(compiled), flux.plain())
+    assert any(
+        "could not look at it (RuntimeError: not like this)" in n for n in engine("host.model.attach").notes_about(compiled)
+    )
