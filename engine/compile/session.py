@@ -130,7 +130,7 @@ class CompileSession:
     """
 
     __slots__ = (
-        "_began", "_breaks", "_graphs", "_locked", "_metrics", "_scopes", "arguments", "block", "on_first", "seconds",
+        "_began", "_breaks", "_locked", "_metrics", "_scopes", "arguments", "block", "graphs", "on_first", "seconds",
         "started", "switches",
     )  # fmt: skip
 
@@ -145,13 +145,13 @@ class CompileSession:
         self._locked: Any = None
         self._began = 0.0
         self.started = False
+        self.graphs = 0
         self.seconds = 0.0
 
     def start(self) -> None:
         self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds
         if not self.started:
             self.started = True
-            self._graphs = counters["stats"]["unique_graphs"]
             self._breaks = dict(counters["graph_break"])
             self._metrics = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
@@ -189,7 +189,7 @@ class CompileSession:
             self._locked = None
 
     def stats(self) -> CompileStats:
-        """What this call traced, by PyTorch's own counters."""
+        """What this call traced. PyTorch's counter of graphs also has those of other threads, such as the warm-up's."""
         breaks = {
             reason: count - self._breaks.get(reason, 0)
             for reason, count in counters["graph_break"].items()
@@ -198,5 +198,4 @@ class CompileSession:
         before = set(map(id, self._metrics))
         metrics = [m for m in get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
-        graphs = counters["stats"]["unique_graphs"] - self._graphs
-        return CompileStats(graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
+        return CompileStats(self.graphs, sum(breaks.values()), self.seconds, recompiles, breaks)

@@ -99,6 +99,8 @@ def backend_for(owner: Owner, name: str, options: dict) -> Callable:
 
     def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
         prepare(graph, example_inputs)
+        if monitor.calls:
+            monitor.calls[-1].graphs += 1
         belongs_to = reference()
         if belongs_to is not None and writes_in_place(graph.graph):
             belongs_to.writes_in_place = True

@@ -56,7 +56,6 @@ INSTANCES = {
 
 # Names that are put together when the pack runs: `getattr(module, f"vbar_{name}")`.
 COMPUTED = {
-    "torch._C.<computed>": ("_get_sdp_priority_order", "_set_sdp_priority_order"),
     "torch._inductor.config.<computed>": ("emulate_precision_casts",),
     "comfy.model_management.<computed>": (
         *("get_free_memory", "minimum_inference_memory", "module_size"),
@@ -112,7 +111,8 @@ TORCH = {
     "torch.fx.experimental._config.use_duck_shape": READ,
     # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
-    # What Dynamo asks for a line of a debug log.
+    # What Dynamo asks for the order of attention kernels, and for a line of a debug log.
+    "torch._C._get_sdp_priority_order": replaced(),
     "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,

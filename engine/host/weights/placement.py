@@ -38,29 +38,41 @@ def spread_weights(executor, patcher, *args, **kwargs):
             _forget_pages(base_model, device)
             _paged(base_model).add(device)
         return executor(patcher, *args, **kwargs)
-    _load_anew_after_others(base_model)
     with nullcontext() if device.type == "cpu" else _buffers_announced(patcher):
-        result = executor(patcher, *args, **kwargs)
-    _mark(base_model)
-    return result
+        return executor(patcher, *args, **kwargs)
 
 
 def keep_even(patcher) -> None:
     """From now on this patcher and its clones list the layers evenly when the host loads or unloads a part of them."""
     if host().list_of_layers:
         patcher.__dict__["_load_list"] = functools.partial(_even_load_list, weakref.ref(patcher))
+        patcher.__dict__["partially_load"] = functools.partial(_load_evenly, weakref.ref(patcher))
         patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
         patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _keep_clone_even)
 
 
 def keep_host_order(patcher) -> None:
     """Undo `keep_even`, which clones inherit."""
-    patcher.__dict__.pop("_load_list", None)
+    for name in ("_load_list", "partially_load"):
+        patcher.__dict__.pop(name, None)
     patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
 
 
 def _keep_clone_even(_patcher, clone) -> None:
     keep_even(clone)
+
+
+def _load_evenly(reference: weakref.ref, *args, **kwargs) -> int:
+    """The host's `partially_load`, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
+    patcher: Any = reference()  # alive: this is called as its method
+    load = functools.partial(type(patcher).partially_load, patcher, *args, **kwargs)
+    if getattr(patcher, "is_dynamic", bool)():
+        return load()
+    _load_anew_after_others(patcher.model)
+    try:
+        return load()
+    finally:
+        _mark(patcher.model)
 
 
 def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **kwargs) -> list:

@@ -325,3 +325,22 @@ def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers
     with placement._buffers_announced(patcher):
         assert model.memory_required(shape) - before == pytest.approx(buffers * largest, rel=1e-6)
     assert model.memory_required(shape) == before and "memory_required" not in model.__dict__
+
+
+@pytest.mark.parametrize("ours", [False, True])
+def test_what_is_loaded_in_part_stays_when_more_is_loaded_in_the_middle_of_a_run(ours, tiny, engine, monkeypatch):
+    """As for a ControlNet whose hint goes through a VAE (comfy/controlnet.py, `get_control`)."""
+    flux = Runs(tiny, engine, "flux", cfg=1.0)
+    patcher = flux.attach(flux.patcher) if ours else flux.patcher.clone()
+    device, half, taken_off = patcher.load_device, patcher.model_size() // 2, []
+    unpatch_model = type(patcher).unpatch_model
+
+    def unpatched(self, device_to=None, unpatch_weights=True):
+        taken_off.extend([self] * unpatch_weights)
+        return unpatch_model(self, device_to, unpatch_weights)
+
+    monkeypatch.setattr(type(patcher), "unpatch_model", unpatched)
+    for room in (half, 0, half):  # the model's turn, the VAE's, the next image's
+        patcher.partially_load(device, room)
+    assert patcher.model.model_lowvram and not taken_off
+    patcher.unpatch_model(device)
