@@ -211,6 +211,20 @@ def precision_of(owner: Any) -> bool | str:
         return owner.fp32_precision
 
 
+def numerics() -> tuple:
+    """Settings of PyTorch on which results on a GPU depend; other nodes change some of them for a while."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        *(precision_of(cuda.matmul), precision_of(cudnn), cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *(getattr(cuda.matmul, f"allow_{name}", None) for name in _REDUCTIONS),
+        *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
+        torch.are_deterministic_algorithms_enabled(),
+    )
+
+
+_REDUCTIONS = "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"
+
+
 def _precision(owner: Any) -> tuple:
     def write(value: bool | str) -> None:
         setattr(owner, "fp32_precision" if isinstance(value, str) else "allow_tf32", value)

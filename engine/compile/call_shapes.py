@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..torch_settings import precision_of
+from ..torch_settings import numerics
 
 # Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
 _MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
@@ -42,17 +42,13 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
     leaves = pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
-    matmul = torch.backends.cuda.matmul
     settings = (
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
         torch.get_default_dtype(),
         torch.is_autocast_enabled("cuda"),
         torch.is_autocast_enabled("cpu"),
-        torch.are_deterministic_algorithms_enabled(),
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        precision_of(matmul),
+        numerics(),
     )
     return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, settings
 

@@ -11,6 +11,8 @@ import ctypes
 import functools
 import logging
 import sys
+import warnings
+import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -48,12 +50,19 @@ class Captured:
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     output: object
+    has_run: bool = False
 
     def replay(self, tensors: list[torch.Tensor]) -> object:
         with torch.cuda.device(self.device):  # another one may be the current one
             for static, given in zip(self.inputs, tensors, strict=True):
                 static.copy_(given)
-            self.graph.replay()
+            try:
+                self.graph.replay()
+            except RuntimeError:
+                if not self.has_run:
+                    _never_allocated.append((self.graph, self.output))
+                raise
+            self.has_run = True
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
 
 
@@ -85,6 +94,9 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
+# What graphs that have never run would have put their results into. Under cudaMallocAsync only a run allocates that, and giving
+# back what was never allocated ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`): the addresses stay.
+_never_allocated: list[object] = []
 # Devices on which a capture goes on.
 _capturing: list[torch.device] = []
 
@@ -96,6 +108,31 @@ def _capture_on(device: torch.device) -> Iterator[None]:
         yield
     finally:
         _capturing.remove(device)
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
+    """As `torch.cuda.graph`; what would wait for the GPU raises before CUDA is asked, which would make the capture invalid.
+
+    An invalid one cannot be ended: PyTorch believes that it goes on for ever, and leaves the thread on its stream. That raising
+    is the process's setting, so it is left as it is where another GPU may be at work.
+    """
+    capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
+    mode = torch.cuda.get_sync_debug_mode()
+    try:
+        with as_numbers(), capture:
+            if torch.cuda.device_count() == 1:
+                with warnings.catch_warnings():  # it is a prototype, says PyTorch
+                    warnings.simplefilter("ignore")
+                    torch.cuda.set_sync_debug_mode("error")
+            try:
+                yield
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
+    except BaseException:
+        if torch.cuda.current_stream() == stream:
+            capture.stream_ctx.__exit__(None, None, None)
+        raise
 
 
 @functools.cache
@@ -239,7 +276,9 @@ class ModelGraphs:
 
     def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
         """The memory of all graphs is given up: a plain call needs none of its own beside."""
-        self.drop()
+        self._free_graphs()
+        self.seen.clear()
+        self._pool = None
         self._fails(key, reason)
 
     def _fails(self, key: Hashable, reason: str) -> None:
@@ -262,18 +301,22 @@ class ModelGraphs:
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
-                capture = torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="relaxed")
-                with as_numbers(), _capture_on(device), capture:
-                    try:
-                        output, failed = forward(*args, **kwargs, **fixed), None
-                    except BaseException as error:  # the host's cancel is no Exception
-                        failed = error
-                if failed is not None:
-                    # What the error keeps alive was never allocated, and giving that back would end the process
-                    # (CUDAMallocAsyncAllocator.cpp, `free_impl`): so it is.
-                    graph.replay()
-                    torch.cuda.synchronize(device)
-                    raise failed
+                output, failed = None, None
+                try:
+                    with _capture_on(device), _recording(graph, self._pool, stream):
+                        try:
+                            output = forward(*args, **kwargs, **fixed)
+                        except BaseException as error:  # the host's cancel is no Exception
+                            failed = error
+                    if failed is not None:
+                        graph.replay()  # allocates what the error keeps alive
+                        torch.cuda.synchronize(device)
+                except RuntimeError:
+                    _never_allocated.append((graph, output, failed))
+                    raise
+                finally:
+                    if failed is not None:
+                        raise failed
         except Exception as error:
             if never_swallowed(error) and not is_out_of_memory(error):
                 raise
@@ -302,5 +345,11 @@ def _remember(table: dict[Hashable, T], key: Hashable, value: T) -> None:
         del table[next(iter(table))]
 
 
-# The graphs that belong to a model.
-graphs_of = PerModel(lambda _model: ModelGraphs())
+def _made(model: nn.Module) -> ModelGraphs:
+    graphs = ModelGraphs()
+    weakref.finalize(model, graphs.drop).atexit = False
+    return graphs
+
+
+# The graphs that belong to a model; with it their memory is given back.
+graphs_of = PerModel(_made)

@@ -22,6 +22,8 @@ _CONTAINERS = {list, dict, set}
 _NOT_OPENED = (nn.Module, torch.Tensor, type, types.ModuleType)
 # A longer tuple, list or dict is no setting.
 _LONGEST = 64
+# What the host keeps on layers under dynamic VRAM: LoRA for weights on their way into pages, which keep their place.
+_OF_THE_HOST = {"weight_lowvram_function", "bias_lowvram_function"}
 
 
 class _Key:
@@ -47,6 +49,7 @@ class HeldValues:
     def __init__(self, modules: Iterable[nn.Module] = ()):
         self._owners = [weakref.ref(module) for module in modules]
         self._listed: list[tuple[weakref.ref, int, Callable]] | None = None
+        self._opened: list[tuple[weakref.ref, str, weakref.ref]] = []
         self._names: list[tuple[str, ...]] = []
         self._containers: list[tuple[weakref.ref, str]] = []
         self._values: list = []
@@ -54,6 +57,12 @@ class HeldValues:
         self._elements: list[Hashable] = []
         self._contents: list[Hashable] = []
         self._key = _Key()
+
+    def are_of(self, modules: list[nn.Module]) -> bool:
+        """Whether it looks at these modules."""
+        return len(modules) == len(self._owners) and all(
+            owner() is module for owner, module in zip(self._owners, modules, strict=True)
+        )
 
     def key(self) -> Hashable:
         """The same object as the last time, if nothing has changed."""
@@ -82,6 +91,8 @@ class HeldValues:
             return None
         values: list = []
         try:
+            if any(owner().__dict__[name] is not opened() for owner, name, opened in self._opened):
+                return None
             for owner, size, get in self._listed:
                 entries = owner().__dict__
                 if len(entries) != size:
@@ -95,13 +106,16 @@ class HeldValues:
         self._listed, self._names, self._containers = [], [], []
         self._values, self._ids, self._elements, self._contents = [], [], [], []
         modules = [module for owner in self._owners if (module := owner()) is not None]
-        opened = [
-            value for module in modules for name, value in vars(module).items() if name[0] != "_" and _is_plain_object(value)
+        self._opened = [
+            (weakref.ref(module), name, weakref.ref(value))
+            for module in modules
+            for name, value in vars(module).items()
+            if name[0] != "_" and _is_plain_object(value)
         ]
-        for owner in (*modules, *opened):
+        for owner in (*modules, *(value for *_, opened in self._opened if (value := opened()) is not None)):
             entries, reference = vars(owner), weakref.ref(owner)
             # In one order: the host takes some away from a layer and puts them back.
-            public = sorted(name for name in entries if not name.startswith("_"))
+            public = sorted(name for name in entries.keys() - _OF_THE_HOST if not name.startswith("_"))
             names = tuple(name for name in public if type(entries[name]) in _PLAIN)
             if names:
                 self._listed.append((reference, len(entries), operator.itemgetter(*names, names[0])))

@@ -19,7 +19,8 @@ from torch import nn
 
 from ...background.gate import gate
 from ...blocks.channels_last import run_channels_last
-from ...compile.binding import Binding
+from ...blocks.convolutions import is_convolutional
+from ...compile.binding import Binding, modules_at, plan_for
 from ...compile.call_shapes import copied_containers
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
@@ -30,6 +31,7 @@ from ...failures.describe import never_swallowed
 from ...forwards import exchanged
 from ...options.filter import BOOKKEEPING, keys_read
 from ...per_model import PerModel
+from ...torch_settings import numerics
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
 from .policy import note
@@ -78,12 +80,12 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         reason, key = _obstacle(network, options, wrapped), None
         code = code_of(network)
         # Part of the key: a capture bears no kernel that has never run.
-        fast = binding.call.synchronous or code.generation(norm_kernels.ready).norms
+        fast = has_convolutions(network) and (binding.call.synchronous or code.generation(norm_kernels.ready).norms)
         if reason is None:
             try:
                 held = graphs.model.held()
                 options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
-                key = binding.settings, fast, held, options_key, inputs_key
+                key = binding.settings, numerics(), fast, held, options_key, inputs_key
                 reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
@@ -231,6 +233,8 @@ def runs_channels_last(network: nn.Module) -> bool:
     return kernels() is not None and not no_channels_last(network)
 
 
+# Whether a model has blocks of convolutions, which may stay eager.
+has_convolutions = PerModel(lambda network: any(map(is_convolutional, modules_at(network, plan_for(network)))))
 # Why a model cannot run channels_last.
 no_channels_last: PerModel[list[str]] = PerModel(lambda _network: [])
 pages_of = PerModel(AllPages)

@@ -100,7 +100,7 @@ def _recalled(wanted: str, network: nn.Module) -> str | None:
 
 def _is_kept(wanted: str) -> bool:
     """Whether what is measured holds after a restart: not where ComfyUI has another, beside which little is measured."""
-    return wanted == "auto" and host_attention.optimized_attention.__name__ == HOST_FUNCTION
+    return wanted == "auto" and getattr(host_attention.optimized_attention, "__name__", "") == HOST_FUNCTION
 
 
 def _choose(base_model, survey: AttentionSurvey) -> None:

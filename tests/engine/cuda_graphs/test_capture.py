@@ -68,6 +68,37 @@ def test_out_of_memory_when_a_graph_is_launched(graphs, monkeypatch, error, call
     assert call(graphs, "key"), "when the weights have moved it is tried again"
 
 
+def test_out_of_memory_is_remembered_in_the_next_run(graphs, monkeypatch):
+    """Else each image captures all graphs anew, and fails at the same one again."""
+    net, device = torch.nn.Linear(2, 2), torch.device("cpu")
+    graphs.check_model(net, device)
+    call(graphs, "small"), call(graphs, "small"), call(graphs, "large")
+    with monkeypatch.context() as patch:
+        patch.setattr(Replaying, "error", torch.OutOfMemoryError("no room"))
+        call(graphs, "large")
+    graphs.new_run()
+    graphs.check_model(net, device)
+    assert "large" in graphs.failures
+    call(graphs, "small"), call(graphs, "small")
+    captures = graphs.captures
+    for _ in range(3):
+        graphs.new_run()
+        graphs.check_model(net, device)
+        assert call(graphs, "small") and not call(graphs, "large")
+    assert graphs.captures == captures
+
+
+def test_the_memory_of_graphs_is_given_back_with_their_model(engine, monkeypatch):
+    module, given_back = engine("cuda_graphs.capture"), []
+    monkeypatch.setattr(module, "give_back", given_back.append)
+    net = torch.nn.Linear(2, 2)
+    graphs = module.graphs_of(net)
+    graphs.model.device = torch.device("cpu")
+    graphs.graphs["key"] = Replaying(None)
+    del net, graphs
+    assert given_back == [torch.device("cpu")]
+
+
 def test_another_error_of_a_replay_is_the_users_to_see(graphs, monkeypatch):
     call(graphs, "key"), call(graphs, "key")
     monkeypatch.setattr(Replaying, "error", RuntimeError("CUDA error: an illegal memory access"))

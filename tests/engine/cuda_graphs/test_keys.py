@@ -101,7 +101,7 @@ class Packed(torch.Tensor):
 @pytest.fixture
 def devices(engine, monkeypatch):
     """PyTorch's functions for captures, which note what they are asked for; needs no GPU."""
-    current, said = [torch.device("cuda", 0)], []
+    current, said, mode = [torch.device("cuda", 0)], [], [0]
 
     @contextlib.contextmanager
     def device(chosen):
@@ -121,6 +121,8 @@ def devices(engine, monkeypatch):
     for name, value in {
         "device": device, "graph": graph, "CUDAGraph": CUDAGraph, "Stream": lambda device: f"a stream of {device}",
         "graph_pool_handle": object, "synchronize": lambda device: said.append(("synchronize", device)),
+        "get_sync_debug_mode": lambda: mode[-1], "set_sync_debug_mode": mode.append, "device_count": lambda: 1,
+        "current_stream": lambda: "the stream of the call",
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     module = engine("cuda_graphs.capture")
@@ -139,6 +141,38 @@ def test_each_device_captures_on_a_stream_of_its_own(engine, devices):
         assert captured.replay([x]).tolist() == [2, 2]
         assert devices == [("synchronize", there), ("capture", f"a stream of {there}", there), ("replay", there)]
         devices.clear()
+
+
+@pytest.mark.parametrize(("gpus", "mode"), [(1, "error"), (2, 0)])
+def test_what_waits_for_the_gpu_raises_in_a_capture(engine, devices, monkeypatch, gpus, mode):
+    """For the process, so not beside another GPU."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    graphs, seen, x = engine("cuda_graphs.capture").ModelGraphs(), [], torch.ones(2)
+    graphs.model.device = torch.device("cuda", 0)
+    assert graphs._capture("key", lambda x: seen.append(torch.cuda.get_sync_debug_mode()) or x, [x], _spec((x,)), [x], {})
+    assert seen == [mode] and torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_frees_nothing(engine, devices, monkeypatch):
+    module, left = engine("cuda_graphs.capture"), []
+
+    class Graph:
+        def __init__(self, _graph, pool, stream, capture_error_mode):
+            self.stream_ctx = contextlib.ExitStack()
+            self.stream_ctx.callback(left.append, stream)
+            monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+
+        def __enter__(self): ...
+
+        def __exit__(self, *_):
+            raise RuntimeError("CUDA error: operation failed due to a previous error during capture")
+
+    monkeypatch.setattr(torch.cuda, "graph", Graph)
+    monkeypatch.setattr(module, "_never_allocated", kept := [])
+    graphs, x, result = module.ModelGraphs(), torch.ones(2), torch.zeros(3)
+    graphs.model.device = torch.device("cuda", 0)
+    assert graphs._capture("key", lambda _x: result, [x], _spec((x,)), [x], {}) is None
+    assert left == ["a stream of cuda:0"] and kept[0][1] is result and "previous error" in graphs.failures["key"]
 
 
 def _spec(args):

@@ -132,6 +132,34 @@ def test_other_settings(flux, counts, other):
         assert counts() == (0, 3)
 
 
+def test_settings_of_pytorch_that_another_node_changes(flux, counts):
+    """As KJNodes' "Model Patch Torch Settings" does for the length of a run."""
+    compiled, matmul = flux.attach(flux.patcher), torch.backends.cuda.matmul
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    before = matmul.allow_bf16_reduced_precision_reduction
+    try:
+        matmul.allow_bf16_reduced_precision_reduction = not before
+        flux.run(compiled)
+        assert counts() == (1, 1)
+    finally:
+        matmul.allow_bf16_reduced_precision_reduction = before
+    flux.run(compiled)  # captured anew, where code was made for the other settings
+    counts()
+    flux.run(compiled)
+    assert counts() == (0, 3)
+
+
+def test_what_waiting_calls_have_captured_is_replayed_by_the_others(flux, counts, engine):
+    """After a warmup; models without convolutions wait for no kernels of ours."""
+    compiled = flux.attach(flux.patcher, compile="in the background")
+    with engine("notices.recompile_log").warming():
+        flux.run(compiled)
+    assert counts() == (1, 1)
+    flux.run(compiled)
+    assert counts() == (0, 3)
+
+
 class Holder:
     """An option whose text is the same whatever it holds."""
 
