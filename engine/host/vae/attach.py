@@ -56,6 +56,7 @@ class LaidOut:
         self._word, self.line = FUNCTIONS[name], line
         self.trial = Trial(lambda: Timer(device))
         self._told = False
+        self._too_large: set[tuple] = set()
 
     @property
     def function(self) -> Callable:
@@ -65,7 +66,8 @@ class LaidOut:
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
         shape = (tuple(x.shape), x.dtype)
         # Our kernels have no backward.
-        way = self.trial.next(shape, x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled())
+        possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
+        way = self.trial.next(shape, possible)
         self._tell()
         why = None
         if way:
@@ -82,7 +84,8 @@ class LaidOut:
             self.trial.give_up()
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:
-            logger.warning("VAE: no memory for %s channels last this time, it ran as without this pack", self._word)
+            self._too_large.add(shape)
+            logger.warning("VAE: no memory for %s channels last, images of this size run as without this pack", self._word)
         return result
 
     def _tell(self) -> None:

@@ -157,13 +157,18 @@ def test_before_the_kernels_are_there_nothing_changes(engine, kernels, clock):
     ("error", "tried_again"), [(torch.OutOfMemoryError("full"), True), (RuntimeError("no such kernel"), False)]
 )
 def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog, error, tried_again):
-    """Out of memory is of that call: the next image may be smaller, and other models unloaded."""
+    """Out of memory is of that size."""
     vae, latent = make("image")
     expected, ours = vae.decode(latent), attached(engine, vae)
     laid_out(ours).trial.other = True
+    factors_of = kernels.factors_of
     kernels.factors_of = lambda *_: (_ for _ in ()).throw(error)
     assert torch.equal(ours.decode(latent), expected)
     assert laid_out(ours).trial.other is tried_again and ("no memory" in caplog.text) == tried_again
+    kernels.factors_of, before = factors_of, kernels.weights
+    assert torch.equal(ours.decode(latent), expected) and kernels.weights == before
+    ours.decode(latent[..., :-1])
+    assert (kernels.weights > before) == tried_again
 
 
 def test_an_error_of_the_call_itself_gives_nothing_up(engine, kernels, clock):
