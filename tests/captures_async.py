@@ -1,4 +1,4 @@
-"""Capture and replay CUDA graphs from memory of cudaMallocAsync: inductor's kernels and ours, two sizes, one that fails.
+"""Capture and replay CUDA graphs from memory of cudaMallocAsync: inductor's kernels and ours, two sizes, two that fail.
 
     PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync python tests/captures_async.py
 
@@ -23,14 +23,16 @@ def main():
     device = torch.device("cuda", 0)
     compiled = torch.compile(lambda x, scale: torch.nn.functional.silu(x * scale) + x.mean(1, keepdim=True), dynamic=True)
     weight = torch.linspace(0.5, 1.5, 64, device=device, dtype=torch.half)
-    fails = False
+    fails = ""
 
     def model(x, scale):
         y = compiled(x, scale).contiguous(memory_format=torch.channels_last)
         out = torch.empty_like(y)
         kernels.apply_factors(y, kernels.factors_of(y, 8, weight, weight, 1e-5), out, True)
-        if fails and torch.cuda.is_current_stream_capturing():
+        if fails == "raises" and torch.cuda.is_current_stream_capturing():
             raise ValueError("in the middle of a capture")
+        if fails == "waits":
+            out = out + out[out > 0].sum() * 0
         return compiled(out, scale) + x
 
     def check(graphs, size, step):
@@ -41,7 +43,7 @@ def main():
         assert torch.allclose(result, expected, rtol=1e-3, atol=1e-3) and between.sum() == 2**26
 
     with torch.inference_mode():
-        for fails in (True, False):
+        for fails in ("raises", "waits", ""):
             graphs = ModelGraphs()
             graphs.check_model(torch.nn.Linear(2, 2).to(device), device)
             for step in range(4):

@@ -161,7 +161,19 @@ print("free")
         assert relative_error(*results) > 1e-2
         assert engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model).replays > 0
 
-    def test_out_of_memory_when_a_graph_is_launched(self, engine, device, monkeypatch):
+    def test_a_model_that_waits_for_the_gpu_is_not_captured(self, engine, device):
+        """A boolean mask (HiDream's experts, LTXV's keyframes) asks the GPU how many there are; the next model is captured."""
+        module, x = engine("cuda_graphs.capture"), torch.randn(3, 64, device=device)
+        for model, captures in ((lambda x: x + x[x > 0].sum(), 0), (lambda x: x * 2, 1)):
+            graphs, stream = module.ModelGraphs(), torch.cuda.current_stream()
+            graphs.check_model(torch.nn.Linear(2, 2).to(device), device)
+            for _ in range(4):
+                assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
+            assert (graphs.captures, torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (captures, stream, 0)
+            torch.cuda.empty_cache()
+
+    @pytest.mark.parametrize("when", [1, 3])
+    def test_out_of_memory_when_a_graph_is_launched(self, engine, device, monkeypatch, when):
         graphs, model = engine("cuda_graphs.capture").ModelGraphs(), Net(count=2, width=64).to(device)
         graphs.check_model(model, device)
         replay = torch.cuda.CUDAGraph.replay
@@ -171,7 +183,7 @@ print("free")
 
         for step in range(6):
             x = torch.randn(3, 64, device=device)
-            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", no_room if step == 3 else replay)
+            monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", no_room if step == when else replay)
             assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
         assert graphs.captures == 1 and not graphs.graphs and "no room" in graphs.failures["key"]
 
