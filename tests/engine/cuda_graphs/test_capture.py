@@ -49,7 +49,7 @@ OUT_OF_MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("error", filter(None, OUT_OF_MEMORY), ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("error", [*filter(None, OUT_OF_MEMORY)], ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("calls", [1, 3], ids=["after the capture", "later"])
 def test_out_of_memory_when_a_graph_is_launched(graphs, monkeypatch, error, calls):
     call(graphs, "other"), call(graphs, "other")
