@@ -115,10 +115,10 @@ def test_nothing_compiles_after_the_warmup(server, loras, name, backend):
 class Texts:
     """The lines that the page shows in nodes while prompts of ours run, and the nodes whose progress bar moves."""
 
-    def __init__(self, server):
+    def __init__(self, server, client=None):
         import websocket
 
-        url = server.url.replace("http", "ws") + f"/ws?clientId={server.client_id}"
+        url = server.url.replace("http", "ws") + f"/ws?clientId={client or server.client_id}"
         self.lines, self.moving, self._arrived = [], {}, threading.Condition()
         self._closed = websocket.WebSocketException, OSError
         self._socket = websocket.create_connection(url, timeout=60)
@@ -157,9 +157,10 @@ class Texts:
 
 def test_the_node_tells_what_is_compiled_and_which_of_how_many(server):
     prompt = changed(workflow("flux", 1.0, "aot_eager", "112x64", width=80, height=80), compile={"dynamic": "false"})
-    with Texts(server) as texts:
+    with Texts(server) as texts, Texts(server, "another-page") as elsewhere:
         assert error_of(server.queue(prompt)) is None
         texts.wait_for("Warm: ")
+    assert not elsewhere.lines, "it may have a node with the same id"
     lines = [text for node, text in texts.lines if node == "warmup"]
     assert any(line.startswith("80x80 batch 1 (1 of 2): compiling DoubleStreamBlock (1 of 2), ") for line in lines), lines
     assert any(line.startswith("112x64 batch 1 (2 of 2): compiling SingleStreamBlock (2 of 2), ") for line in lines), lines

@@ -9,6 +9,7 @@ import time
 import comfy.utils
 
 from ...compile.events import monitor
+from ...notices import status
 from ...notices.words import say
 from ...threads import started
 
@@ -25,11 +26,13 @@ class WarmupProgress:
         steps: of the sampler, for each size.
         classes: of the blocks; the bar has a part for each, beside those of the steps.
         inductor: compiles them.
-        node_id: None outside a workflow; then nothing is shown.
+        node_id: None outside a workflow; then nothing is shown. Only the page that has queued the prompt gets the text: another
+            workflow may have a node with the same id.
     """
 
     def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
         self._sizes, self._node_id, self._in_each = sizes, node_id, steps + len(classes)
+        self._client = status.owner_now()[0]
         self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
         self._began = time.perf_counter()
         self._classes, self._inductor = classes, inductor
@@ -105,8 +108,8 @@ class WarmupProgress:
 
     def _say(self, what: str, how: str) -> None:
         send = _sender()
-        if send is not None and self._node_id is not None:
-            send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), self._node_id)
+        if send is not None and self._node_id is not None and self._client is not None:  # None: send_sync tells all pages
+            send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), self._node_id, self._client)
 
 
 def _sender():
