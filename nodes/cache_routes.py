@@ -45,19 +45,19 @@ def register_cache_routes(routes) -> None:
 
     @routes.get(CACHE)
     async def usage(_request: web.Request) -> web.Response:
-        cache = open_users_cache()
+        cache = await asyncio.to_thread(open_users_cache)
         if cache is None:
             return web.json_response({"error": "no cache folder can be written; see the log"}, status=503)
-        return web.json_response({**await asyncio.to_thread(cache.usage), "files": cache_files()})
+        return web.json_response({**await asyncio.to_thread(cache.usage), "files": await asyncio.to_thread(cache_files)})
 
     async def clear(_given: dict) -> dict:
-        cache = open_users_cache()
+        cache = await asyncio.to_thread(open_users_cache)
         return {"removed": await asyncio.to_thread(cache.clear) if cache is not None else 0}
 
     async def limit(given: dict) -> dict:
         if "gib" not in given:
             raise InvalidSetting("gib", None, 'it is missing; send {"gib": 4}, or null for the default.')
-        cache = open_users_cache()
+        cache = await asyncio.to_thread(open_users_cache)
         return await asyncio.to_thread(_limit, cache, given.get("gib")) if cache is not None else {"limit": 0}
 
     async def save(given: dict) -> dict:

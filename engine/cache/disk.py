@@ -268,9 +268,10 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     Args:
         limit: the user's setting in GiB; see `environment.limit_in_bytes`.
     """
+    if _Current.opened:  # without the lock: `trim` holds it for as long as a slow drive takes, and the event loop asks, too
+        return _Current.cache
     with _lock:
         if not _Current.opened:
-            _Current.opened = True
             users = users_folder()
             places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
             refused = []
@@ -290,6 +291,7 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
                     "; ".join(refused),
                     _Current.cache.root if _Current.cache else "the system's temp folder, and may be lost at the next restart",
                 )
+            _Current.opened = True
         return _Current.cache
 
 

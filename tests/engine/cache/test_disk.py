@@ -407,6 +407,16 @@ def opened(disk_cache, monkeypatch, tmp_path):
     return opened
 
 
+def test_a_cache_that_is_open_is_found_while_another_thread_walks_its_folders(opened, disk_cache, tmp_path):
+    """`trim` and `clear` hold the lock meanwhile; the server's event loop asks."""
+    cache, found = opened(), []
+    asks = threading.Thread(target=lambda: found.append(disk_cache.open_cache(tmp_path)), daemon=True)
+    with disk_cache._lock:
+        asks.start()
+        asks.join(5)
+        assert found == [cache]
+
+
 def modes(*paths):
     return [path.stat().st_mode & 0o777 for path in paths]
 

@@ -1,0 +1,52 @@
+"""The routes of the cache leave the server's event loop free while they use the drive."""
+
+import asyncio
+import threading
+import types
+
+import pytest
+
+pytestmark = pytest.mark.host
+CACHE = "/torch-compile-kit/cache"
+
+
+@pytest.mark.parametrize(
+    ("slow", "asked"),
+    [
+        ("open_users_cache", ("GET", CACHE)),
+        ("cache_files", ("GET", CACHE)),
+        ("open_users_cache", ("POST", f"{CACHE}/clear")),
+        ("open_users_cache", ("POST", f"{CACHE}/limit")),
+    ],
+)
+def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatch, asked, slow):
+    from aiohttp import web
+
+    module, routes = pack_module("nodes.cache_routes"), web.RouteTableDef()
+    waiting, looped, ran = threading.Event(), threading.Event(), []
+    module.register_cache_routes(routes)
+    (handler,) = (route.handler for route in routes if (route.method, route.path) == asked)
+    cache = types.SimpleNamespace(usage=dict, clear=lambda: 0, trim=lambda: 0)
+    answers = {"open_users_cache": cache, "cache_files": []}
+
+    def waits():
+        waiting.set()
+        ran.append(looped.wait(2))
+        return answers[slow]
+
+    for name, answer in answers.items():
+        monkeypatch.setattr(module, name, waits if name == slow else lambda answer=answer: answer)
+
+    async def read():
+        return b'{"gib": 1}'
+
+    async def goes_on():
+        while not waiting.is_set():
+            await asyncio.sleep(0.01)
+        looped.set()
+
+    async def both():
+        request = types.SimpleNamespace(content_type="application/json", read=read)
+        return (await asyncio.gather(handler(request), goes_on()))[0]
+
+    assert asyncio.run(both()).status == 200 and ran == [True]
