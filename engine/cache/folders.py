@@ -27,6 +27,7 @@ WRITTEN_SECONDS = 60
 LEFTOVER_SECONDS = 3600
 # Of cache files. Of our own: .safetensors stands for "no code inside".
 SUFFIX = ".tckcache"
+UNTRUSTED = ".untrusted"  # appended to the name of a cache file that others could have written
 _KIND = re.compile(r"[0-9a-f]{12}")  # see `disk.folder_name`
 # The bits of a mode that let group and others write.
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -78,15 +79,39 @@ def close_to_others(folder: Path) -> bool:
         return False
     with suppress(OSError):
         folder.chmod(0o700)
-    if folder.stat().st_mode & OTHERS:
+    if not _others_may_write(found):
+        return False
+    if _others_may_write(folder.stat()):
         raise NoRightsError(f"others may write into {folder} ({stat.filemode(found.st_mode)}), and its drive keeps no rights")
     logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(found.st_mode))
     for file in folder.glob(f"*{SUFFIX}"):
         written = file.lstat()
-        if written.st_uid != os.geteuid() or written.st_mode & OTHERS:
-            file.rename(f"{file}.untrusted")
+        if written.st_uid != os.geteuid() or _others_may_write(written):
+            file.rename(f"{file}{UNTRUSTED}")
             logger.warning("others could write %s; if it is as you have put it there, take .untrusted off its name", file)
     return True
+
+
+def _others_may_write(found: os.stat_result) -> bool:
+    mode = found.st_mode
+    return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and found.st_gid != _private_group())
+
+
+def _private_group() -> int | None:
+    """The group that Ubuntu and Fedora make for each user: named like the user, with no other member. Under the umask 0002 that
+    goes with it the group may write whatever the user makes. None: this user has no such group."""
+    import grp
+    import pwd
+
+    try:
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(user.pw_gid)
+    except KeyError:  # a user without a name, as in containers
+        return None
+    members = {*group.gr_mem, *(other.pw_name for other in pwd.getpwall() if other.pw_gid == group.gr_gid)}
+    # OpenShift runs users without a name in root's group.
+    private = group.gr_gid == os.getegid() != 0 and group.gr_name == user.pw_name and members <= {user.pw_name}
+    return group.gr_gid if private else None
 
 
 def is_damaged(folder: Path, age: float = 0.0) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from ...blocks.structure import structure_of
 from ...cache.archive import CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
 from ...cache.disk import DiskCache, folder_name
-from ...cache.folders import SUFFIX, NoRightsError, close_to_others
+from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
@@ -148,6 +148,8 @@ def load_cache(filename: str) -> str:
     cache = open_users_cache()
     try:
         if filename not in cache_files():
+            if f"{filename}{UNTRUSTED}" in [file.name for file in kit_folder().glob(f"*{UNTRUSTED}")]:
+                raise _untrusted(kit_folder() / filename)
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if cache is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
@@ -170,8 +172,14 @@ def _load(file: Path, cache: DiskCache) -> CacheFile:
         with tempfile.TemporaryDirectory(prefix="incoming-", dir=cache.root) as private:
             return load_cache_file(Path(shutil.copyfile(file, Path(private, file.name))), cache)
     if not file.exists():
-        raise CacheFileError(f"others could write {file}; if it is as you have put it there, take .untrusted off its new name.")
+        raise _untrusted(file)
     return load_cache_file(file, cache)
+
+
+def _untrusted(file: Path) -> CacheFileError:
+    return CacheFileError(
+        f"others could write {file}; if it is as you have put it there, take {UNTRUSTED} off {file.name}{UNTRUSTED}."
+    )
 
 
 def state_of(filename: str) -> str:

@@ -392,7 +392,7 @@ def test_folders_of_code_are_this_users_alone(cache):
 
 
 @pytest.fixture
-def opened(disk_cache, monkeypatch, tmp_path):
+def opened(disk_cache, engine, monkeypatch, tmp_path):
     """open_cache as in a process that has opened none; the cache it gives."""
 
     def opened():
@@ -400,6 +400,7 @@ def opened(disk_cache, monkeypatch, tmp_path):
         monkeypatch.setattr(disk_cache._Current, "cache", None)
         return disk_cache.open_cache(tmp_path / "kit" / "cache")
 
+    monkeypatch.setattr(engine("cache.folders"), "_private_group", lambda: None)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))

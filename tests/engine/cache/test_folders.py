@@ -1,6 +1,9 @@
-"""Folders that hold compiled code and files of it: what a killed process has left there."""
+"""Folders that hold compiled code and files of it: what a killed process has left there, who else may write into them."""
 
 import os
+import types
+
+import pytest
 
 NAME = "0" * 12
 
@@ -19,3 +22,28 @@ def test_what_a_killed_save_has_left_beside_the_file_goes_with_the_next(engine, 
         os.utime(there / name, (0, 0))
     engine("cache.archive").write_cache_file(there / "saved.tckcache", cache, [NAME], "0.1.0", [], [])
     assert {file.name for file in there.iterdir()} == {"torch-compile-kit-young.partial", "mine.partial", "saved.tckcache"}
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+@pytest.mark.parametrize(
+    ("name", "gid", "members", "group_of_other", "private"),
+    [
+        ("me", 1234, [], 100, True),
+        ("me", 1234, ["me"], 100, True),
+        ("me", 1234, ["me", "other"], 100, False),
+        ("me", 1234, [], 1234, False),
+        ("users", 1234, [], 100, False),
+        ("me", 0, [], 100, False),
+    ],
+)
+def test_a_group_is_private_with_no_other_member(engine, monkeypatch, name, gid, members, group_of_other, private):
+    import grp
+    import pwd
+
+    me = types.SimpleNamespace(pw_name="me", pw_gid=gid)
+    other = types.SimpleNamespace(pw_name="other", pw_gid=group_of_other)
+    monkeypatch.setattr(os, "getegid", lambda: gid)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: me)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [me, other])
+    monkeypatch.setattr(grp, "getgrgid", lambda of: types.SimpleNamespace(gr_gid=of, gr_name=name, gr_mem=members))
+    assert engine("cache.folders")._private_group() == (gid if private else None)

@@ -43,16 +43,29 @@ def cache(engine, folder):
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
 @pytest.mark.parametrize("mode", [0o770, 0o702])
-def test_no_file_is_loaded_that_others_could_have_written(engine, folder, cache, mode):
+def test_no_file_is_loaded_that_others_could_have_written(engine, folder, cache, mode, monkeypatch):
+    monkeypatch.setattr(engine("cache.folders"), "_private_group", lambda: None)
     load, file = engine("host.nodes.cache_files").load_cache, folder / "mine.tckcache"
     folder.chmod(mode)
     file.chmod(0o664)
     said = load(file.name)
-    assert "not loaded" in said and f"others could write {file}" in said and "take .untrusted off" in said
-    assert "is not in" in load(file.name) and not (cache.root / KIND).exists()
+    assert (
+        "not loaded" in said and f"others could write {file}" in said and "take .untrusted off mine.tckcache.untrusted" in said
+    )
+    assert load(file.name) == said and not (cache.root / KIND).exists(), "also at the next run"
     (folder / "mine.tckcache.untrusted").rename(file)  # the user knows it
     assert load(file.name) == "mine.tckcache: 2 files for Flux; 64x64 batch 1"  # with the kind's description
     assert (cache.root / KIND / "aotautograd" / "ab" / "entry").read_bytes() == b"graph"
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+def test_a_file_is_loaded_that_only_the_users_own_group_could_have_written(engine, folder, cache, monkeypatch):
+    """As all files are that are copied there under Ubuntu's umask, 0002."""
+    monkeypatch.setattr(engine("cache.folders"), "_private_group", lambda: folder.stat().st_gid)
+    folder.chmod(0o775)
+    (folder / "mine.tckcache").chmod(0o664)
+    assert engine("host.nodes.cache_files").load_cache("mine.tckcache") == "mine.tckcache: 2 files for Flux; 64x64 batch 1"
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
