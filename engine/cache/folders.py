@@ -48,9 +48,19 @@ def make_private(*folders: Path) -> None:
     """
     were_open = [close_to_others(folder) for folder in folders]
     if any(were_open):
-        for entry in folders[-1].iterdir():
-            if _KIND.fullmatch(entry.name) or _KIND.fullmatch(folders[-1].name):  # the rest is not run, and may be the user's
-                remove(entry)
+        folder = folders[-1]
+        # The rest is not run, and may be the user's.
+        entries = [entry for entry in folder.iterdir() if _KIND.fullmatch(entry.name) or _KIND.fullmatch(folder.name)]
+        if entries:
+            logger.warning(
+                "compiled code is removed from %s, since others could have written it: %d entries, %.1f MiB. Where the folder is "
+                "opened to others at each start (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to another folder",
+                folder,
+                len(entries),
+                sum(map(size_of, entries)) / 1024**2,
+            )
+        for entry in entries:
+            remove(entry)
 
 
 def close_to_others(folder: Path) -> bool:

@@ -442,11 +442,17 @@ def test_a_new_cache_is_private_also_after_its_folders_were_removed(opened):
 def test_a_folder_that_others_could_write_is_closed_and_nothing_in_it_is_used(opened, tmp_path, caplog, folder, mode):
     """They could put code, or another folder, in its place."""
     cache = filled(opened()).parent
+    (cache / NAMES[0] / "graph").write_bytes(bytes(3 * MIB))
     (cache / "mine.txt").write_text("where the user has linked the cache to")
     (tmp_path / folder).chmod(mode)
     assert opened().root == tmp_path / "kit" / "cache" == cache
     assert modes(tmp_path / folder) == [0o700] and [file.name for file in cache.iterdir()] == ["mine.txt"]
     assert f"others could write into {tmp_path / folder} " in caplog.text
+    assert f"removed from {cache}, since others could have written it: 1 entries, 3.0 MiB" in caplog.text
+    assert "set TORCHINDUCTOR_CACHE_DIR to another folder" in caplog.text
+    caplog.clear()
+    (tmp_path / folder).chmod(mode)
+    assert opened() and "removed from" not in caplog.text, "there was no code"
 
 
 @pytest.fixture
