@@ -161,6 +161,24 @@ function drawAll() {
   for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitLine)) draw(node);
 }
 
+// Show the lines that the server has for the open workflow, and no other: a server that was started anew has none.
+async function ask() {
+  const workflow = rootGraph().id;
+  const before = Array.from(nodesOf(rootGraph(), (node) => node.torchCompileKitLine), (node) => [node, node.torchCompileKitLine]);
+  const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow });
+  const answer = await api.fetchApi(`/torch-compile-kit/status?${asked}`);
+  if (!answer.ok) return;
+  const lines = await answer.json();
+  if (!isOpen(workflow)) return; // another was opened meanwhile
+  const answered = new Set(Object.keys(lines).map(nodeOf));
+  for (const [node, line] of before) {
+    if (answered.has(node) || node.torchCompileKitLine !== line) continue; // there was news meanwhile
+    delete node.torchCompileKitLine;
+    draw(node);
+  }
+  for (const [id, line] of Object.entries(lines)) tell(id, line);
+}
+
 app.registerExtension({
   name: "torch-compile-kit.node-report",
 
@@ -170,21 +188,14 @@ app.registerExtension({
     api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
     setInterval(drawAll, 1000);
     onLanguage(drawAll);
+    api.addEventListener("reconnected", ask);
     api.addEventListener("executing", ({ detail }) => begin(detail && nodeOf(detail)));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop(say("cancelled")));
     api.addEventListener("execution_error", () => stop(say("stopped")));
   },
 
-  async afterConfigureGraph() {
-    const workflow = rootGraph().id;
-    const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow });
-    const answer = await api.fetchApi(`/torch-compile-kit/status?${asked}`);
-    if (!answer.ok) return;
-    const lines = await answer.json();
-    if (!isOpen(workflow)) return; // another was opened meanwhile
-    for (const [id, line] of Object.entries(lines)) tell(id, line);
-  },
+  afterConfigureGraph: ask,
 
   nodeCreated(node) {
     if (!(node.comfyClass in PLACEHOLDERS)) return;

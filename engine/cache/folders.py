@@ -53,8 +53,9 @@ def make_private(*folders: Path) -> None:
         entries = [entry for entry in folder.iterdir() if _KIND.fullmatch(entry.name) or _KIND.fullmatch(folder.name)]
         if entries:
             logger.warning(
-                "compiled code is removed from %s, since others could have written it: %d entries, %.1f MiB. Where the folder is "
-                "opened to others at each start (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to another folder",
+                "compiled code is removed from %s, since others could have written it: %d entries, %.1f MiB. "
+                "Where each start opens the folder to others (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to "
+                "another folder",
                 folder,
                 len(entries),
                 sum(map(size_of, entries)) / 1024**2,

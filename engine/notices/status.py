@@ -19,6 +19,8 @@ from .words import told
 
 # Steps that are looked back at, and the fewest that say anything.
 KEPT, FEWEST = 40, 3
+# Pages that get one node's line. Scripts may queue each prompt under another name.
+MOST_OWNERS = 8
 # Shares that measurements of the same thing differ by.
 SAME = 0.02
 
@@ -97,13 +99,11 @@ class Status:
 
     Args:
         node: its id in the workflow.
-        owner: whose prompt has run it last.
         in_call: a call of the model is in progress; blocks that it has not reached may yet be traced.
     """
 
     def __init__(self, node: str):
         self.node = node
-        self.owner = owner_now()
         self.in_call = False
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -114,10 +114,11 @@ class Status:
         self._making_since: float | None = None
         self._graphs_when_ready: int | None = None
         self._told: News | None = None
+        _register(self, node)
 
     def new_run(self) -> None:
         """Sampling begins: what lies between two runs is no step, and a page that was opened since knows nothing."""
-        self.owner = owner_now()
+        _register(self, self.node)
         self._step = self._told = None
 
     def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
@@ -157,12 +158,13 @@ class Status:
         self.tell()
 
     def tell(self) -> None:
-        """Let the page know, if there is news; that time passes is none."""
+        """Let the pages know, if there is news; that time passes is none."""
         found = self.now()
+        if found is None and self._told is not None and self._told.state == "compiling":
+            found = News()  # the network was freed: nobody compiles for it
         if found is not None and (self._told is None or found[:2] != self._told[:2]):
             self._told = found
-            for listener in listeners:
-                listener(self.owner, self.node, found)
+            _send(self, self.node, found)
 
     def now(self) -> News | None:
         """None before the model has run."""
@@ -203,9 +205,8 @@ class Line:
     def __init__(self, node: str | None):
         self.node = node
         self._parts: dict[str, tuple[list, bool]] = {}
-        self.owner = owner_now()
         if node is not None:
-            statuses[self.owner, node] = self
+            _register(self, node)
 
     def put(self, part: str, says: list, good: bool = False) -> None:
         """Say something, in the place of what was said of that part.
@@ -215,7 +216,8 @@ class Line:
             good: something has become faster.
         """
         self._parts[part] = says, good
-        self.owner = owner_now()
+        if self.node is not None:
+            _register(self, self.node)
         self.tell()
 
     def now(self) -> News:
@@ -226,35 +228,56 @@ class Line:
 
     def tell(self) -> None:
         if self.node is not None:
-            for listener in listeners:
-                listener(self.owner, self.node, self.now())
+            _send(self, self.node, self.now())
 
 
-# By whose prompt the node ran in, and its id: two workflows may have the same ids, and so may two users.
+# By whose prompt the node ran in, and its id: two workflows may have the same ids, and so may two users. A status has several
+# owners where the host found the node's output in its cache: for a copy of the workflow, or for another user.
 statuses: weakref.WeakValueDictionary[tuple[Owner, str], Status | Line] = weakref.WeakValueDictionary()
+
+
+def _register(status: Status | Line, node: str) -> None:
+    """The prompt that runs uses the node: make its owner the last of the status's owners, and drop the first of many."""
+    owner = owner_now()
+    statuses.pop((owner, node), None)
+    statuses[owner, node] = status
+    for former in _owners_of(status)[:-MOST_OWNERS]:
+        statuses.pop((former, node), None)
+
+
+def _registered() -> list[tuple[Owner, Status | Line]]:
+    refs = statuses.valuerefs()  # at once: other threads add to them meanwhile
+    return [(ref.key[0], status) for ref in refs if (status := ref()) is not None]
+
+
+def _owners_of(status: Status | Line) -> list[Owner]:
+    return [owner for owner, registered in _registered() if registered is status]
+
+
+def _send(status: Status | Line, node: str, news: News) -> None:
+    for owner in _owners_of(status):
+        for listener in listeners:
+            listener(owner, node, news)
 
 
 def status_of(node: str) -> Status:
     """A new one: the node has run anew."""
-    found = Status(node)
-    statuses[found.owner, node] = found
-    return found
+    return Status(node)
 
 
 def known_statuses() -> list[Status | Line]:
     """Of all nodes that are in use."""
-    found = [ref() for ref in statuses.valuerefs()]  # at once: other threads add to them meanwhile
-    return [status for status in found if status is not None]
+    return list({id(status): status for _owner, status in _registered()}.values())
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
     """The lines by node; None: of all clients, of all workflows."""
     found: dict[str, News] = {}
-    for status in known_statuses():
+    for owner, status in _registered():
         line = status.now()
         if line is None or status.node is None:
             continue
-        if client in (None, status.owner[0]) and workflow in (None, status.owner[1]):
+        if client in (None, owner[0]) and workflow in (None, owner[1]):
             found[status.node] = line
     return found
 

@@ -163,6 +163,24 @@ def test_the_model_node_says_how_it_goes():
     assert play("node_report.js", scene) == [EMPTY, "compiling Block, 2 s; images go on", EMPTY, ready, asked]
 
 
+def test_a_server_that_was_started_anew_compiles_nothing():
+    """But for what it has told of since it was asked."""
+    scene = f"""
+        const [gone, there, told] = ["3", "5", "8"].map((id) => created(id, "TorchCompileKitModel"));
+        for (const id of ["3", "5", "8"]) send("torch-compile-kit.status", {{ workflow: "open", node: id, ...{COMPILING} }});
+        const failed = {{ state: "failed", says: ["runsUncompiled", "Block"], seconds: null }};
+        api.fetchApi = async () => {{
+          send("torch-compile-kit.status", {{ workflow: "open", node: "8", ...failed }});
+          return {{ ok: true, json: async () => ({{ 5: {{ state: "ready", says: ["ready"], seconds: null }} }}) }};
+        }};
+        send("reconnected");
+        await new Promise((resolve) => setTimeout(resolve, 5));
+        said.push(text(gone), gone.widgets[0].element.style.color, text(there), text(told));
+    """
+    gone, color, there, told = play("node_report.js", scene)
+    assert (gone, color) == (EMPTY, "") and there == "ready" and "Block" in told, (there, told)
+
+
 def test_a_line_of_another_workflow_is_not_shown():
     """Whose nodes have the same ids: in another tab, or opened while the server was asked."""
     scene = f"""

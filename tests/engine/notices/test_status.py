@@ -153,8 +153,38 @@ def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch
     ]
     assert list(status.lines_of("me", "workflow")) == ["7"] and status.lines_of("me", "another") == {}
     first.new_run()  # their prompt has found our node's model in the host's cache
+    node.told.clear()
     first.tell()
-    assert node.told[-1][0] == theirs and status.lines_of("me") == {}
+    assert [owner for owner, *_ in node.told] == [mine, theirs], "both workflows use it"
+    assert status.lines_of("me")["7"].says == status.lines_of("them")["7"].says == ["ready"]
+    monkeypatch.setattr(status, "owner_now", lambda: mine)
+    second = status.status_of("7")  # our node runs anew: the other code is no longer ours
+    second._network = first._network
+    node.told.clear()
+    first.new_run()
+    status.status_of("7")
+    first.tell()
+    assert [owner for owner, *_ in node.told] == [theirs] and status.known_statuses() == [first]
+
+
+def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, monkeypatch):
+    status = engine("notices.status")
+    monkeypatch.setattr(status, "statuses", type(status.statuses)())
+    line = status.Line("7")
+    for number in range(100):
+        monkeypatch.setattr(status, "owner_now", lambda number=number: (str(number), None))
+        line.put("decoding", ["vaeReady"])
+    assert len(status.statuses) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
+
+
+def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
+    node.group.is_being_compiled = True
+    run(node, clock, [])
+    assert said(node)[0] == "compiling"
+    node.network = None
+    node.tell()
+    node.tell()
+    assert [line.state for _owner, _node, line in node.told] == ["compiling", ""]
 
 
 def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):

@@ -73,7 +73,7 @@ def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, en
     monkeypatch.setattr(status, "owner_now", lambda: ("who has it from the host's cache", "workflow"))
     runs.with_control(control)
     assert engine("background.thread").compiler.wait(120)
-    states = [(owner[1], line.state) for owner, node, line in told if node == "41" and line.state]
+    states = [(owner[1], line.state) for owner, node, line in told if node == "41" and line.state and owner[1]]
     assert states[0] == ("workflow", "compiling") and states[-1] == ("workflow", "ready"), states
 
 
