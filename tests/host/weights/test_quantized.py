@@ -13,6 +13,7 @@ from support import relative_error, wait_until_compiled
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
+MODES = ["in the background", pytest.param("at once", marks=pytest.mark.rest)]
 FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4"
 # Each format once; int8 is computed in the same way either way.
 FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True)}
@@ -71,7 +72,7 @@ def lora_patches(patcher):
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("format_name", "native", "rounded"),
     [("float8_e4m3fn", False, False), ("float8_e4m3fn", True, True), ("int8_tensorwise", False, True)],
@@ -103,7 +104,7 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", MODES)
 def test_fp8_fast_computes_in_fp8_where_weights_are_paged(mode, tiny, engine, monkeypatch):
     runs = Runs(tiny, engine, "flux", cfg=1.0)
     state_dict = {name: tensor.bfloat16() for name, tensor in runs.patcher.model.diffusion_model.state_dict().items()}
@@ -121,7 +122,7 @@ def test_fp8_fast_computes_in_fp8_where_weights_are_paged(mode, tiny, engine, mo
     assert relative_error(*images) > 1e-2
 
 
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", MODES)
 def test_layers_with_lora_in_low_memory_compute_as_the_hosts_do(mode, tiny, engine, monkeypatch):
     """In full precision, though the GPU has products in the weight's format."""
     runs = Runs(tiny, engine, "flux", cfg=1.0)
