@@ -53,6 +53,23 @@ def users_triton_folder() -> str | None:
     return value if value and Path(cache_dir()) not in Path(value).parents else None
 
 
+class _Host:
+    """The type of the torch.device that the host computes on; None: it has not been told."""
+
+    device: str | None = None
+
+
+def compile_for(device: str) -> None:
+    """Have the cache depend on the device that the host computes on: with --cpu not on a GPU that PyTorch sees.
+
+    Args:
+        device: the type of a torch.device.
+    """
+    if device != _Host.device:
+        _Host.device = device
+        environment.cache_clear()
+
+
 @functools.cache
 def environment() -> dict[str, str]:
     """What compiled code depends on beside the model: another value of any of them is another cache."""
@@ -62,14 +79,13 @@ def environment() -> dict[str, str]:
         triton_version = triton.__version__
     except ImportError:
         triton_version = "none"
-    gpu = torch.cuda.is_available()
     return {
         "torch": torch.__version__,
         "triton": triton_version,
         "cuda": str(torch.version.cuda or torch.version.hip or "none"),
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
-        "device": torch.cuda.get_device_name() if gpu else f"CPU {torch.backends.cpu.get_cpu_capability()} {_cpu_digest()}",
+        "device": _device_name(),
         "comfy-kitchen": _version_of("comfy-kitchen"),
         "code of the pack": version_of_pack(),
     }
@@ -81,6 +97,12 @@ def version_of_pack() -> str:
     engine = Path(__file__).parent.parent
     files = sorted(file for pattern in SOURCES for file in engine.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+
+
+def _device_name() -> str:
+    device = _Host.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    named = getattr(getattr(torch, device, None), "get_device_name", None)  # torch.cuda, torch.xpu
+    return named() if named is not None else f"CPU {torch.backends.cpu.get_cpu_capability()} {_cpu_digest()}"
 
 
 def _cpu_digest() -> str:

@@ -9,6 +9,7 @@ import folder_paths
 
 from ...background.isolation import warm_up_beside_loading, warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache
+from ...cache.environment import compile_for
 from ...cache.startup import prepare
 from ...settings import CompileSettings
 from ..adapter import device_type
@@ -24,6 +25,7 @@ def kit_folder() -> Path:
 
 def open_users_cache() -> DiskCache | None:
     """The cache of this user; see `disk.open_cache`."""
+    compile_for(device_type())
     return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
 
 

@@ -26,3 +26,25 @@ def test_a_limit_that_is_none_is_told_in_a_line(engine, caplog):
     for given in ("x" * 2**20, [1] * 2**20, 10**400):
         assert limit(given) == 2 * 2**30
     assert len(caplog.records) == 3 and all(300 > len(record.getMessage()) > 60 for record in caplog.records)
+
+
+@pytest.mark.host
+@pytest.mark.parametrize(
+    ("device", "name"), [("cpu", "CPU "), ("cuda", "a GPU"), ("xpu", "another GPU"), ("privateuseone", "CPU ")]
+)
+def test_the_cache_depends_on_the_device_that_the_host_computes_on(engine, monkeypatch, device, name):
+    """With --cpu not on the GPU that PyTorch sees: code for a CPU is for that CPU."""
+    machine, folder = engine("cache.environment"), engine("host.model.user_folder")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda: "another GPU")
+    monkeypatch.setattr(folder, "device_type", lambda: device)
+    monkeypatch.setattr(folder, "open_cache", lambda *given: None)
+    machine.environment.cache_clear()
+    monkeypatch.setattr(machine._Host, "device", None)
+    try:
+        assert machine.environment()["device"] == "a GPU"
+        folder.open_users_cache()
+        assert machine.environment()["device"].startswith(name)
+    finally:
+        machine.environment.cache_clear()
