@@ -272,10 +272,8 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
         return _Current.cache
     with _lock:
         if not _Current.opened:
-            users = users_folder()
-            places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
             refused = []
-            for place in places + [[above, above / "cache"] for above in _local_folders()]:
+            for place in _places(folder):
                 try:
                     make_private(*place)
                     with tempfile.TemporaryFile(dir=place[-1]):
@@ -293,6 +291,25 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
                 )
             _Current.opened = True
         return _Current.cache
+
+
+def was_opened_before(folder: Path) -> bool:
+    """Whether one of the folders that `open_cache` would use is there; none is made."""
+    return any(_is_folder(place[-1]) for place in _places(folder))
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _places(folder: Path) -> list[list[Path]]:
+    """Folders for the cache, best first, each behind those above it that must be private too."""
+    users = users_folder()
+    places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
+    return places + [[above, above / "cache"] for above in _local_folders()]
 
 
 def _local_folders() -> list[Path]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import folder_paths
 
 from ...background.isolation import warm_up_beside_loading, warm_up_dynamo
-from ...cache.disk import DiskCache, open_cache
+from ...cache.disk import DiskCache, open_cache, was_opened_before
 from ...cache.environment import compile_for
 from ...cache.startup import prepare
 from ...settings import CompileSettings
@@ -40,7 +40,7 @@ def users_settings() -> dict:
 
 def get_ready_again() -> None:
     """After a restart, while nobody asks for anything: who has compiled here with these versions will do so again."""
-    if (kit_folder() / CACHE).is_dir():
+    if was_opened_before(kit_folder() / CACHE):
         cache = open_users_cache()
         if cache is not None and cache.has_current():
             _prepare()

@@ -1,5 +1,7 @@
 """When a queued prompt has compiling prepared beside the loading of its model."""
 
+import tempfile
+
 import pytest
 
 pytestmark = pytest.mark.host
@@ -30,3 +32,37 @@ def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, mo
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
     assert len(asked) == prepared
+
+
+@pytest.mark.parametrize("place", ["user", "TORCHINDUCTOR_CACHE_DIR", "home", None])
+def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, tmp_path, place):
+    """In the user's folder, where the user has set it to, or on a drive that keeps rights."""
+    folder, disk, prepared = engine("host.model.user_folder"), engine("cache.disk"), []
+    kit = {"user": tmp_path / "user", "home": tmp_path / "home" / ".cache"}.get(place, tmp_path) / "torch-compile-kit"
+    cache = disk.DiskCache(kit if place == "TORCHINDUCTOR_CACHE_DIR" else kit / "cache", 2**20)
+    if place is not None:
+        cache.enter("0" * 12, "Block")
+        cache.exit("0" * 12)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    if place == "TORCHINDUCTOR_CACHE_DIR":
+        monkeypatch.setenv(place, str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setattr(folder, "kit_folder", lambda: tmp_path / "user" / "torch-compile-kit")
+    monkeypatch.setattr(folder, "open_users_cache", lambda: cache)
+    monkeypatch.setattr(folder, "prepare", lambda on_gpu, first: prepared.append(on_gpu))
+    before = list(tmp_path.rglob("*"))
+    folder.get_ready_again()
+    assert len(prepared) == (place is not None) and list(tmp_path.rglob("*")) == before
+
+
+def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch, tmp_path):
+    folder = engine("host.model.user_folder")
+
+    def is_dir(self):
+        raise PermissionError
+
+    monkeypatch.setattr(type(tmp_path), "is_dir", is_dir)
+    monkeypatch.setattr(folder, "open_users_cache", lambda: pytest.fail("it is not there"))
+    folder.get_ready_again()
