@@ -32,12 +32,12 @@ def limit_in_bytes(setting: object = None) -> int:
             continue
         try:
             gib = float(given)  # type: ignore[arg-type]
-            if not 0 <= gib < float("inf"):
+            if gib < 0:
                 raise ValueError
+            return int(gib * 1024**3)  # no int can be made of nan and inf, which 1e300 GiB are in bytes
         except (TypeError, ValueError, OverflowError):
             logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(given), DEFAULT_GIB)
-            gib = DEFAULT_GIB
-        return int(gib * 1024**3)
+            break
     return int(DEFAULT_GIB * 1024**3)
 
 

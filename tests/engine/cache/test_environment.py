@@ -26,6 +26,9 @@ def test_a_limit_that_is_none_is_told_in_a_line(engine, caplog):
     for given in ("x" * 2**20, [1] * 2**20, 10**400):
         assert limit(given) == 2 * 2**30
     assert len(caplog.records) == 3 and all(300 > len(record.getMessage()) > 60 for record in caplog.records)
+    for given in (1e300, "1e300", "inf", "-inf", "nan", -1):
+        assert limit(given) == 2 * 2**30
+    assert len(caplog.records) == 9
 
 
 @pytest.mark.host
