@@ -23,6 +23,7 @@ from ..threads import started
 from ..torch_settings import folder_scope
 from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
 from .folders import (
+    KIND,
     WRITTEN_SECONDS,
     comes_from,
     is_damaged,
@@ -120,10 +121,7 @@ class DiskCache:
 
     def _compile_anew(self, name: str, reason: str) -> None:
         logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
-        with suppress(FileNotFoundError):  # removed meanwhile: empty enough
-            for entry in (self.root / name).iterdir():
-                if entry.name not in (ABOUT, CHOICES):
-                    remove(entry)
+        _empty(self.root / name, ABOUT, CHOICES)
 
     def recall(self, name: str, key: str) -> str | None:
         """What `remember` has kept, in this process or an earlier one."""
@@ -159,8 +157,8 @@ class DiskCache:
                 os.utime(self.root / name / ABOUT)
 
     def folders(self) -> list[Path]:
-        """Those of groups, least recently used first."""
-        found = [about.parent for about in self.root.glob(f"*/{ABOUT}")]
+        """Those of groups, least recently used first; also those that have lost their description."""
+        found = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name) and folder.is_dir()]
         return sorted(found, key=_last_used)
 
     def has_current(self) -> bool:
@@ -190,7 +188,7 @@ class DiskCache:
                 if total <= self.limit:
                     break
                 if folder.name not in self._compiling and time.time() - _last_used(folder) > IN_USE_SECONDS:
-                    total -= size - remove(folder)
+                    total -= size - _remove_group(folder)
             if total != excess:
                 logger.info("compile cache: %d MiB removed, %d MiB kept in %s", (excess - total) >> 20, total >> 20, self.root)
             return excess - total
@@ -230,7 +228,7 @@ class DiskCache:
             before = self.size()
             for folder in self.folders():
                 if folder.name not in self._compiling:
-                    remove(folder)
+                    _remove_group(folder)
             return before - self.size()
 
     def usage(self) -> dict:
@@ -332,10 +330,28 @@ def folder_name(block: str, structure: tuple) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
+def _remove_group(folder: Path) -> int:
+    """Remove a group's folder, its description only when nothing else is left; see `folders.remove`."""
+    return remove(folder) if folder.is_symlink() or _empty(folder, ABOUT) else size_of(folder)
+
+
+def _empty(folder: Path, *kept: str) -> bool:
+    """Remove what is in it but for the entries of these names; whether nothing else is left."""
+    try:
+        for entry in folder.iterdir():
+            if entry.name not in kept:
+                with suppress(OSError):
+                    remove(entry)
+        return all(entry.name in kept for entry in folder.iterdir())
+    except FileNotFoundError:  # removed meanwhile: empty enough
+        return True
+
+
 def _last_used(folder: Path) -> float:
     """0 if it cannot be told, also by a date that is still to come: the clock was wrong then."""
+    about = folder / ABOUT
     try:
-        used = (folder / ABOUT).stat().st_mtime
+        used = (about if about.exists() else folder).stat().st_mtime
     except OSError:
         return 0.0
     return used if used <= time.time() + IN_USE_SECONDS else 0.0

@@ -28,7 +28,7 @@ LEFTOVER_SECONDS = 3600
 # Of cache files. Of our own: .safetensors stands for "no code inside".
 SUFFIX = ".tckcache"
 UNTRUSTED = ".untrusted"  # appended to the name of a cache file that others could have written
-_KIND = re.compile(r"[0-9a-f]{12}")  # see `disk.folder_name`
+KIND = re.compile(r"[0-9a-f]{12}")  # the folder of a group of blocks, see `disk.folder_name`
 # The bits of a mode that let group and others write.
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
 # What inductor, Triton and this pack write under before they rename it.
@@ -50,7 +50,7 @@ def make_private(*folders: Path) -> None:
     if any(were_open):
         folder = folders[-1]
         # The rest is not run, and may be the user's.
-        entries = [entry for entry in folder.iterdir() if _KIND.fullmatch(entry.name) or _KIND.fullmatch(folder.name)]
+        entries = [entry for entry in folder.iterdir() if KIND.fullmatch(entry.name) or KIND.fullmatch(folder.name)]
         if entries:
             logger.warning(
                 "compiled code is removed from %s, since others could have written it: %d entries, %.1f MiB. "

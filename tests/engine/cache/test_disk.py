@@ -143,6 +143,27 @@ def test_clearing_leaves_other_files_alone(three):
     assert (three.root / "notes" / "mine.txt").read_text() == "mine"
 
 
+def test_what_windows_holds_on_to_stays_known_and_goes_with_the_next(three, monkeypatch):
+    """Code that is loaded cannot be removed there."""
+    real, loaded = os.unlink, three.root / NAMES[0] / "ab" / "code.pyd"
+    loaded.parent.mkdir()
+    loaded.write_bytes(bytes(MIB))
+    (three.root / NAMES[1] / "about.json").unlink()  # as former versions have left it
+
+    def unlink(path, *given, **named):
+        if str(path).endswith(".pyd"):
+            raise PermissionError(13, "in use", str(path))
+        real(path, *given, **named)
+
+    with monkeypatch.context() as windows:
+        windows.setattr(os, "unlink", unlink)
+        assert {entry["name"] for entry in three.usage()["entries"]} == set(NAMES)
+        assert three.clear() >= 2 * MIB
+        (entry,) = three.usage()["entries"]
+        assert (entry["name"], entry["class"]) == (NAMES[0], "Block") and entry["bytes"] > MIB
+    assert three.clear() > MIB and not loaded.parent.parent.exists()
+
+
 def test_usage_tells_what_lies_where(three):
     usage = three.usage()
     assert usage["folder"] == str(three.root) and usage["limit"] == 2 * MIB and usage["bytes"] > 3 * MIB
