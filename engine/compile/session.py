@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._dynamo import convert_frame, symbolic_convert
 from torch._dynamo.utils import counters, get_compilation_metrics
+from torch._dynamo.variables.ctx_manager import SDPAKernelVariable
 
 from ..background.gate import gate
 from ..cache.disk import current
@@ -53,12 +54,23 @@ DYNAMIC = {"assume_static_by_default": False}
 def _no_name(*_: object) -> None: ...
 
 
-def _usual_order() -> list[int]:
-    """PyTorch's default: Dynamo puts the order of attention kernels to go back to into the graph, and so into the key on disk.
+# PyTorch's default order of attention kernels.
+_USUAL_ORDER = [1, 2, 0, 3, 4]
+_exit_of_sdpa_kernel: Any = SDPAKernelVariable.exit
 
-    On some GPUs it depends on what ran before (sdp_utils.cpp), and other threads set it around each call of theirs.
+
+def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
+    """In place of the method of torch/_dynamo/variables/ctx_manager.py, which puts the kernels to go back to into the graph.
+
+    Their order would be in the key on disk, and depends on what ran before (sdp_utils.cpp) and on what other threads do.
     """
-    return [1, 2, 0, 3, 4]
+    before = self.prev_backends
+    self.prev_backends = sorted(before, key=lambda backend: _USUAL_ORDER.index(int(backend)))
+    try:
+        return _exit_of_sdpa_kernel(self, tx, *args)
+    finally:
+        self.prev_backends = before
+        torch.nn.attention._sdpa_kernel(before, set_priority=self.set_priority)
 
 
 # Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
@@ -68,14 +80,14 @@ tracing_scope = SharedScope(
     {
         **attributes(lists, ("iter_contains",)),
         **attributes(symbolic_convert, ("get_funcname",)),
-        **attributes(torch._C, ("_get_sdp_priority_order",)),
+        "exit_of_sdpa_kernel": (lambda: SDPAKernelVariable.exit, lambda value: setattr(SDPAKernelVariable, "exit", value)),
         "gc": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     }
 )
 TRACING = {
     "iter_contains": traceable_contains,
     "get_funcname": _no_name,
-    "_get_sdp_priority_order": _usual_order,
+    "exit_of_sdpa_kernel": _exit_in_usual_order,
     "gc": False,
 }
 # How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.

@@ -112,7 +112,8 @@ TORCH = {
     # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
     # What Dynamo asks for the order of attention kernels, and for a line of a debug log.
-    "torch._C._get_sdp_priority_order": replaced(),
+    "torch._dynamo.variables.ctx_manager.SDPAKernelVariable.exit": replaced("self", "tx"),
+    "torch.nn.attention._sdpa_kernel": called(1, "set_priority"),
     "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
