@@ -296,7 +296,6 @@ FOREIGN = {
     "_dynamo_static_indices": Foreign("torch._dynamo.decorators"),
     "_has_dynamo_dim_marking": Foreign("torch._dynamo.decorators", since="2.15"),
     "_schema": Foreign("torch._ops.OpOverload"),
-    "_sdpa_kernel": Foreign("torch.nn.attention"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
     "_full_precision_mm": Foreign("comfy.ops"),
     "_forward": Foreign("comfy.ldm.flux.model.Flux"),  # the `forward` of a model without the wrappers
