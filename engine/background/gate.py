@@ -177,10 +177,10 @@ def waiting_at_gate(first: str | None) -> Iterator[None]:
     gate.begin_job()
     if first is not None:
         importlib.import_module(first)
-    found = {name: read() for name, (read, _write) in _methods.items()}
+    methods = {name: read() for name, (read, _write) in _methods.items()}
     _waiters.add(threading.get_ident())
     try:
-        with _scope.applied(**{name: _asking(method) for name, method in found.items() if method}):
+        with _scope.applied(**{name: _asking(method) for name, method in methods.items() if method}):
             yield
     finally:
         _waiters.discard(threading.get_ident())

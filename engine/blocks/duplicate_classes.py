@@ -41,13 +41,13 @@ def find_twins(model: nn.Module) -> list[Twin]:
 @contextmanager
 def one_class(twins: list[Twin]) -> Iterator[None]:
     """While it lasts, each module has the class of the first; those that somebody has given another one keep that."""
-    own = [twin for twin in twins if type(twin.module) is twin.cls]
+    unchanged = [twin for twin in twins if type(twin.module) is twin.cls]
     try:
-        for twin in own:
+        for twin in unchanged:
             twin.module.__class__ = twin.original
         yield
     finally:
-        for twin in own:
+        for twin in unchanged:
             twin.module.__class__ = twin.cls
 
 

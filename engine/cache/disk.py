@@ -158,8 +158,8 @@ class DiskCache:
 
     def folders(self) -> list[Path]:
         """Those of groups, least recently used first; also those that have lost their description."""
-        found = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name) and folder.is_dir()]
-        return sorted(found, key=_last_used)
+        folders = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name) and folder.is_dir()]
+        return sorted(folders, key=_last_used)
 
     def has_current(self) -> bool:
         """Whether one was made by the same versions on the same device."""

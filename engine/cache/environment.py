@@ -108,10 +108,10 @@ def _device_name() -> str:
 def _cpu_digest() -> str:
     """Of what this CPU can do: inductor compiles with -march=native, and one of the same vector width may lack instructions."""
     try:
-        found = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
+        match = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
     except OSError:
-        found = None
-    can = " ".join(sorted(found[1].split())) if found else platform.processor()
+        match = None
+    can = " ".join(sorted(match[1].split())) if match else platform.processor()
     return hashlib.sha256(can.encode()).hexdigest()[:12]
 
 

@@ -159,12 +159,12 @@ class Status:
 
     def tell(self) -> None:
         """Let the pages know, if there is news; that time passes is none."""
-        found = self.now()
-        if found is None and self._told is not None and self._told.state == "compiling":
-            found = News()  # the network was freed: nobody compiles for it
-        if found is not None and (self._told is None or found[:2] != self._told[:2]):
-            self._told = found
-            _send(self, self.node, found)
+        news = self.now()
+        if news is None and self._told is not None and self._told.state == "compiling":
+            news = News()  # the network was freed: nobody compiles for it
+        if news is not None and (self._told is None or news[:2] != self._told[:2]):
+            self._told = news
+            _send(self, self.node, news)
 
     def now(self) -> News | None:
         """None before the model has run."""

@@ -39,14 +39,14 @@ class _Uses:
 
     def _uses_of(self, key: str) -> list[ast.AST]:
         """The expressions that get it out of the options."""
-        found: list[ast.AST] = []
+        uses: list[ast.AST] = []
         for node in ast.walk(self._tree):
             if isinstance(node, ast.Constant) and node.value == key:
                 parent = self._parents[node]
                 subscript = isinstance(parent, ast.Subscript) and parent.slice is node
                 lookup = isinstance(parent, ast.Call) and _is_get(parent) and parent.args[0] is node
-                found.append(parent if subscript or lookup else node)
-        return found
+                uses.append(parent if subscript or lookup else node)
+        return uses
 
     def _is_for_lookup(self, node: ast.AST, above: set[str]) -> bool:
         """Whether the value of an expression goes nowhere but into keys that are looked up among the patches.
@@ -74,8 +74,8 @@ class _Uses:
             others = [other for other in (parent.left, *parent.comparators) if other is not node]
             if all(isinstance(op, ast.Is | ast.IsNot) for op in parent.ops):
                 return all(isinstance(other, ast.Constant) and other.value is None for other in others)
-            found = all(isinstance(op, ast.In | ast.NotIn) for op in parent.ops) and parent.left is node
-            return found and all(self._are_patches(other, set()) for other in others)
+            is_lookup = all(isinstance(op, ast.In | ast.NotIn) for op in parent.ops) and parent.left is node
+            return is_lookup and all(self._are_patches(other, set()) for other in others)
         if isinstance(parent, ast.Call):
             return _is_get(parent) and parent.args[0] is node and self._are_patches(parent.func.value, set())  # type: ignore[attr-defined]
         return False

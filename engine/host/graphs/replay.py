@@ -242,22 +242,31 @@ crowding_of = PerModel(lambda _network: Crowding())
 read_of = PerModel(lambda _network: Read())
 
 
-@functools.cache
+# What we have put in the place of the host's `ModelPatcher.detach`; a second one where another pack has replaced ours.
+_watchers: list[Callable] = []
+
+
 def watch_unloading() -> None:
-    """From now on graphs go when the host unloads their model, their memory being wanted elsewhere.
+    """Until no model has graphs any more, they go when the host unloads their model, their memory being wanted elsewhere.
 
     The host tells that to callbacks of the patcher by which the model was loaded last: where the node is bypassed, and in
     another branch of the workflow, it is one that knows nothing of ours.
     """
-    own = comfy.model_patcher.ModelPatcher.detach
+    hosts_detach = comfy.model_patcher.ModelPatcher.detach
+    if hosts_detach in _watchers:
+        return
 
-    @functools.wraps(own)
+    @functools.wraps(hosts_detach)
     def detach(patcher, unpatch_all=True):
-        result = own(patcher, unpatch_all)
+        result = hosts_detach(patcher, unpatch_all)
         if unpatch_all:
             _forget_graphs(patcher.model)
+        if comfy.model_patcher.ModelPatcher.detach is detach and not any(graphs.graphs for _, graphs in graphs_of.items()):
+            comfy.model_patcher.ModelPatcher.detach = hosts_detach
+            _watchers.remove(detach)
         return result
 
+    _watchers.append(detach)
     comfy.model_patcher.ModelPatcher.detach = detach
 
 

@@ -94,8 +94,8 @@ def _prefers_its_own(network: nn.Module) -> bool:
 def _recalled(wanted: str, network: nn.Module) -> str | None:
     """What was measured before a restart: another choice would have to be compiled again."""
     cache = current()
-    known = cache.recall(_folder(network), MEMORY) if cache is not None and _is_kept(wanted) else None
-    return known if isinstance(known, str) and (known == "host" or override_for(known) is not None) else None
+    choice = cache.recall(_folder(network), MEMORY) if cache is not None and _is_kept(wanted) else None
+    return choice if isinstance(choice, str) and (choice == "host" or override_for(choice) is not None) else None
 
 
 def _is_kept(wanted: str) -> bool:

@@ -234,8 +234,8 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
         return stored, device, stored, dtype, product and unchanged and not forced
     if isinstance(layer, comfy.ops.fp8_ops.Linear) and stored is torch.float8_e4m3fn and unchanged:
         return stored, device, dtype, comfy.model_management.lora_compute_dtype(device), True
-    given = dtype if type(layer).comfy_cast_weights else stored
-    return given, device, given, dtype, False
+    cast_to = dtype if type(layer).comfy_cast_weights else stored
+    return cast_to, device, cast_to, dtype, False
 
 
 def _stored_dtype(layer: nn.Module) -> torch.dtype:

@@ -3,6 +3,7 @@
 import gc
 
 import comfy.model_management
+import comfy.model_patcher
 import pytest
 from capturing import capture_again
 from patching import Runs
@@ -34,6 +35,8 @@ def test_graphs_go_with_the_model(flux, how):
     assert graphs(flux), "they stay where the model does"
     comfy.model_management.unload_all_models()
     assert not graphs(flux)
+    if not any(graphs.graphs for _, graphs in flux.engine("cuda_graphs.capture").graphs_of.items()):
+        assert comfy.model_patcher.ModelPatcher.detach.__code__.co_filename == comfy.model_patcher.__file__, "it is the host's"
 
 
 def test_those_of_another_model_stay(flux, tiny, engine):
