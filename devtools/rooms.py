@@ -15,6 +15,7 @@ FLOORS = [
     {"engine/host", "engine/compile"},
     {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options", "engine/warmup"},
     {"engine", "engine/failures"},
+    {"engine/torch_compat"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -13,6 +13,9 @@ from .commands import DEV, ROOT, SetupError, check_disk, run, say, step
 PINNED = "2.11"
 # PyTorch -> the newest of that version in the registry, and the torchvision that goes with it (its `Requires-Dist`)
 TORCH = {
+    "2.8": ("2.8.0", "0.23.0"),
+    "2.9": ("2.9.1", "0.24.1"),
+    "2.10": ("2.10.0", "0.25.0"),
     "2.11": ("2.11.0", "0.26.0"),
     "2.12": ("2.12.1", "0.27.1"),
     "2.13": ("2.13.0", "0.28.0"),
@@ -20,7 +23,7 @@ TORCH = {
     "2.15": ("2.15.0", "0.29.2"),
 }
 NEWEST = "2.15"
-# The last one; it asks for no version of PyTorch.
+# The last one; it asks for no version of PyTorch. Those before are made for one.
 TORCHAUDIO = "2.11.0"
 WITHOUT_CHECK = """
 
@@ -62,10 +65,15 @@ def requirements(host, torch=PINNED):
     # Bare torch names would be a second, unpinned requirement for the same package.
     lines = [line for line in lines if line.strip() not in ("torch", "torchvision", "torchaudio")]
     version, torchvision = TORCH[torch]
+    torchaudio = min(version, TORCHAUDIO, key=_numbers)
     # A build for CPUs alone, where an index has one, satisfies the first too, but torchvision does not go with it.
-    lines += [f"torch=={version},!={version}+cpu", f"torchvision=={torchvision}", f"torchaudio=={TORCHAUDIO}"]
+    lines += [f"torch=={version},!={version}+cpu", f"torchvision=={torchvision}", f"torchaudio=={torchaudio}"]
     lines += (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _numbers(version):
+    return [int(number) for number in version.split(".")]
 
 
 def difference(before, after):
@@ -92,7 +100,7 @@ def install(venv, host, torch=PINNED):
     file.write_text(text, encoding="utf-8")
     pip = [python_in(venv), "-m", "pip", "install", "--disable-pip-version-check", "--progress-bar", "off", "-r", file]
     step(doing, lambda: run(pip, "installing the requirements"))
-    if torch != PINNED:
+    if _numbers(TORCH[torch][0]) > _numbers(TORCHAUDIO):
         let_torchaudio_import(venv)
     stamp.write_text(text, encoding="utf-8")
 

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from .torch_compat import private
+
 _OPERATORS: dict[Any, Callable] = {
     operator.iadd: operator.add,
     operator.isub: operator.sub,
@@ -55,7 +57,7 @@ def writes_in_place(graph: fx.Graph) -> bool:
     return any(
         (node.op == "call_function" and (node.target in _OPERATORS or node.target is operator.setitem))
         or (node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"))
-        or (isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable)
+        or (isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable)
         or "out" in node.kwargs
         or getattr(node.target, "__name__", "").endswith("_")
         for node in graph.nodes

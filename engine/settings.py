@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from .errors import InvalidSetting
+from .torch_compat import private
 from .user_input import check_switch, check_text, check_whole
 
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
@@ -148,7 +149,7 @@ class CompileSettings:
         """
         if self.backend != "inductor":
             return {}
-        options = dict(torch._inductor.list_mode_options("default" if self.mode == "auto" else self.mode))
+        options = dict(private.list_mode_options("default" if self.mode == "auto" else self.mode))
         options.pop("triton.cudagraphs", None)
         return options
 

@@ -18,10 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
-import torch.fx.experimental._config as shape_config
-import torch.utils._triton
+
+from .torch_compat import private
 
 _lock = threading.RLock()
 
@@ -76,7 +74,9 @@ class SharedScope:
 
 def _config_is_of_thread() -> bool:
     """Whether a setting of PyTorch that is made in one thread is made in that thread alone."""
-    config, seen = torch._dynamo.config, []
+    config, seen = private.dynamo_config, []
+    if not hasattr(config, "patch") or not hasattr(config, "recompile_limit"):
+        return False
     with config.patch(recompile_limit=config.recompile_limit + 1):
         asking = threading.Thread(target=lambda: seen.append(config.recompile_limit))
         asking.start()
@@ -84,41 +84,28 @@ def _config_is_of_thread() -> bool:
         return seen != [config.recompile_limit]
 
 
+def attribute(owner: object, name: str) -> tuple:
+    """(read, write) of an attribute of an object."""
+    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+
+
 def attributes(owner: object, names: tuple[str, ...]) -> dict:
     """Switches for those of an object's attributes that it has."""
-
-    def switch(name: str) -> tuple:
-        return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
-
-    return {name: switch(name) for name in names if hasattr(owner, name)}
-
-
-def late_method(module: str, owner: str, name: str) -> tuple:
-    """(read, write) of a method of a class whose module PyTorch imports when it needs it; None until then, and not written."""
-
-    def read() -> Callable | None:
-        found = getattr(sys.modules.get(module), owner, None)
-        return None if found is None else found.__dict__.get(name)
-
-    def write(function: Callable | None) -> None:
-        if function is not None:
-            setattr(getattr(sys.modules[module], owner), name, function)
-
-    return read, write
+    return {name: attribute(owner, name) for name in names if hasattr(owner, name)}
 
 
 compile_scope = SharedScope(
     {
         **attributes(
-            torch._dynamo.config,
+            private.dynamo_config,
             ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled"),
         ),
         **attributes(
-            torch._dynamo.config,
+            private.dynamo_config,
             ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
         ),
-        **attributes(torch._dynamo.config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
-        **attributes(shape_config, ("use_duck_shape",)),
+        **attributes(private.dynamo_config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
+        **attributes(private.shape_config, ("use_duck_shape",)),
         **attributes(torch.compiler.config, ("dynamic_sources",)),
     },
     of_thread=_config_is_of_thread(),
@@ -126,8 +113,8 @@ compile_scope = SharedScope(
 # A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
 lowering_settings = SharedScope(
     {
-        **attributes(inductor_config, ("unsafe_marked_cacheable_functions",)),
-        **attributes(functorch_config, ("force_non_lazy_backward_lowering",)),
+        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions",)),
+        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
     },
     of_thread=_config_is_of_thread(),
 )
@@ -146,10 +133,8 @@ def _variable(name: str) -> tuple:
 
 def _forget_folder() -> None:
     """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it keeps (codecache.py)."""
-    codecache = sys.modules.get("torch._inductor.codecache")
-    path = getattr(getattr(codecache, "CacheBase", None), "get_local_cache_path", None)
-    clear = getattr(path, "cache_clear", None)
-    if clear is not None:
+    clear = "torch._inductor.codecache" in sys.modules and getattr(private.local_cache_path, "cache_clear", None)
+    if clear:
         clear()
 
 
@@ -196,7 +181,7 @@ def libdevice() -> dict[str, str]:
     when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). It uses a graph on disk only with the library
     that it was made with (codecache.py, `extern_libs_key`), so after a restart the first graph was compiled again.
     """
-    file = _tritons_libdevice() if hasattr(torch.utils._triton, "_extern_libs_key") else None
+    file = _tritons_libdevice() if private.extern_libs_key is not None else None
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
 
 
@@ -236,7 +221,7 @@ sampling_scope = SharedScope(
     {
         "matmul_tf32": _precision(torch.backends.cuda.matmul),
         "cudnn_tf32": _precision(torch.backends.cudnn),
-        "cudnn_benchmark": attributes(torch.backends.cudnn, ("benchmark",))["benchmark"],
+        "cudnn_benchmark": attribute(torch.backends.cudnn, "benchmark"),
     }
 )
 

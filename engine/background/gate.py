@@ -8,14 +8,14 @@ be told to wait, so its busiest functions ask here.
 
 from __future__ import annotations
 
-import importlib
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..torch_settings import SharedScope, late_method
+from ..torch_compat import private
+from ..torch_settings import SharedScope
 
 # Share of the waiting time that the worker may run beside the host. A smaller share slows each step less, for longer: all that
 # is lost either way is some seconds (measured: 45 s until the code is there at 0.15, 21 s at 0.5).
@@ -26,13 +26,8 @@ CEILING = 20.0
 POLL_SECONDS, BLOCKED_AFTER = 0.003, 0.005
 # Seconds at the most that are held against the worker: between two calls it may also have been idle, or waited for a compiler.
 MAX_DEBT = 0.05
-# Modules and functions that compiling goes through all the time.
-_BUSIEST = (
-    ("torch._subclasses.fake_tensor", "FakeTensorMode", "__torch_dispatch__"),
-    ("torch._inductor.graph", "GraphLowering", "run_node"),
-    ("torch._inductor.scheduler", "Scheduler", "can_fuse"),
-    ("torch._inductor.codegen.simd", "SIMDScheduling", "codegen_node_schedule"),
-)
+# Functions that compiling goes through all the time.
+_BUSIEST = "dispatch_of_fake_tensors", "run_node", "can_fuse", "codegen_node_schedule"
 
 
 class Stopped(BaseException):
@@ -163,20 +158,14 @@ def _asking(found: Callable) -> Callable:
     return asks
 
 
-_methods = {".".join(where): late_method(*where) for where in _BUSIEST}
+_methods = {name: private.switch(name, late=True) for name in _BUSIEST}
 _scope = SharedScope(_methods)
 
 
 @contextmanager
-def waiting_at_gate(first: str | None) -> Iterator[None]:
-    """While it lasts, this thread waits where the gate is closed.
-
-    Args:
-        first: a module to import before the rest.
-    """
+def waiting_at_gate() -> Iterator[None]:
+    """While it lasts, this thread waits where the gate is closed."""
     gate.begin_job()
-    if first is not None:
-        importlib.import_module(first)
     methods = {name: read() for name, (read, _write) in _methods.items()}
     _waiters.add(threading.get_ident())
     try:

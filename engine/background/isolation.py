@@ -7,13 +7,13 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch.nn import functional
 
 from ..threads import started
-from ..torch_settings import SharedScope
+from ..torch_compat import private
+from ..torch_settings import SharedScope, attribute
 
 # By `threading.get_ident`.
 _isolated: set[int] = set()
@@ -35,27 +35,27 @@ def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
     return lambda *args, **kwargs: (ours if _is_isolated() else found)(*args, **kwargs)
 
 
-_fx = torch.fx._symbolic_trace
-# Function -> what isolated threads run in its place.
-_REPLACED: dict[str, tuple[Any, str, Callable]] = {
+_fx = private.fx_symbolic_trace
+# What is exchanged -> (how it is read and written, what isolated threads run in its place).
+_REPLACED: dict[str, tuple[tuple, Callable]] = {
     # AOTAutograd saves the random states before it traces and puts them back after it (`preserve_rng_state`): seconds later, in
     # which the sampler has drawn its noise.
-    "python": (random, "setstate", _nothing),  # Dynamo, of the trace that warms it up
-    "cpu": (torch.random, "set_rng_state", _nothing),
-    "cuda": (torch.cuda, "set_rng_state", _nothing),
+    "python": (attribute(random, "setstate"), _nothing),  # Dynamo, of the trace that warms it up
+    "cpu": (attribute(torch.random, "set_rng_state"), _nothing),
+    "cuda": (attribute(torch.cuda, "set_rng_state"), _nothing),
     # Dynamo puts these back after a trace: what a loader sets meanwhile would be undone, or what it has undone stay.
-    "dtype": (torch, "set_default_dtype", _nothing),
-    "deterministic": (torch, "use_deterministic_algorithms", _nothing),
-    "fp32": (torch._C, "_set_fp32_precision_setter", _nothing),
+    "dtype": (attribute(torch, "set_default_dtype"), _nothing),
+    "deterministic": (attribute(torch, "use_deterministic_algorithms"), _nothing),
+    "fp32": (private.switch("set_fp32_precision"), _nothing),
     # On machines without a GPU tracing gives the process a device guard that goes with the thread
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
-    "guard": (torch._C, "_ensureCUDADeviceGuardSet", _nothing),
+    "guard": (private.switch("ensure_device_guard"), _nothing),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
     # `copy_args_to_cpu_if_needed`), and waits for the allocator while it holds the GIL: see `TracedGraph._submit`.
-    "memory": (torch.cuda.memory, "memory_stats_as_nested_dict", _unknown),
+    "memory": (attribute(torch.cuda.memory, "memory_stats_as_nested_dict"), _unknown),
     # What is traced with FX gets each call of a module in the process, and refuses those it does not know
     # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.
-    "modules": (_fx._Patcher, "patch_method", _nothing),
+    "modules": (private.switch("patch_method"), _nothing),
 }
 
 
@@ -66,21 +66,17 @@ def _is_fx_symbolic_tracing() -> bool:
     return traced and not torch.compiler.is_compiling()
 
 
-def _switch(owner: object, name: str) -> tuple:
-    return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
+_switches = {key: switch for key, (switch, _) in _REPLACED.items()}
+if hasattr(_fx, "_is_fx_tracing_flag") and hasattr(_fx, "is_fx_symbolic_tracing"):  # others keep it for each thread
+    _switches["tracing"] = attribute(_fx.is_fx_symbolic_tracing, "__code__")
+    _switches["traces"] = (lambda: None), (lambda function: _name_in_fx(function))
 
 
-_switches = {key: _switch(*found) for key, (*found, _) in _REPLACED.items() if hasattr(*found)}
-if hasattr(_fx, "_is_fx_tracing_flag"):  # others keep it for each thread
-    _switches["tracing"] = _switch(_fx.is_fx_symbolic_tracing, "__code__")
-    _switches["traces"] = (lambda: None), (lambda found: _name_in_fx(found))
-
-
-def _name_in_fx(found: Callable | None) -> None:
-    if found is None:
+def _name_in_fx(function: Callable | None) -> None:
+    if function is None:
         _fx.__dict__.pop("torch_compile_kit_traces", None)
     else:
-        _fx.__dict__["torch_compile_kit_traces"] = found
+        _fx.__dict__["torch_compile_kit_traces"] = function
 
 
 _scope = SharedScope(_switches)
@@ -89,9 +85,8 @@ _scope = SharedScope(_switches)
 @contextmanager
 def isolated() -> Iterator[None]:
     """While it lasts, what compiling on this thread does to the process stays with the thread."""
-    replaced = {
-        key: _another_for_isolated(getattr(*found), ours) for key, (*found, ours) in _REPLACED.items() if hasattr(*found)
-    }
+    originals = {key: (read(), ours) for key, ((read, _write), ours) in _REPLACED.items()}
+    replaced = {key: _another_for_isolated(found, ours) for key, (found, ours) in originals.items() if found is not None}
     _isolated.add(threading.get_ident())
     try:
         with _scope.applied(traces=_is_isolated, **replaced, tracing=_is_fx_symbolic_tracing.__code__):
@@ -112,7 +107,7 @@ def warm_up_dynamo() -> None:
 
     x = torch.zeros(2, 3, 8)
     for dimension in (0, 1):  # torch.compile(dynamic=True) sets the process while it is called
-        torch._dynamo.maybe_mark_dynamic(x, dimension)
+        private.maybe_mark_dynamic(x, dimension)
     with isolated(), torch.inference_mode():
         torch.compile(block, backend="eager")(x, torch.zeros(8, 8))
 

@@ -21,6 +21,7 @@ import torch
 
 from ..failures.describe import never_swallowed
 from ..threads import started
+from ..torch_compat import private
 from .gate import Stopped, gate, waiting_at_gate
 from .isolation import isolated
 
@@ -225,7 +226,8 @@ class Compiler:
         began, waited = time.monotonic(), gate.waited
         with ExitStack() as scopes:
             scopes.enter_context(isolated())
-            scopes.enter_context(waiting_at_gate("torch._inductor.compile_fx"))
+            _ = private.compile_fx  # imports what the gate puts itself in front of
+            scopes.enter_context(waiting_at_gate())
             if job.device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(_stream(job.device)))
             job.action()

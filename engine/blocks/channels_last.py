@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
+
+from ..torch_compat import private
 
 SIDE_BY_SIDE = torch.channels_last
 # By dimensions: images, videos.
@@ -170,7 +171,7 @@ def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple,
     """`forward` with the mode on; its results in the layout that they have without it."""
     with ChannelsLast(kernels, video):
         result = forward(*args, **kwargs)
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
+    return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
 
 
 def _is_in_place(args: tuple, kwargs: dict) -> bool:

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 
 import torch
-from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 from ..errors import shown
+from ..torch_compat import private
 
 logger = logging.getLogger("torch-compile-kit")
 # Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
@@ -44,13 +44,13 @@ def limit_in_bytes(setting: object = None) -> int:
 def users_folder() -> str | None:
     """What the user has set TORCHINDUCTOR_CACHE_DIR to; PyTorch sets it to its default itself."""
     value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return value if value and Path(value) != Path(default_cache_dir()) else None
+    return value if value and Path(value) != Path(private.default_cache_dir()) else None
 
 
 def users_triton_folder() -> str | None:
     """What the user has set TRITON_CACHE_DIR to; inductor sets it to a folder in its own (triton_heuristics.py)."""
     value = os.environ.get("TRITON_CACHE_DIR")
-    return value if value and Path(cache_dir()) not in Path(value).parents else None
+    return value if value and Path(private.cache_dir()) not in Path(value).parents else None
 
 
 class _Host:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 from ..threads import started
+from ..torch_compat import private
 from .disk import current
 
 logger = logging.getLogger("torch-compile-kit")
@@ -66,20 +67,14 @@ def _run(steps: list[Callable[[], object]]) -> None:
 
 def start_workers() -> None:
     """Returns at once; nothing happens where PyTorch uses no processes (one core, no Triton)."""
-    from torch._inductor.async_compile import maybe_warm_pool
-
-    maybe_warm_pool()
+    private.maybe_warm_pool()
 
 
 def import_inductor() -> None:
-    import torch._dynamo.backends.inductor
-    import torch._functorch._aot_autograd.autograd_cache
-    import torch._inductor.compile_fx
-    import torch._inductor.runtime.triton_heuristics  # noqa: F401
-    from torch._inductor.codecache import CacheBase, torch_key
-
-    torch_key()  # kept for the process (functools.cache), as is the next
-    CacheBase.get_system()
+    for module in ("inductor_backend", "autograd_cache", "compile_fx", "triton_heuristics"):
+        getattr(private, module)
+    private.torch_key()  # kept for the process (functools.cache), as is the next
+    private.get_system()
 
 
 def trim_cache() -> None:

@@ -8,8 +8,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..torch_compat import private
 from ..torch_settings import numerics
 
 # Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
     """All tensors given to a module, those of `transformer_options` left out."""
     values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
-    return [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in private.pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def shapes_of(args: tuple, kwargs: dict) -> tuple:
@@ -40,7 +40,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     tensors = (*module.parameters(), *module.buffers())
     weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
     inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
-    leaves = pytree.tree_leaves((args, kwargs))
+    leaves = private.pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
     settings = (
         torch.is_grad_enabled(),
@@ -69,7 +69,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
             and not any(hasattr(tensor, m) for m in _MARKS)
         ):
             for dimension in (2, 3):
-                torch._dynamo.mark_static(tensor, dimension)
+                private.mark_static(tensor, dimension)
             marked.append(tensor)
     try:
         yield
@@ -121,7 +121,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def copied_containers(value: T) -> T:
     """The same tensors in new lists and dicts: the host takes a ControlNet's out of their lists while a model runs."""
-    return pytree.tree_map(lambda leaf: leaf, value)
+    return private.pytree.tree_map(lambda leaf: leaf, value)
 
 
 def is_transposed(tensor: torch.Tensor) -> bool:

@@ -21,6 +21,7 @@ from ..cache.disk import current as current_cache
 from ..errors import BlockCompileError
 from ..failures.describe import describe_failure, is_limit_hit, never_swallowed
 from ..settings import CompileSettings
+from ..torch_compat import private
 from ..torch_settings import compile_scope
 from .call_shapes import Changed, traced_state
 from .events import monitor
@@ -117,7 +118,10 @@ class BlockCode:
             if _excluded_at >= call.began:  # the layers that were excluded are so from the model's next call on
                 call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
-            compiled = self._compiled = self._compile()
+            try:
+                compiled = self._compiled = self._compile()
+            except Exception as error:  # PyTorch's, before it has looked at the block
+                return self.fallback.after(error, block, args, kwargs)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         if self.stats.graph_breaks and self.writes_in_place:
@@ -236,9 +240,9 @@ class BlockCode:
 
     def variants(self) -> list[object] | None:
         """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
-        if not hasattr(torch._C._dynamo.eval_frame, "_debug_get_cache_entry_list"):
+        if private.cache_entries is None:
             return None
-        entries = _cache_entries(self._function.__code__) if self._function is not None else []
+        entries = private.cache_entries(self._function.__code__) if self._function is not None else []
         found = [entry.guard_manager for entry in entries]
         return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
@@ -270,9 +274,4 @@ def free_unused() -> None:
     which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
     while dead_code:
-        torch._C._dynamo.eval_frame.reset_code(dead_code.pop())
-
-
-def _cache_entries(code: types.CodeType) -> list:
-    """What PyTorch has compiled of a code object (torch/csrc/dynamo/eval_frame.c); a reset empties it."""
-    return torch._C._dynamo.eval_frame._debug_get_cache_entry_list(code)
+        private.reset_code(dead_code.pop())

@@ -11,8 +11,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from torch._dynamo.callback import callback_handler
-
+from ..torch_compat import private
 from .session import CompileSession
 
 logger = logging.getLogger("torch-compile-kit")
@@ -78,23 +77,23 @@ class _Watching:
         with self._lock:
             self._users += 1
             if self._users == 1:
-                callback_handler.register_start_callback(_on_compile_start)
-                callback_handler.register_end_callback(_on_compile_end)
+                private.callback_handler.register_start_callback(_on_compile_start)
+                private.callback_handler.register_end_callback(_on_compile_end)
 
     def renew(self) -> None:
         """torch._dynamo.reset() forgets the callbacks, whoever calls it."""
         with self._lock:
-            if self._users and _on_compile_start not in callback_handler.start_callbacks:
-                callback_handler.register_start_callback(_on_compile_start)
-                callback_handler.register_end_callback(_on_compile_end)
+            if self._users and _on_compile_start not in private.callback_handler.start_callbacks:
+                private.callback_handler.register_start_callback(_on_compile_start)
+                private.callback_handler.register_end_callback(_on_compile_end)
 
     def __exit__(self, *_exc: object) -> None:
         with self._lock:
             self._users -= 1
             if not self._users:
                 for registered, callback in (
-                    (callback_handler.start_callbacks, _on_compile_start),
-                    (callback_handler.end_callbacks, _on_compile_end),
+                    (private.callback_handler.start_callbacks, _on_compile_start),
+                    (private.callback_handler.end_callbacks, _on_compile_end),
                 ):
                     if callback in registered:  # a reset has forgotten them
                         registered.remove(callback)

@@ -10,16 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._dynamo import convert_frame, symbolic_convert
-from torch._dynamo.utils import counters, get_compilation_metrics
-from torch._dynamo.variables.ctx_manager import SDPAKernelVariable
 
 from ..background.gate import gate
 from ..cache.disk import current
-from ..inductor.dynamic_sizes import lists, traceable_contains
+from ..inductor.dynamic_sizes import traceable_contains
+from ..torch_compat import private
 from ..torch_settings import (
     SharedScope,
-    attributes,
     compile_scope,
     libdevice,
     libdevice_scope,
@@ -56,7 +53,7 @@ def _no_name(*_: object) -> None: ...
 
 # PyTorch's default order of attention kernels.
 _USUAL_ORDER = [1, 2, 0, 3, 4]
-_exit_of_sdpa_kernel: Any = SDPAKernelVariable.exit
+_exit_of_sdpa_kernel = private.exit_of_sdpa_kernel
 
 
 def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
@@ -70,7 +67,7 @@ def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
         return _exit_of_sdpa_kernel(self, tx, *args)
     finally:
         self.prev_backends = before
-        torch.nn.attention._sdpa_kernel(before, set_priority=self.set_priority)
+        private.sdpa_kernel(before, set_priority=self.set_priority)
 
 
 # Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
@@ -78,9 +75,7 @@ def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
 # A collection of garbage among all that the host and its nodes have loaded is another 0.3 s, and there is no garbage yet.
 tracing_scope = SharedScope(
     {
-        **attributes(lists, ("iter_contains",)),
-        **attributes(symbolic_convert, ("get_funcname",)),
-        "exit_of_sdpa_kernel": (lambda: SDPAKernelVariable.exit, lambda value: setattr(SDPAKernelVariable, "exit", value)),
+        **{name: private.switch(name) for name in ("iter_contains", "get_funcname", "exit_of_sdpa_kernel")},
         "gc": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     }
 )
@@ -115,7 +110,7 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
         folder: name of the group's folder in the disk cache, and the class of its blocks.
     """
     spent, cache, began = Spent(), current(), time.perf_counter()
-    hits = counters["inductor"]["fxgraph_cache_hit"]
+    hits = private.counters["inductor"]["fxgraph_cache_hit"]
     if cache is not None:
         cache.enter(*folder)
     try:
@@ -128,7 +123,7 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
         if cache is not None:
             cache.exit(folder[0])
         spent.seconds = time.perf_counter() - began
-        spent.from_disk = counters["inductor"]["fxgraph_cache_hit"] - hits
+        spent.from_disk = private.counters["inductor"]["fxgraph_cache_hit"] - hits
 
 
 class CompileSession:
@@ -164,8 +159,8 @@ class CompileSession:
         self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds
         if not self.started:
             self.started = True
-            self._breaks = dict(counters["graph_break"])
-            self._metrics = get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
+            self._breaks = dict(private.counters["graph_break"])
+            self._metrics = private.get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(gate.tracing())
@@ -188,7 +183,7 @@ class CompileSession:
         global _is_long_held
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
-        lock = convert_frame.compile_lock
+        lock = private.compile_lock
         if lock.acquire(timeout=0.0 if _is_long_held else LOCK_SECONDS):
             self._locked, _is_long_held = lock, False
         else:
@@ -204,10 +199,10 @@ class CompileSession:
         """What this call traced. PyTorch's counter of graphs also has those of other threads, such as the warm-up's."""
         breaks = {
             reason: count - self._breaks.get(reason, 0)
-            for reason, count in counters["graph_break"].items()
+            for reason, count in private.counters["graph_break"].items()
             if count > self._breaks.get(reason, 0)
         }
         before = set(map(id, self._metrics))
-        metrics = [m for m in get_compilation_metrics() if id(m) not in before]
+        metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         return CompileStats(self.graphs, sum(breaks.values()), self.seconds, recompiles, breaks)

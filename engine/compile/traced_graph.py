@@ -30,8 +30,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import fx
-from torch._guards import TracingContext, tracing
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..background.gate import gate
 from ..background.model_call import ModelCall
@@ -40,6 +38,7 @@ from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..out_of_place import out_of_place, writes_in_place
+from ..torch_compat import private
 from .call_shapes import Changed
 from .events import monitor
 from .session import lowering_scope, tracing_scope
@@ -122,7 +121,7 @@ def prepare(graph: fx.GraphModule, example_inputs: list) -> None:
 def _lowering(name: str, options: dict) -> Callable[[fx.GraphModule, list], Callable]:
     if name == "inductor":
         return lambda graph, inputs: inductor(graph, inputs, options=options)
-    return torch._dynamo.lookup_backend(name)
+    return private.lookup_backend(name)
 
 
 def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
@@ -338,7 +337,7 @@ class _Lowering:
     def __init__(self, graph: fx.GraphModule, fakes: list, lower: Callable, device: torch.device, changeable: set[int]):
         self._graph, self._fakes, self._lower, self._device = graph, fakes, lower, device
         self._changeable = changeable
-        self._context = TracingContext.get()
+        self._context = private.TracingContext.get()
         self._guards_before: int | None = None
         self._grad = torch.is_grad_enabled()
         self._default_dtype = torch.get_default_dtype()
@@ -357,7 +356,7 @@ class _Lowering:
             scopes.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
                 scopes.enter_context(torch.autocast(**self._autocast))
-            scopes.enter_context(tracing(self._context))
+            scopes.enter_context(private.tracing(self._context))
             code = self._lower(self._graph, self._fakes)
         if torch.get_default_dtype() is not self._default_dtype:
             # The process's: a loader of another node has changed it for a while, and types in the code may come of it.
@@ -427,7 +426,7 @@ def _is_weight(node: fx.Node) -> bool:
 
 def _is_plain(fake: torch.Tensor) -> bool:
     """Whether a tensor is a strided view of memory."""
-    wraps = is_traceable_wrapper_subclass(fake)
+    wraps = private.is_traceable_wrapper_subclass(fake)
     return fake.layout is torch.strided and not fake.is_nested and not wraps
 
 

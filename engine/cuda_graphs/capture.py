@@ -20,11 +20,11 @@ from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..compile.traced_graph import gpu_lock
 from ..failures.describe import is_out_of_memory, never_swallowed
 from ..per_model import PerModel
+from ..torch_compat import private
 from .launches import as_numbers
 from .model_state import ModelState
 
@@ -63,7 +63,7 @@ class Captured:
                     _never_allocated.append((self.graph, self.output))
                 raise
             self.has_run = True
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
+            return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
 
 
 @functools.cache
@@ -216,7 +216,7 @@ class ModelGraphs:
             ran_uncompiled: tells whether a block ran uncompiled in the call that has just ended.
         """
         self._renew(code())
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = private.pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if any(t.device != self.model.device for t in tensors):  # a number on the CPU becomes a constant of the graph
             _remember(self.failures, "device", "an input is on another device")
@@ -295,7 +295,7 @@ class ModelGraphs:
             static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
             replacements = iter(static)
             own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            args, kwargs = pytree.tree_unflatten(own, spec)
+            args, kwargs = private.pytree.tree_unflatten(own, spec)
             with torch.cuda.device(device):
                 if not self.graphs:  # PyTorch gives up a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()

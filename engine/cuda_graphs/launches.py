@@ -12,12 +12,13 @@ from contextlib import contextmanager
 
 import torch
 
-from ..torch_settings import SharedScope, late_method
+from ..torch_compat import private
+from ..torch_settings import SharedScope
 
 # Inductor's launchers, and Triton's own: for kernels of ours and of others (SageAttention).
 _LAUNCHERS = {
-    "inductor": late_method("torch._inductor.runtime.triton_heuristics", "CachingAutotuner", "run"),
-    "triton": late_method("triton.backends.nvidia.driver", "CudaLauncher", "__call__"),
+    "inductor": private.switch("run_of_autotuner", late=True),
+    "triton": private.switch("call_of_launcher", late=True),
 }
 _scope = SharedScope(_LAUNCHERS)
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch._dynamo import exc as dynamo_errors
-from torch.utils.checkpoint import _StopRecomputationError
 
+from ..torch_compat import private
 from .machine import Machine
 from .toolchain import diagnose
 
@@ -67,7 +66,7 @@ def never_swallowed(error: BaseException) -> bool:
     """Out of memory is the host's to handle: it frees models and tries again. Gradient checkpointing ends a block's second run
     so, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
     return any(
-        isinstance(e, MemoryError | _StopRecomputationError)
+        isinstance(e, MemoryError | private.StopRecomputation)
         or is_out_of_memory(e)
         # The user's cancel: an Exception up to ComfyUI 0.25, a BaseException since.
         or type(e).__name__ == "InterruptProcessingException"
@@ -84,7 +83,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def is_limit_hit(error: BaseException) -> bool:
     """The limit of compiled variants was reached."""
-    return isinstance(error, dynamo_errors.FailOnRecompileLimitHit)
+    return isinstance(error, private.FailOnRecompileLimitHit)
 
 
 # What a compiler says that was stopped from outside, or had no room: gcc, clang, ptxas.

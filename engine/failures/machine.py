@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from ..torch_compat import private
+
 # PyTorch -> the Triton that its wheels ask for (their metadata on PyPI).
 TRITON_FOR = {
     (2, 6): (3, 2), (2, 7): (3, 3), (2, 8): (3, 4), (2, 9): (3, 5), (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7),
@@ -88,7 +90,7 @@ def _gpu() -> str:
         return "AMD"
     if torch.version.cuda is not None:
         return "NVIDIA"
-    if torch.xpu._is_compiled():
+    if private.xpu_is_compiled():
         return "Intel"
     return "Apple" if torch.backends.mps.is_built() else ""
 

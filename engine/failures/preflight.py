@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..torch_compat import private
 from .machine import TRITON_FOR, Machine, dotted
 from .toolchain import c_compiler, cpp_compiler, diagnose, misfit, no_code_for_gpu, no_triton, python_files
 
@@ -53,6 +54,10 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     here = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {dotted(machine.pytorch)}, {triton}, Python "
     here += f"{dotted(machine.python)}, C: {found['C'] or 'none'}, C++: {found['C++'] or 'none'}"
     missing = [python_files(machine)] if machine.missing else []
+    lacking = private.unsupported()
+    if lacking is not None:
+        first, last = private.TESTED
+        missing.append(f"this PyTorch has no {lacking}, so nothing is compiled: use PyTorch {first} to {last}.")
     if gpu is None:
         return here, missing + ([] if found["C++"] else [cpp_compiler(machine)])
     if gpu.capability is not None and gpu.capability < OLDEST:

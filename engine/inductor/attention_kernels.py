@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InvalidSetting
+from ..torch_compat import private
 
 logger = logging.getLogger("torch-compile-kit")
 KERNELS = {
@@ -227,7 +228,7 @@ def _seconds_on_gpu(function: Callable[[], object]) -> float | None:
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, rounds = _CYCLES, []
     for _ in range(_ATTEMPTS):
-        torch.cuda._sleep(cycles)
+        private.sleep_on_gpu(cycles)
         begin.record()
         for _ in range(_REPEATS):
             function()

@@ -8,32 +8,33 @@ queries and keys become one kernel (docs/figures.md, where the time goes).
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import fx
 
 from ..devices import is_nvidia
+from ..torch_compat import private
 from ..torch_settings import SharedScope
 from .persistent_reductions import in_one_pass
 
 aten = torch.ops.aten
 # Operator -> the same in PyTorch's own operators, out of place.
-REPLACEMENTS: dict[torch._ops.OpOverload, Callable] = {}
+REPLACEMENTS: dict[Any, Callable] = {}
 # Called with the graph as Dynamo has traced it, to change it in place; True if it did.
 REWRITES: list[Callable[[fx.Graph], bool]] = []
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
     """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
-    from torch._inductor import compile_fx  # seconds
-    from torch._inductor.decomposition import select_decomp_table
-
+    if private.compile_fx is None:
+        raise RuntimeError(f"PyTorch {torch.__version__} has no {private.NAMES['compile_fx'].path}")
     options, table = options or {}, None
-    if any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs):
-        table = dict(select_decomp_table())
+    on_gpu = any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs)
+    if on_gpu and private.select_decomp_table is not None:
+        table = dict(private.select_decomp_table())
         table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
         options = {**_as_eager_rounds(), **options}
         rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
@@ -41,7 +42,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
             graph.graph.lint()
             graph.recompile()
     with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=_named(table)):
-        return compile_fx.compile_fx(graph, example_inputs, config_patches=options)
+        return private.compile_fx(graph, example_inputs, config_patches=options)
 
 
 def _named(table: dict) -> Callable[[], dict]:
@@ -50,20 +51,13 @@ def _named(table: dict) -> Callable[[], dict]:
     def select_decomp_table() -> dict:
         return table
 
-    select_decomp_table.__module__, select_decomp_table.__qualname__ = "torch._inductor.compile_fx", "select_decomp_table"
+    module, _, name = private.NAMES["decomp_table_in_use"].path.partition(":")
+    select_decomp_table.__module__, select_decomp_table.__qualname__ = module, name
     return select_decomp_table
 
 
-def _module_function(module: str, name: str) -> tuple:
-    def write(function: Callable | None) -> None:
-        if function is not None:
-            setattr(sys.modules[module], name, function)
-
-    return (lambda: getattr(sys.modules.get(module), name, None)), write
-
-
 # Given as an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
-_table_scope = SharedScope({"table": _module_function("torch._inductor.compile_fx", "select_decomp_table")})
+_table_scope = SharedScope({"table": private.switch("decomp_table_in_use", late=True)})
 
 
 def _as_eager_rounds() -> dict:
@@ -72,10 +66,8 @@ def _as_eager_rounds() -> dict:
     What is fused is otherwise kept in fp32 from one operation to the next, which moves results away from eager's as far as
     another attention kernel would, and saves no time (docs/figures.md).
     """
-    from torch._inductor import config
-
     name = "emulate_precision_casts"
-    return {name: True} if hasattr(config, name) else {}
+    return {name: True} if hasattr(private.inductor_config, name) else {}
 
 
 def needs_gradients(inputs: Sequence) -> bool:

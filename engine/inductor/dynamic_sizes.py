@@ -11,12 +11,9 @@ from typing import Any
 
 import torch
 
-try:
-    from torch._dynamo.variables import BaseListVariable, SymNodeVariable, TupleVariable, VariableTracker, lists
-except (ImportError, AttributeError):  # another PyTorch
-    lists = None
+from ..torch_compat import private
 
-_iter_contains: Any = getattr(lists, "iter_contains", None)
+_iter_contains = private.iter_contains
 
 
 def contains(items: tuple, wanted: object) -> bool:
@@ -27,17 +24,19 @@ def contains(items: tuple, wanted: object) -> bool:
     return False
 
 
-def traceable_contains(items: Iterable, search: VariableTracker, translator: Any, *options) -> Any:
+def traceable_contains(items: Iterable, search: Any, translator: Any, *options) -> Any:
     """In place of `iter_contains` of torch/_dynamo/variables/lists.py."""
     found = list(items)
     if not search.is_python_constant() or not any(map(_may_vary, found)):
         return _iter_contains(found, search, translator, *options)
-    return VariableTracker.build(translator, contains).call_function(translator, [TupleVariable(found), search], {})
+    variables = private.variables
+    function = variables.VariableTracker.build(translator, contains)
+    return function.call_function(translator, [variables.TupleVariable(found), search], {})
 
 
-def _may_vary(value: VariableTracker) -> bool:
+def _may_vary(value: Any) -> bool:
     """Whether it is a dynamic size, or a list of them."""
     value = value.realize()
-    if isinstance(value, BaseListVariable):
+    if isinstance(value, private.variables.BaseListVariable):
         return any(map(_may_vary, value.items))
-    return isinstance(value, SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
+    return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)

@@ -10,6 +10,7 @@ import functools
 from contextlib import AbstractContextManager, nullcontext
 
 from ..devices import is_nvidia
+from ..torch_compat import private
 
 # Elements of a row: at 8 warps 32 a thread.
 MOST = 8192
@@ -18,31 +19,28 @@ _TILED = "torch_compile_kit_tiled"
 
 def in_one_pass() -> AbstractContextManager:
     """While it lasts, this thread's inductor makes such kernels; nothing changes where somebody else has made its choices."""
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.virtualized import V
-
-    return V.set_choices_handler(_choices()) if type(V.choices) is InductorChoices else nullcontext()
+    if None in (private.InductorChoices, private.ReductionHint, private.V, private.inductor_config):
+        return nullcontext()
+    chosen = private.V.choices
+    return private.V.set_choices_handler(_choices()) if type(chosen) is private.InductorChoices else nullcontext()
 
 
 @functools.cache
 def _choices() -> object:
-    from torch._inductor import config
-    from torch._inductor.choices import InductorChoices
-    from torch._inductor.runtime.hints import ReductionHint
-    from torch._inductor.virtualized import V
+    V = private.V  # noqa: N806  PyTorch's name
 
-    class Choices(InductorChoices):
+    class Choices(private.InductorChoices):
         @staticmethod
         def should_use_persistent_reduction(features, cooperative_reduction: bool, *rest: object) -> bool:
-            if InductorChoices.should_use_persistent_reduction(features, cooperative_reduction, *rest):
+            if private.InductorChoices.should_use_persistent_reduction(features, cooperative_reduction, *rest):
                 return True
             # Tiled ones have no block sizes for long rows; strict ones (PyTorch 2.15) have theirs for their rounding.
             bound = getattr(features, _TILED, False) or getattr(features, "strict_reduction_rblock", lambda: None)() is not None
-            if bound or cooperative_reduction or not config.triton.persistent_reductions:
+            if bound or cooperative_reduction or not private.inductor_config.triton.persistent_reductions:
                 return False
             if V.graph.current_device is None or not is_nvidia(V.graph.current_device):
                 return False
-            inner = features.get_reduction_hint() == ReductionHint.INNER
+            inner = features.get_reduction_hint() == private.ReductionHint.INNER
             return inner and V.graph.sizevars.statically_known_leq(features.reduction_numel, MOST)
 
         def triton_kernel_kwargs(self, kernel_cls, features, groups, kernel_kwargs: dict) -> dict:

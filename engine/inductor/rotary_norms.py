@@ -12,9 +12,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import fx
-from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.nn import functional
 
+from ..torch_compat import private
 from .backend import REPLACEMENTS, REWRITES
 
 logger = logging.getLogger("torch-compile-kit")
@@ -146,7 +146,7 @@ def _parts_along_tokens(node: fx.Node, freqs: fx.Node, user: fx.Node) -> tuple[l
     known = [t.meta.get("example_value") for t in tensors]
     if dim == whole.dim() - 1 or any(k is None or not isinstance(k.shape[dim], int) for k in known):
         return None
-    return (list(tensors), dim) if statically_known_true(whole.shape[dim] == table.shape[dim]) else None
+    return (list(tensors), dim) if private.statically_known_true(whole.shape[dim] == table.shape[dim]) else None
 
 
 def _rotated(graph: fx.Graph, tensors: list[fx.Node], dim: int, freqs: fx.Node, rope) -> fx.Node:

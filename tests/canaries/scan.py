@@ -7,7 +7,10 @@ a class and a method are given as strings.
 """
 
 import ast
+import importlib.util
 import re
+import sys
+from pathlib import Path
 
 HOST = ("comfy", "comfy_api", "comfy_execution", "comfy_extras", "comfy_aimdo", "comfy_kitchen", "comfyui_version")
 HOST_MODULES = ("nodes", "execution", "server", "folder_paths", "main", "node_helpers", "latent_preview", "app")
@@ -15,8 +18,22 @@ MODULE = re.compile(rf"({'|'.join(('torch', 'triton', *HOST))})(\.\w+)+|comfyui_
 # Functions that take an object or a module's name, and then names below it.
 COMPUTED = "<computed>"
 PATCHER = "comfy.model_patcher.ModelPatcher"
-LOOKUPS = {"getattr", "hasattr", "setattr", "attributes", "_switch"}  # a name, or several
-PATHS = {"late_method", "_module_function"}  # a module's name, and the way from there
+LOOKUPS = {"getattr", "hasattr", "setattr", "attribute", "attributes"}  # a name, or several
+PATHS = {"late_method"}  # a module's name, and the way from there
+PRIVATE = "torch_compat.private"  # the pack's module of PyTorch's private names
+
+
+def private_names():
+    """The names in that module, by what the pack calls them."""
+    file = Path(__file__).resolve().parents[2] / "engine" / "torch_compat" / "private.py"
+    spec = importlib.util.spec_from_file_location("torch_compile_kit_private", file)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # its dataclass asks for it
+    spec.loader.exec_module(module)
+    return {name: entry.path.replace(":", ".") for name, entry in module.NAMES.items()}
+
+
+PRIVATE_NAMES = private_names()
 
 
 def is_private(name):
@@ -38,11 +55,12 @@ class _Names(ast.NodeVisitor):
         found: the full names.
         calls: (name, number of arguments, names of the others, whether there may be more) of each call.
         patcher: attributes of what is called a patcher, which is the host's ModelPatcher.
+        private: PyTorch's names by those in `torch_compat.private`.
     """
 
-    def __init__(self, tree):
+    def __init__(self, tree, private):
         self.found, self.calls, self.patcher = set(), set(), set()
-        self._aliases = {}
+        self._aliases, self._private = {}, private
         # Imports inside functions come before their uses in no particular order of the walk.
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
@@ -55,6 +73,8 @@ class _Names(ast.NodeVisitor):
                 for name in node.names:
                     self.found.add(f"{node.module}.{name.name}")
                     self._aliases[name.asname or name.name] = f"{node.module}.{name.name}"
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").rpartition(".")[2] == "torch_compat":
+                self._aliases |= {name.asname or name.name: PRIVATE for name in node.names}
         for node in ast.walk(tree):
             if isinstance(node, ast.Assign):
                 for target in node.targets:
@@ -74,6 +94,8 @@ class _Names(ast.NodeVisitor):
             return self._aliases.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.full_name(node.value)
+            if owner == PRIVATE:
+                return self._private.get(node.attr)
             return owner and f"{owner}.{node.attr}"
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and MODULE.fullmatch(node.value):
             return node.value
@@ -118,6 +140,8 @@ class _Names(ast.NodeVisitor):
     def visit_Constant(self, node):
         if name := self.full_name(node):
             self.found.add(name)
+        if isinstance(node.value, str) and node.value in self._private:  # private.switch("name")
+            self.found.add(self._private[node.value])
 
     def visit_Call(self, node):
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
@@ -163,14 +187,15 @@ class Found:
         calls: name -> (number of arguments, names of the others, whether there may be more) of each call.
         patcher: attribute of what is called a patcher -> the files.
         foreign: attribute that begins with `_` and that no module of the pack gives to anything -> the files.
+        private: PyTorch's names by those in `torch_compat.private`.
     """
 
-    def __init__(self, sources):
+    def __init__(self, sources, private=PRIVATE_NAMES):
         self.names, self.calls, self.patcher, self.foreign = {}, {}, {}, {}
         trees = {where: ast.parse(code) for where, code in sources.items()}
         ours = {name for tree in trees.values() for name in _defined(tree)}
         for where, tree in trees.items():
-            found = _Names(tree)
+            found = _Names(tree, private)
             for name in found.found:
                 self.names.setdefault(name, []).append(where)
             for name, *call in found.calls:
@@ -201,7 +226,8 @@ def _private(tree):
     return {name for name in read if name.startswith("_") and not name.startswith("__") and name.isidentifier() and name != "_"}
 
 
-def of_pack(root):
-    """What the pack in that folder uses."""
+def of_pack(root, private=PRIVATE_NAMES):
+    """What the pack in that folder uses, but for the list of PyTorch's private names itself."""
     files = [*(root / "engine").rglob("*.py"), *(root / "nodes").rglob("*.py"), root / "__init__.py"]
-    return Found({file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in sorted(files)})
+    files = [file for file in sorted(files) if file.parent.name != "torch_compat"]
+    return Found({file.relative_to(root).as_posix(): file.read_text(encoding="utf-8") for file in files}, private)

@@ -6,6 +6,8 @@ A failure says what a newer version has changed, before any model runs; what the
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -126,6 +128,13 @@ def test_every_use_in_the_packs_code_is_listed_and_every_listed_name_is_used():
     assert set(ALL) - used - set(COMPUTED) - by_hand == set(), "listed, and nothing uses it"
 
 
+def test_private_names_of_pytorch_are_named_in_one_package_alone():
+    elsewhere = scan.of_pack(ROOT, private={}).names
+    listed = set(scan.PRIVATE_NAMES.values())
+    outside = {name: files for name, files in elsewhere.items() if scan.is_private(name) and name.startswith("torch.")}
+    assert outside == {} and listed - set(FOUND.names) == set(), "look it up in engine/torch_compat/private.py"
+
+
 def test_every_attribute_of_a_patcher_is_listed():
     looked_up = {"is_dynamic"}  # getattr(patcher, "is_dynamic")
     assert set(FOUND.patcher) - {"__dict__"} == set(names.PATCHER) - looked_up
@@ -179,3 +188,9 @@ def test_a_name_that_is_gone_or_takes_other_arguments_is_found():
         check(lambda self, other: None, names.replaced("self", "one"), [])
     assert is_in(names.Use(until="2.14"), (2, 14, 1)) and not is_in(names.Use(until="2.14"), (2, 15, 0))
     assert is_in(names.Use(since="2.13"), (2, 13, 0)) and not is_in(names.Use(since="2.13"), (2, 12, 1))
+
+
+@pytest.mark.rest
+def test_with_any_private_name_renamed_an_image_comes_out():
+    done = subprocess.run([sys.executable, ROOT / "tests/canaries/renames.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-4000:]

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import Counter
 
+import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...background.gate import gate
@@ -16,8 +17,10 @@ from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_wor
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
-from ...notices.status import status_of, tell_all
+from ...notices.status import Line, status_of, tell_all
+from ...notices.words import told
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
@@ -43,6 +46,9 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     """
     if not settings.enabled:
         return patcher
+    lacking = private.unsupported()
+    if lacking is not None:
+        return _uncompiled(patcher, lacking, node)
     plan = compile_plan(patcher, settings)
     prepare_compiling(settings)
     clone = patcher.clone()
@@ -65,6 +71,15 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         clone.remove_callbacks_with_key(event, KEY)
         clone.add_callback_with_key(event, KEY, action)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
+    return clone
+
+
+def _uncompiled(patcher, lacking: str, node: str | None):
+    """A clone of `patcher` as it is; the node's line says why."""
+    clone, line = patcher.clone(), Line(node)
+    clone.set_attachments(KEY, line)  # the page's list holds lines weakly
+    line.put("pytorch", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
+    logger.warning("%s runs uncompiled: PyTorch %s has no %s", model_name(patcher), torch.__version__, lacking)
     return clone
 
 

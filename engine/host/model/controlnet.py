@@ -22,6 +22,7 @@ from ...errors import InvalidSetting
 from ...notices.status import Line, Status, status_of
 from ...notices.words import told
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ..graphs.replay import graphs_summary, new_run
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
@@ -118,6 +119,11 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if isinstance(network, CompiledControl):  # of a node before
         network = network.network
     found = control.copy()
+    lacking = private.unsupported()
+    if settings.enabled and lacking is not None:
+        found.torch_compile_kit_line = line = Line(node)
+        line.put("control", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
+        return found
     if not settings.enabled or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         if settings.enabled:
             found.torch_compile_kit_line = line = Line(node)

@@ -12,7 +12,6 @@ import comfy.samplers
 import comfy.utils
 import folder_paths
 import torch
-from torch._dynamo.utils import counters
 
 from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
 from ...benchmark.profile import STEPS as TRACE_STEPS
@@ -21,6 +20,7 @@ from ...compile.group import BlockGroup
 from ...notices.recompile_log import warming
 from ...notices.report import groups_for, stats_for
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ...warmup.plan import Size
 from ..model.attach import attached_settings, diffusion_model, eager_clone, model_name, notes_about
@@ -192,7 +192,7 @@ def _failures(groups: list[BlockGroup]) -> list[str]:
 
 
 def _hits() -> int:
-    return counters["inductor"]["fxgraph_cache_hit"]
+    return private.counters["inductor"]["fxgraph_cache_hit"]
 
 
 def _synchronize(device: torch.device) -> None:

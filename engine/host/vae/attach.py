@@ -17,7 +17,6 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
-from torch._dynamo.eval_frame import OptimizedModule
 
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
@@ -25,6 +24,7 @@ from ...failures.describe import never_swallowed
 from ...forwards import is_of_class
 from ...notices.status import Line
 from ...notices.words import told
+from ...torch_compat import private
 from ..adapter import forbids_threads
 from ..graphs.norm_kernels import kernels, norm_kernels
 from .trial import Timer, Trial
@@ -166,5 +166,7 @@ def left_alone(vae: Any) -> list | None:
         return told("vaeNoGpu")
     if vae.vae_dtype not in DTYPES:
         return told("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
-    compiled = (isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules())
+    compiled = (
+        isinstance(m, private.OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules()
+    )
     return told("vaeCompiled") if any(compiled) else None

@@ -21,7 +21,7 @@ class EagerLayers:
     """
 
     def __init__(self, layers: list[nn.Module]):
-        self._eager = [(layer, torch._dynamo.disable(layer.forward)) for layer in layers]
+        self._eager = [(layer, torch.compiler.disable(layer.forward)) for layer in layers]
         self._scopes = ExitStack()
 
     def place(self) -> None:

@@ -1,0 +1,206 @@
+"""Look up PyTorch's private names at their first use, and say what is off where one is missing.
+
+A new version of PyTorch may rename any of them, so no other package names one. `private.counters` is the object of that name in
+`NAMES`. Where this PyTorch has none it is what stands there in its place, and a warning says once what that costs; without one
+of those that have no `without`, nothing is compiled (`unsupported`).
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import logging
+import pkgutil
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+logger = logging.getLogger("torch-compile-kit")
+# The first and the last version with which the tests have passed.
+TESTED = "2.9", "2.15"
+
+
+class NeverRaised(Exception):
+    """In the place of an exception that this PyTorch does not have."""
+
+
+def _nothing(*_args: object, **_kwargs: object) -> None: ...
+
+
+@dataclass(frozen=True)
+class PrivateName:
+    """A name of which PyTorch promises nothing.
+
+    Args:
+        path: `module:attribute.attribute`, or a module.
+        without: what is off without it; None: compiling.
+        instead: what is used in its place.
+    """
+
+    path: str
+    without: str | None = None
+    instead: Any = None
+
+    def find(self) -> Any:
+        return pkgutil.resolve_name(self.path)
+
+
+_SLOWER_TRACE = "the first image waits longer for a trace"
+_RECOMPILES = "a new size may compile again"
+_NO_REPLACEMENTS = "inductor does not fuse ComfyUI's own kernels"
+_ONE_PASS = "norms of long rows take two passes"
+_PROCESS_WIDE = "compiling in the background may change a setting under another node"
+_SHARE = "compiling in the background slows sampling more"
+_CACHE = "the first compilation of a start takes some seconds longer"
+
+NAMES = {
+    # What has been traced of a function, and when.
+    "callback_handler": PrivateName("torch._dynamo.callback:callback_handler"),
+    "counters": PrivateName(
+        "torch._dynamo.utils:counters", "graph breaks are not counted", collections.defaultdict(collections.Counter)
+    ),
+    "get_compilation_metrics": PrivateName("torch._dynamo.utils:get_compilation_metrics", "causes are not told", list),
+    "reset_code": PrivateName(
+        "torch._C:_dynamo.eval_frame.reset_code", "the code of models that were freed stays in memory", _nothing
+    ),
+    "cache_entries": PrivateName(
+        "torch._C:_dynamo.eval_frame._debug_get_cache_entry_list", "compiled variants are not counted"
+    ),
+    "compile_lock": PrivateName(
+        "torch._dynamo.convert_frame:compile_lock",
+        "the process can end when another node resets Dynamo while a block runs",
+        threading.RLock(),
+    ),
+    "FailOnRecompileLimitHit": PrivateName(
+        "torch._dynamo.exc:FailOnRecompileLimitHit", "the limit of variants is not noticed", NeverRaised
+    ),
+    "OptimizedModule": PrivateName(
+        "torch._dynamo.eval_frame:OptimizedModule", "a VAE that another node compiles is not noticed", NeverRaised
+    ),
+    "StopRecomputation": PrivateName(
+        "torch.utils.checkpoint:_StopRecomputationError", "gradient checkpointing stops compiled blocks", NeverRaised
+    ),
+    # A trace, and the graph that comes of it.
+    "TracingContext": PrivateName("torch._guards:TracingContext"),
+    "tracing": PrivateName("torch._guards:tracing"),
+    "OpOverload": PrivateName("torch._ops:OpOverload"),
+    "pytree": PrivateName("torch.utils._pytree"),
+    "is_traceable_wrapper_subclass": PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass"),
+    "lookup_backend": PrivateName("torch._dynamo:lookup_backend"),
+    "mark_static": PrivateName("torch._dynamo:mark_static", _SLOWER_TRACE, _nothing),
+    "maybe_mark_dynamic": PrivateName("torch._dynamo:maybe_mark_dynamic", _SLOWER_TRACE, _nothing),
+    "get_funcname": PrivateName("torch._dynamo.symbolic_convert:get_funcname", _SLOWER_TRACE),
+    "exit_of_sdpa_kernel": PrivateName(
+        "torch._dynamo.variables.ctx_manager:SDPAKernelVariable.exit", "code with a chosen attention kernel is not cached"
+    ),
+    "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", "the order of attention kernels may change", _nothing),
+    "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
+    "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
+    "statically_known_true": PrivateName(
+        "torch.fx.experimental.symbolic_shapes:statically_known_true", _NO_REPLACEMENTS, lambda condition: condition is True
+    ),
+    # Settings; one that is missing is not set.
+    "dynamo_config": PrivateName("torch._dynamo.config"),
+    "shape_config": PrivateName("torch.fx.experimental._config", _RECOMPILES),
+    "functorch_config": PrivateName("torch._functorch.config", "a trainer's first step waits twice"),
+    "inductor_config": PrivateName("torch._inductor.config", "results may differ more from uncompiled ones"),
+    "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.13 keys do not depend on libdevice
+    # Inductor.
+    "compile_fx": PrivateName("torch._inductor.compile_fx:compile_fx", "inductor is not used"),
+    "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),
+    "decomp_table_in_use": PrivateName("torch._inductor.compile_fx:select_decomp_table", _NO_REPLACEMENTS),
+    "list_mode_options": PrivateName("torch._inductor:list_mode_options", "every mode is as default", lambda mode: {}),
+    "InductorChoices": PrivateName("torch._inductor.choices:InductorChoices", _ONE_PASS),
+    "ReductionHint": PrivateName("torch._inductor.runtime.hints:ReductionHint", _ONE_PASS),
+    "V": PrivateName("torch._inductor.virtualized:V", _ONE_PASS),
+    # Where inductor writes, and what a first compilation would import.
+    "cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:cache_dir", _CACHE, lambda: ""),
+    "default_cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:default_cache_dir", _CACHE, lambda: ""),
+    "maybe_warm_pool": PrivateName("torch._inductor.async_compile:maybe_warm_pool", _CACHE, _nothing),
+    "inductor_backend": PrivateName("torch._dynamo.backends.inductor", _CACHE),
+    "autograd_cache": PrivateName("torch._functorch._aot_autograd.autograd_cache", _CACHE),
+    "triton_heuristics": PrivateName("torch._inductor.runtime.triton_heuristics", _CACHE),
+    "torch_key": PrivateName("torch._inductor.codecache:torch_key", _CACHE, _nothing),
+    "get_system": PrivateName("torch._inductor.codecache:CacheBase.get_system", _CACHE, _nothing),
+    "local_cache_path": PrivateName("torch._inductor.codecache:CacheBase.get_local_cache_path", _CACHE),
+    # Where the thread that compiles asks whether it may go on.
+    "dispatch_of_fake_tensors": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__torch_dispatch__", _SHARE),
+    "run_node": PrivateName("torch._inductor.graph:GraphLowering.run_node", _SHARE),
+    "can_fuse": PrivateName("torch._inductor.scheduler:Scheduler.can_fuse", _SHARE),
+    "codegen_node_schedule": PrivateName("torch._inductor.codegen.simd:SIMDScheduling.codegen_node_schedule", _SHARE),
+    # What compiling does to the process.
+    "set_fp32_precision": PrivateName("torch._C:_set_fp32_precision_setter", _PROCESS_WIDE),
+    "ensure_device_guard": PrivateName("torch._C:_ensureCUDADeviceGuardSet", _PROCESS_WIDE),
+    "patch_method": PrivateName("torch.fx._symbolic_trace:_Patcher.patch_method", _PROCESS_WIDE),
+    "fx_symbolic_trace": PrivateName("torch.fx._symbolic_trace", _PROCESS_WIDE),
+    # Launchers of Triton kernels.
+    "run_of_autotuner": PrivateName(
+        "torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", "models with such kernels get no CUDA graphs"
+    ),
+    "call_of_launcher": PrivateName(
+        "triton.backends.nvidia.driver:CudaLauncher.__call__", "models with such kernels get no CUDA graphs"
+    ),
+    "sleep_on_gpu": PrivateName("torch.cuda:_sleep", "attention kernels are measured less exactly", _nothing),
+    "xpu_is_compiled": PrivateName("torch.xpu:_is_compiled", "Intel GPUs are not named", lambda: False),
+}
+
+
+def __getattr__(name: str) -> Any:
+    entry = NAMES.get(name)
+    if entry is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = _find(entry)
+    return value
+
+
+def _find(entry: PrivateName) -> Any:
+    try:
+        return entry.find()
+    except Exception as error:  # an import may raise whatever it likes
+        if entry.without:
+            logger.warning("PyTorch %s has no %s: %s (%s)", torch.__version__, entry.path, entry.without, error)
+        return entry.instead
+
+
+@functools.cache
+def unsupported() -> str | None:
+    """Which name this PyTorch lacks without which nothing can be compiled."""
+    for entry in NAMES.values():
+        if entry.without is None:
+            try:
+                entry.find()
+            except Exception:
+                return entry.path.replace(":", ".")
+    return None
+
+
+def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    """(read, write) of a function of PyTorch's that is exchanged for a while; None where there is none, and not written.
+
+    Args:
+        late: not before PyTorch has imported its module.
+    """
+    module, _, path = NAMES[name].path.partition(":")
+    owners, _, attribute = path.rpartition(".")
+
+    def owner() -> Any:
+        if late and module not in sys.modules:
+            return None
+        try:
+            return pkgutil.resolve_name(f"{module}:{owners}" if owners else module)
+        except Exception:
+            return None
+
+    def read() -> Any:
+        found = owner()
+        return vars(found).get(attribute) if isinstance(found, type) else getattr(found, attribute, None)
+
+    def write(value: Any) -> None:
+        if value is not None:
+            setattr(owner(), attribute, value)
+
+    return read, write

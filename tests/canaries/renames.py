@@ -1,0 +1,100 @@
+"""Have each private name of PyTorch be another one in turn, as in a newer version, and call a model of blocks of ours.
+
+    python tests/canaries/renames.py
+
+A process of its own for each name, forked from one that has imported PyTorch. It prints what went wrong; nothing: an image came
+out each time, as without us.
+"""
+
+import dataclasses
+import importlib
+import logging
+import os
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+from torch import nn
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
+
+    def forward(self, x, options):
+        return x + self.linear(torch.nn.functional.gelu(self.norm(x)))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, {"cond_or_uncond": [0]})
+        return x
+
+
+def images(backend):
+    """The model without us, and with us while the worker lowers and after it."""
+    from engine.background.model_call import ModelCall
+    from engine.background.thread import compiler
+    from engine.compile.binding import compiled_blocks
+    from engine.compile.events import watching
+    from engine.settings import CompileSettings
+
+    model, settings = Model(), CompileSettings(backend=backend)
+    with torch.inference_mode():
+        x = torch.linspace(-1, 1, 64).view(2, 4, 8)
+        expected = model(x)
+        for _ in range(2):
+            with watching, compiled_blocks(model, settings, ModelCall(synchronous=False)):
+                yield model(x), expected
+            compiler.wait(60)
+
+
+def check(name, entry, private):
+    """In a child: what went wrong; whether anything can be compiled is asked first, as the nodes do."""
+    private.NAMES[name] = dataclasses.replace(entry, path="torch:_renamed")
+    vars(private).pop(name, None)
+    if private.unsupported() is not None:
+        if entry.without is None:
+            return
+        raise AssertionError("it is not needed, and nothing is compiled without it")
+    assert entry.without is not None, "nobody says that nothing can be compiled"
+    inductor = "_inductor" in entry.path or "_functorch" in entry.path
+    for image, expected in images("inductor" if inductor else "aot_eager"):
+        assert torch.allclose(image, expected, rtol=1e-4, atol=1e-5), "another image"
+
+
+def main():
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(ROOT))
+    for module in ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx"):  # each child needs them
+        importlib.import_module(module)
+    from engine.torch_compat import private
+
+    logging.getLogger("torch-compile-kit").addHandler(logging.NullHandler())
+    wrong = 0
+    for name, entry in private.NAMES.items():
+        sys.stdout.flush()
+        child = os.fork()
+        if not child:
+            try:
+                check(name, entry, private)
+            except BaseException:
+                print(f"{name} ({entry.path}):", traceback.format_exc(), flush=True)
+                os._exit(1)
+            os._exit(0)
+        wrong += os.waitpid(child, 0)[1] != 0
+    print(f"{len(private.NAMES)} names, {wrong} times something went wrong")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
