@@ -42,7 +42,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
             graph.graph.lint()
             graph.recompile()
     with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=_named(table)):
-        return private.compile_fx(graph, example_inputs, config_patches=options)
+        return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
 
 
 def _named(table: dict) -> Callable[[], dict]:

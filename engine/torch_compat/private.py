@@ -110,7 +110,7 @@ NAMES = {
     "inductor_config": PrivateName("torch._inductor.config", "results may differ more from uncompiled ones"),
     "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.13 keys do not depend on libdevice
     # Inductor.
-    "compile_fx": PrivateName("torch._inductor.compile_fx:compile_fx", "inductor is not used"),
+    "compile_fx": PrivateName("torch._inductor.compile_fx", "inductor is not used"),
     "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),
     "decomp_table_in_use": PrivateName("torch._inductor.compile_fx:select_decomp_table", _NO_REPLACEMENTS),
     "list_mode_options": PrivateName("torch._inductor:list_mode_options", "every mode is as default", lambda mode: {}),

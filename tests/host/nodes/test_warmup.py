@@ -297,7 +297,7 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
         compiled.append(args)
         comfy.model_management.interrupt_current_processing()
 
-    callbacks = engine("compile.events").callback_handler
+    callbacks = engine("torch_compat.private").callback_handler
     callbacks.register_start_callback(press_cancel)
     try:
         with pytest.raises(comfy.model_management.InterruptProcessingException):
