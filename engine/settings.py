@@ -151,6 +151,8 @@ class CompileSettings:
             return {}
         options = dict(private.list_mode_options("default" if self.mode == "auto" else self.mode))
         options.pop("triton.cudagraphs", None)
+        # Inductor's own random numbers are others than PyTorch's: a patch that draws some (ToMe) would give another image.
+        options["fallback_random"] = True
         return options
 
     def describe(self) -> str:

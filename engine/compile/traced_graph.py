@@ -338,6 +338,7 @@ class _Lowering:
         self._graph, self._fakes, self._lower, self._device = graph, fakes, lower, device
         self._changeable = changeable
         self._context = private.TracingContext.get()
+        self._draws_random_numbers = any(map(_is_random, graph.graph.nodes))
         self._guards_before: int | None = None
         self._grad = torch.is_grad_enabled()
         self._default_dtype = torch.get_default_dtype()
@@ -357,6 +358,7 @@ class _Lowering:
             if self._autocast:
                 scopes.enter_context(torch.autocast(**self._autocast))
             scopes.enter_context(private.tracing(self._context))
+            self._use_one_fake_mode()
             code = self._lower(self._graph, self._fakes)
         if torch.get_default_dtype() is not self._default_dtype:
             # The process's: a loader of another node has changed it for a while, and types in the code may come of it.
@@ -364,9 +366,18 @@ class _Lowering:
         added = shapes.guards[self._guards_before :] if shapes is not None else []
         return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
 
+    def _use_one_fake_mode(self) -> None:
+        """Before 2.10 PyTorch refuses inputs of another mode than the context's, which Dynamo has made anew for the backend."""
+        try:
+            private.detect_fake_mode(self._fakes)
+        except AssertionError:
+            tensors = (fake for fake in self._fakes if isinstance(fake, torch.Tensor))
+            self._context.fake_mode = next(fake.fake_mode for fake in tensors)
+
     def warm_up(self, code: Callable, cached: int) -> None:
-        """Load and tune kernels: on a GPU that is a good part of the first run."""
-        if self._device.type != "cuda":
+        """Load and tune kernels: on a GPU that is a good part of the first run. Not of a graph that draws random numbers: the
+        sampler's next ones would be others."""
+        if self._device.type != "cuda" or self._draws_random_numbers:
             return
         try:
             with torch.set_grad_enabled(False):
@@ -417,6 +428,27 @@ def _size_check(shapes: Any, guards: list, sizes: list, at: list[int]) -> Callab
         return known[here]
 
     return holds
+
+
+# Functions and methods that draw random numbers.
+_RANDOM = {
+    "rand",
+    "randn",
+    "randint",
+    "randperm",
+    "rand_like",
+    "randn_like",
+    "randint_like",
+    "normal",
+    "bernoulli",
+    "multinomial",
+}
+_RANDOM |= {f"{name}_" for name in ("normal", "uniform", "bernoulli", "exponential", "random")} | {"multinomial"}
+
+
+def _is_random(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in _RANDOM
 
 
 def _is_weight(node: fx.Node) -> bool:

@@ -34,28 +34,26 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     options, table = options or {}, None
     on_gpu = any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs)
     if on_gpu and private.select_decomp_table is not None:
-        table = dict(private.select_decomp_table())
-        table |= {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, table.get(aten.gelu.default, aten.gelu))}
+        table = _table_with_replacements
         options = {**_as_eager_rounds(), **options}
         rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
         if any(rewritten):
             graph.graph.lint()
             graph.recompile()
-    with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=_named(table)):
+    with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=table):
         return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
 
 
-def _named(table: dict) -> Callable[[], dict]:
-    """A function that gives the table, under the name of the one that it stands for: PyTorch's key of a graph has its name."""
-
-    def select_decomp_table() -> dict:
-        return table
-
-    module, _, name = private.NAMES["decomp_table_in_use"].path.partition(":")
-    select_decomp_table.__module__, select_decomp_table.__qualname__ = module, name
-    return select_decomp_table
+def _table_with_replacements() -> dict:
+    """PyTorch's decompositions under the options in force (`fallback_random` takes some away), and ours."""
+    table = dict(private.select_decomp_table())
+    exact = table.get(aten.gelu.default, aten.gelu)
+    return table | {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, exact)}
 
 
+# PyTorch's key of a graph has the name of the function that gives the table: that of the one which it stands in for.
+_module, _, _name = private.NAMES["decomp_table_in_use"].path.partition(":")
+_table_with_replacements.__module__, _table_with_replacements.__qualname__ = _module, _name
 # Given as an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
 _table_scope = SharedScope({"table": private.switch("decomp_table_in_use", late=True)})
 

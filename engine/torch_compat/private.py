@@ -87,6 +87,7 @@ NAMES = {
     # A trace, and the graph that comes of it.
     "TracingContext": PrivateName("torch._guards:TracingContext"),
     "tracing": PrivateName("torch._guards:tracing"),
+    "detect_fake_mode": PrivateName("torch._guards:detect_fake_mode", "nothing is lowered before PyTorch 2.10", _nothing),
     "OpOverload": PrivateName("torch._ops:OpOverload"),
     "pytree": PrivateName("torch.utils._pytree"),
     "is_traceable_wrapper_subclass": PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass"),

@@ -100,6 +100,7 @@ TORCH = {
     "torch._dynamo.config.recompile_limit": READ,
     "torch._dynamo.config.specialize_float": READ,
     "torch._guards.TracingContext.get": called(),
+    "torch._guards.detect_fake_mode": called(1),
     "torch._guards.tracing": called(1),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": called(1),
     "torch._dynamo.config.use_recursive_dict_tags_for_guards": READ,

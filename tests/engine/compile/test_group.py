@@ -344,6 +344,24 @@ def test_every_backend_that_a_cpu_can_run(engine, backend):
     assert step.graphs == 1 and not step.failures and torch_settings() == before
 
 
+def test_random_numbers_are_those_of_eager(engine):
+    """As a patch inside a block draws them (ToMe); inductor has a generator of its own."""
+
+    class Drawing(Block):
+        def forward(self, x):
+            return super().forward(x) + torch.rand_like(x) * torch.randint(3, x.shape[-1:])
+
+    net, x = Net(Drawing), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend="inductor")
+    torch.manual_seed(0)
+    expected = net(x)
+    step(x)
+    assert step.wait() == 1
+    torch.manual_seed(0)
+    result, eager = step(x)
+    assert not eager and relative_error(result, expected) < 1e-5 and not step.failures
+
+
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"])
 def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypatch, mode):
     from torch._inductor import compile_fx, config
@@ -360,7 +378,7 @@ def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypa
     step = CompiledNet(engine, net, backend="inductor", mode=mode)
     assert torch.equal(step.at_once(x), net(x)) and not step.failures
     theirs = {name: value for name, value in torch._inductor.list_mode_options(mode).items() if name != "triton.cudagraphs"}
-    assert asked == [theirs] and ("max_autotune" in theirs) == mode.startswith("max-autotune")
+    assert asked == [{**theirs, "fallback_random": True}] and ("max_autotune" in theirs) == mode.startswith("max-autotune")
 
 
 def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):
