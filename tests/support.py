@@ -236,18 +236,21 @@ def without_codegen(monkeypatch):
     return graphs
 
 
+def brief_codegen():
+    """Settings of inductor for a cache of few graphs: compiling C++ headers and vector code takes longer than they save."""
+    from torch._inductor import config
+
+    headers = {"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}
+    return {"cpp.simdlen": 1, **headers}
+
+
 def compiled_code(function, backend, given):
     """PyTorch's caches know the operators of a graph, not what we put in their place: each test has a cache of its own."""
     from torch._inductor import config
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     torch._dynamo.reset()
-    # C++ headers are not compiled for the one graph of this cache, nor is vector code written: that takes longer than the rest.
-    brief = {
-        "cpp.simdlen": 1,
-        **({"cpp_cache_precompile_headers": False} if hasattr(config, "cpp_cache_precompile_headers") else {}),
-    }
-    with fresh_cache(), config.patch(brief):
+    with fresh_cache(), config.patch(brief_codegen()):
         result, code = run_and_get_code(torch.compile(function, backend=backend, dynamic=False), *given)
     assert len(code) == 1
     return result, "".join(code)

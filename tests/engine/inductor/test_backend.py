@@ -4,7 +4,7 @@ import types
 
 import pytest
 import torch
-from support import compiled_code, without_codegen
+from support import brief_codegen, compiled_code, without_codegen
 from torch.nn import functional
 
 HEADS, TOKENS, DIM = 3, 20, 16
@@ -45,8 +45,12 @@ def outputs(result):
     return result if isinstance(result, tuple) else (result,)
 
 
-def test_the_hosts_kernels_as_code(everywhere, engine):
-    """All of them in one graph, in both precisions, and one with frequencies of more tokens, which are cut off."""
+@pytest.mark.parametrize("generated", [False, pytest.param(True, marks=pytest.mark.rest)], ids=["decomposed", "generated"])
+def test_the_hosts_kernels_as_code(everywhere, engine, generated, monkeypatch):
+    """All of them in one graph, in both precisions, and one with frequencies of more tokens, which are cut off.
+
+    The generated C++ of them takes ten seconds of a core to compile.
+    """
     assert set(ALL) == set(engine("inductor.rotary_norms").OPENED)
     names = [*ALL, *ALL, "apply_rope"]
     given = [inputs(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in ALL]
@@ -58,7 +62,12 @@ def test_the_hosts_kernels_as_code(everywhere, engine):
 
     with torch.inference_mode():
         expected = all_of_them(given)
-        actual, code = compiled_code(all_of_them, everywhere.inductor, (given,))
+        if generated:
+            actual, code = compiled_code(all_of_them, everywhere.inductor, (given,))
+        else:
+            decomposed = without_codegen(monkeypatch)
+            actual = torch.compile(all_of_them, backend=everywhere.inductor, dynamic=False)(given)
+            (code,) = decomposed
     assert "comfy_kitchen" not in code
     for one, other in zip(actual, expected, strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
@@ -177,6 +186,7 @@ def mixed(text, image, freqs, weight):
 
 def test_what_we_change_serves_all_sizes_and_is_kept_on_disk(everywhere):
     from torch._dynamo.utils import counters
+    from torch._inductor import config
     from torch._inductor.utils import fresh_cache, run_and_get_code
 
     weight = torch.randn(DIM, DIM).bfloat16()
@@ -184,7 +194,7 @@ def test_what_we_change_serves_all_sizes_and_is_kept_on_disk(everywhere):
         (*(torch.randn(2, HEADS, n, DIM).bfloat16() for n in tokens), frequencies(sum(tokens)), weight)
         for tokens in ((6, 9), (5, 7), (30, 12))
     ]
-    with torch.inference_mode(), fresh_cache():
+    with torch.inference_mode(), fresh_cache(), config.patch(brief_codegen()):
         expected = [mixed(*given) for given in inputs]
         for _ in range(2):
             torch._dynamo.reset()
