@@ -101,10 +101,10 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     def graphs() -> int:
         return report.stats_for(network, chosen).graphs
 
-    def compare(percent: float = 0.4, **shape) -> None:
+    def compare(percent: float = 0.4, calls: int = 1 if chosen.waits else 2, **shape) -> None:
         clear_state(network)
         expected = call(model, setup.inputs(model=model, percent=percent, **shape))
-        for _ in range(1 if chosen.waits else 2):
+        for _ in range(calls):
             clear_state(network)
             actual = call(model, setup.inputs(model=model, percent=percent, **shape), compiler)
             difference = (actual - expected).abs().max() / expected.abs().max()
@@ -123,7 +123,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
         compare(**shape)
     outcome.graphs_after = graphs() - outcome.graphs
     for shape in [first, *runs_of(setup)]:
-        compare(percent=0.8, **shape)
+        compare(percent=0.8, calls=1, **shape)  # the code is there
     outcome.graphs_again = graphs() - outcome.graphs - outcome.graphs_after
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
