@@ -27,10 +27,9 @@ NEAR_DUPLICATES = set(
     ace_step15_timbre stable_audio3 hunyuan3d_v2_turbo
     """.split()  # noqa: SIM905
 )
-# One for each way through the code; the others are marked `rest`. Tiny Flux, SDXL, Wan, Qwen-Image, SD3 and Z-Image are in
-# model/test_models.py.
+# One for each way through the code; the others are marked `rest`. Tiny Flux, with two classes of blocks, SDXL, Wan, Qwen-Image,
+# SD3 and Z-Image are in model/test_models.py.
 FIRST = {
-    "flux",  # two classes of blocks
     "sd15",  # parts of blocks in place of the blocks
     "wan21_t2v",  # one class in two forms of call
     "hunyuan_video",  # three classes, a mask
@@ -93,7 +92,7 @@ def test_traced(name, engine, outcomes):
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", sorted(FIRST))
+@pytest.mark.parametrize("name", sorted(FIRST | {"flux"}))
 def test_traced_at_once(name, engine):
     """As many graphs as in the background."""
     outcome, behind = (sweep.run_setup(engine, zoo.SETUPS[name], compile=mode) for mode in ("at once", "in the background"))

@@ -92,7 +92,7 @@ def test_what_a_block_reads_is_kept(engine):
 
 
 @pytest.mark.parametrize("block", [Both, InATableOfItsOwn, NextToAPatch, Handing])
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", ["in the background", pytest.param("at once", marks=pytest.mark.rest)])
 def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_mode, block, mode):
     net, x = Net(block), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net)

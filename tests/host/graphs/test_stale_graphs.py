@@ -117,7 +117,13 @@ def test_a_method_that_is_replaced_on_the_class(flux, counts, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "other", [{"only_blocks": "double_blocks.*"}, {"allow_tf32": True}, {"dynamic": "false"}, {"on_failure": "stop"}], ids=str
+    "other",
+    [
+        {"only_blocks": "double_blocks.*"},
+        {"dynamic": "false"},
+        *(pytest.param(other, marks=pytest.mark.rest) for other in ({"allow_tf32": True}, {"on_failure": "stop"})),
+    ],
+    ids=str,
 )
 def test_other_settings(flux, counts, other):
     """Of two nodes, or of one that was changed."""

@@ -65,7 +65,7 @@ def test_two_in_a_row_and_one_of_them_compiled(tiny, engine):
     same(both(runs.compiled(runs.control), runs.compiled(other)), expected, "both")
 
 
-@pytest.mark.parametrize("when", ["in the background", "at once"])
+@pytest.mark.parametrize("when", ["in the background", pytest.param("at once", marks=pytest.mark.rest)])
 def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, engine, monkeypatch, when):
     runs, status, told = Controlled(tiny, engine, "flux"), engine("notices.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])

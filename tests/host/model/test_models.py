@@ -45,11 +45,12 @@ def loaded(name, tiny, model_files):
 MORE_CODE = [pytest.param(name, "inductor", marks=pytest.mark.rest) for name in ("flux", "wan", "qwen_image")]
 
 
-# SD3's blocks are like Flux' double ones.
-FIRST = [(name, MODELS[name][0]) for name in MODELS if name != "sd3"]
+# SD3's and Qwen-Image's blocks are like Flux' double ones.
+FIRST = [(name, MODELS[name][0]) for name in MODELS if name not in ("sd3", "qwen_image")]
+OTHERS = [pytest.param(name, "aot_eager", marks=pytest.mark.rest) for name in ("sd3", "qwen_image")]
 
 
-@pytest.mark.parametrize(("name", "backend"), [*FIRST, pytest.param("sd3", "aot_eager", marks=pytest.mark.rest), *MORE_CODE])
+@pytest.mark.parametrize(("name", "backend"), [*FIRST, *OTHERS, *MORE_CODE])
 def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model_files):
     _, cfg, (width, height, length), where, graphs = MODELS[name]
     attachment, plan_of_size = engine("host.model.attach"), engine("warmup.plan").Size(width, height, length)

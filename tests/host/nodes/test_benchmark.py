@@ -202,7 +202,7 @@ def test_video_model(benchmarked):
 
 
 @pytest.mark.usefixtures("own_code")
-@pytest.mark.parametrize("share", [0.5, 0.0])
+@pytest.mark.parametrize("share", [0.5, pytest.param(0.0, marks=pytest.mark.rest)])
 def test_partly_loaded_weights(benchmarked, share):
     runs = benchmarked()
     for patcher in (runs.patcher, runs.compiled):

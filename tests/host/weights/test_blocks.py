@@ -69,7 +69,12 @@ def test_lora_under_partial_loading_adds_no_graph(flux):
 @pytest.mark.pages
 @pytest.mark.parametrize(
     ("name", "settings"),
-    [("sdxl", {}), ("sdxl", {"compile": "in the background"}), ("flux", {}), ("flux", {"only_blocks": "*1"})],
+    [
+        pytest.param("sdxl", {}, marks=pytest.mark.rest),
+        ("sdxl", {"compile": "in the background"}),
+        ("flux", {}),
+        ("flux", {"only_blocks": "*1"}),
+    ],
 )
 def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings, tiny, engine, monkeypatch):
     """Layers between two blocks come through the same two buffers (SDXL's ResBlocks)."""

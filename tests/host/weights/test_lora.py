@@ -8,6 +8,10 @@ from patching import shares_code as fresh_dynamo  # noqa: F401
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
+def rest(*values):
+    return [pytest.param(value, marks=pytest.mark.rest) for value in values]
+
+
 @pytest.fixture
 def flux(tiny, engine):
     return Runs(tiny, engine, "flux", cfg=1.0)
@@ -58,12 +62,16 @@ def test_merged_models(flux, ratio):
     same(flux.run(compiled), flux.run(merged(flux.patcher)))
 
 
-@pytest.mark.parametrize("path", ["double_blocks.0", "single_blocks.2", "single_blocks.2.linear1", "double_blocks.1.img_mlp"])
+@pytest.mark.parametrize(
+    "path", ["double_blocks.0", "single_blocks.2.linear1", *rest("single_blocks.2", "double_blocks.1.img_mlp")]
+)
 def test_object_patches_of_blocks_and_layers(flux, path):
     assert flux.check(weights.object_at(path)) <= 2
 
 
-@pytest.mark.parametrize("path", ["single_blocks.2", "single_blocks.2.linear1", "double_blocks.1.img_mlp", "double_blocks.1"])
+@pytest.mark.parametrize(
+    "path", ["single_blocks.2", "double_blocks.1.img_mlp", *rest("single_blocks.2.linear1", "double_blocks.1")]
+)
 def test_object_patches_of_a_forward(flux, path):
     assert flux.check(weights.forward_at(path)) <= 4
 

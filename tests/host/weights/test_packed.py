@@ -11,6 +11,8 @@ from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
+MODES = ["in the background", pytest.param("at once", marks=pytest.mark.rest)]
+
 
 @pytest.fixture
 def flux(tiny, engine):
@@ -40,7 +42,7 @@ def test_code_is_made_for_them_in_the_background(flux, engine):
     assert (flux.graphs, breaks(flux), flux.failures) == (2, 0, [])
 
 
-@pytest.mark.parametrize("compile", ["at once", "in the background"])
+@pytest.mark.parametrize("compile", MODES)
 def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the_block_compiled(flux, engine, compile):
     pack(flux.patcher, layer_class=StubbornLinear)
     packed = engine("host.weights.packed")
@@ -54,7 +56,7 @@ def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the
         packed.untraceable.clear()
 
 
-@pytest.mark.parametrize("compile", ["at once", "in the background"])
+@pytest.mark.parametrize("compile", MODES)
 def test_where_a_block_cannot_be_lowered_with_its_packed_layers_it_is_traced_without_them(flux, engine, compile):
     packed, calls = engine("host.weights.packed"), []
 
