@@ -276,6 +276,7 @@ PATCHER = {
     "add_object_patch": READ,
     "add_wrapper_with_key": READ,
     "get_wrappers": READ,
+    "get_all_wrappers": called(1),
     "remove_wrappers_with_key": READ,
     "add_callback_with_key": READ,
     "remove_callbacks_with_key": READ,

@@ -24,7 +24,7 @@ from ...torch_compat import private
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
-from ..weights.placement import keep_even, keep_host_order, spread_weights
+from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
 from .second_model import bring_wrapper, take_wrapper
 from .training import train_compiled
@@ -56,12 +56,11 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     status = status_of(node) if node is not None else None
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-    keep_host_order(clone)
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
     clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, _clean_up)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
-        keep_even(clone)
+        override_methods(clone, EvenLoad)
     events = {
         CallbacksMP.ON_PRE_RUN: _new_run,
         CallbacksMP.ON_LOAD: _loaded,

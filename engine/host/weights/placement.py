@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import comfy.model_management
 import torch
-from comfy.patcher_extension import CallbacksMP
+from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import plan_for
 from ...per_model import PerModel
 from ..adapter import host
 
-KEY = "torch-compile-kit.placement"
+KEY = "torch-compile-kit.placement"  # of the mark on a model
 # Models whose pages were allocated in our order, by device.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
 def spread_weights(executor, patcher, *args, **kwargs):
     """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
+    override_methods(patcher, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
     if not host().list_of_layers:
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
@@ -42,49 +42,51 @@ def spread_weights(executor, patcher, *args, **kwargs):
         return executor(patcher, *args, **kwargs)
 
 
-def keep_even(patcher) -> None:
-    """From now on this patcher and its clones list the layers evenly when the host loads or unloads a part of them."""
-    if host().list_of_layers:
-        patcher.__dict__["_load_list"] = functools.partial(_even_load_list, weakref.ref(patcher))
-        patcher.__dict__["partially_load"] = functools.partial(_load_evenly, weakref.ref(patcher))
-        patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-        patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _keep_clone_even)
+def override_methods(patcher: Any, methods: type) -> None:
+    """Have `methods` come before those of the patcher's class.
+
+    Functions in the patcher's `__dict__` would have to refer to the patcher, and `copy.copy` would hand them to another one.
+    """
+    kind: Any = type(patcher)
+    if not issubclass(kind, methods):
+        patcher.__class__ = _overridden(kind, methods)
 
 
-def keep_host_order(patcher) -> None:
-    """Undo `keep_even`, which clones inherit."""
-    for name in ("_load_list", "partially_load"):
-        patcher.__dict__.pop(name, None)
-    patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+@functools.cache
+def _overridden(kind: Any, methods: type) -> type:
+    return type(kind.__name__, (methods, kind), {"__module__": kind.__module__})
 
 
-def _keep_clone_even(_patcher, clone) -> None:
-    keep_even(clone)
+class EvenLoad:
+    """Methods of a `ModelPatcher` that loads and unloads layers evenly, as long as `spread_weights` is among its wrappers."""
+
+    if TYPE_CHECKING:
+        model: Any
+
+    def partially_load(self, *args, **kwargs) -> int:
+        """The host's, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
+        load = functools.partial(super().partially_load, *args, **kwargs)  # type: ignore[misc]
+        if getattr(self, "is_dynamic", bool)() or not _is_spread(self):
+            return load()
+        _load_anew_after_others(self.model)
+        try:
+            return load()
+        finally:
+            _mark(self.model)
+
+    def _load_list(self, *args, **kwargs) -> list:
+        """The host's list (comfy/model_patcher.py) in our order."""
+        items = super()._load_list(*args, **kwargs)  # type: ignore[misc]
+        if not _is_spread(self):
+            return items
+        if args[0] if args else kwargs.get("for_dynamic"):
+            return _even_by_rank(_ranks(self.model), items)
+        _mark(self.model)  # a part may be about to be unloaded; loading writes its own note at the end
+        return _even_by_size(_ranks(self.model), items)
 
 
-def _load_evenly(reference: weakref.ref, *args, **kwargs) -> int:
-    """The host's `partially_load`, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
-    patcher: Any = reference()  # alive: this is called as its method
-    load = functools.partial(type(patcher).partially_load, patcher, *args, **kwargs)
-    if getattr(patcher, "is_dynamic", bool)():
-        return load()
-    _load_anew_after_others(patcher.model)
-    try:
-        return load()
-    finally:
-        _mark(patcher.model)
-
-
-def _even_load_list(reference: weakref.ref, for_dynamic: bool = False, *args, **kwargs) -> list:
-    """The host's list (comfy/model_patcher.py, `_load_list`) in our order."""
-    patcher: Any = reference()  # alive: this is called as its method
-    arguments = {"for_dynamic": True, **kwargs} if for_dynamic else kwargs
-    items = type(patcher)._load_list(patcher, *args, **arguments)
-    base_model = patcher.model
-    if for_dynamic:
-        return _even_by_rank(_ranks(base_model), items)
-    _mark(base_model)  # a part may be about to be unloaded; loading writes its own note at the end
-    return _even_by_size(_ranks(base_model), items)
+def _is_spread(patcher: Any) -> bool:
+    return host().list_of_layers and spread_weights in patcher.get_all_wrappers(WrappersMP.PREPARE_SAMPLING)
 
 
 def _mark(base_model) -> None:

@@ -7,14 +7,14 @@ The host's partial loading keeps what fits; here it is told that less does. Whic
 from __future__ import annotations
 
 import functools
-import weakref
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import comfy.model_management
-from comfy.patcher_extension import CallbacksMP, WrappersMP
+from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import plan_for
 from ...user_input import check_model, check_whole
+from .placement import override_methods
 
 KEY = "torch-compile-kit.swap"
 MOST_BLOCKS = 1000
@@ -50,44 +50,33 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     if getattr(patcher, "is_dynamic", bool)():
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
-    clone.__dict__.pop("load", None)  # of a node before
-    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
+    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of a node before
     if not swapped:
         return Swap(clone, len(blocks), 0, 0)
     size = sum(map(comfy.model_management.module_size, blocks)) * swapped // len(blocks)
-    _limit(patcher.model_size() - size, clone)
-    clone.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, functools.partial(_limit_clone, patcher.model_size() - size))
+    wrapper = functools.partial(_unload_rest, patcher.model_size() - size)
+    clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, wrapper)
+    override_methods(clone, LimitedLoad)
     return Swap(clone, len(blocks), swapped, size)
 
 
-def _limit_clone(kept: int, _patcher: Any, clone: Any) -> None:
-    _limit(kept, clone)
+class LimitedLoad:
+    """Methods of a `ModelPatcher` that loads no more than a wrapper of ours among its wrappers says."""
 
+    if TYPE_CHECKING:
+        get_wrappers: Any
 
-def _limit(kept: int, patcher: Any) -> None:
-    patcher.__dict__["load"] = functools.partial(_load_less, weakref.ref(patcher), kept)
-    patcher.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-    patcher.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, functools.partial(_unload_rest, kept))
-
-
-def _load_less(
-    reference: weakref.ref,
-    kept: int,
-    device_to=None,
-    lowvram_model_memory=0,
-    force_patch_weights=False,
-    full_load=False,
-    **more,
-) -> object:
-    """The host's `load` (comfy/model_patcher.py) with at most so many bytes."""
-    patcher: Any = reference()  # alive: this is called as its method
-    room = kept if full_load else min(kept, lowvram_model_memory)
-    return type(patcher).load(patcher, device_to, room, force_patch_weights, False, **more)
+    def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more) -> object:
+        """The host's (comfy/model_patcher.py) with at most so many bytes."""
+        for wrapper in self.get_wrappers(WrappersMP.PREPARE_SAMPLING, KEY):
+            (kept,) = wrapper.args
+            lowvram_model_memory, full_load = kept if full_load else min(kept, lowvram_model_memory), False
+        return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load, **more)  # type: ignore[misc]
 
 
 def _unload_rest(kept: int, executor: Any, patcher: Any, *args: Any, **kwargs: Any) -> object:
     """A PREPARE_SAMPLING wrapper: another patcher of the same model may have loaded all of it."""
+    override_methods(patcher, LimitedLoad)  # a clone can be of another class: GGUF
     result = executor(patcher, *args, **kwargs)
     too_much = patcher.model.model_loaded_weight_memory - kept
     if too_much > 0:

@@ -1,5 +1,7 @@
 """Weights that move: partial loading and paged weights on the CPU, with the host's own code. Graphs, breaks and results."""
 
+import copy
+import gc
 import threading
 
 import pytest
@@ -312,6 +314,31 @@ def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux):
         assert torch.equal(flux.run(compiled), expected)
         assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory
     assert flux.graphs == 2
+
+
+def listed(patcher):
+    """Names of the layers, in the order in which the host's loader takes them."""
+    return [name for _offload, _size, name, *_ in sorted(patcher._load_list())]
+
+
+@pytest.mark.parametrize("method", ["copy", "another class"])
+def test_a_copy_of_a_patcher_whose_original_is_gone_is_loaded_evenly(method, flux, engine):
+    """Some nodes copy a patcher with `copy.copy`; ComfyUI-GGUF gives each clone the class of its own again."""
+    load_partly(flux.patcher, 0.6)
+    compiled = flux.attach(flux.patcher)
+    expected = flux.run(compiled)
+    loaded, other, names = on_device(flux.patcher), compiled.clone(), listed(compiled)
+    assert names != listed(flux.patcher)
+    other = copy.copy(other) if method == "copy" else other
+    if method == "another class":
+        other.__class__ = type(flux.patcher)
+    del compiled
+    gc.collect()
+    assert torch.equal(flux.run(other), expected)
+    assert listed(other) == names
+    assert other.partially_unload(torch.device("cpu"), loaded // 2) > 0
+    assert torch.equal(flux.run(other), expected)
+    assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory < flux.patcher.model_size()
 
 
 @pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 1.0), (0.0, 2.0)])

@@ -1,5 +1,8 @@
 """Block Swap: how much of a model the host loads, and that it computes the same."""
 
+import copy
+import gc
+
 import pytest
 import torch
 from patching import Runs, same
@@ -46,6 +49,9 @@ def test_as_much_is_left_out_as_was_asked_for(runs, swap, compiled):
     assert loaded <= runs.patcher.model_size() - found.size and layers
     again, _ = loaded_by(swapped.clone())
     assert again == loaded, "clones keep to it"
+    copied = copy.copy(swapped.clone())
+    gc.collect()
+    assert loaded_by(copied)[0] == loaded, "copies whose original is gone keep to it"
     whole, layers = loaded_by(runs.patcher)
     assert whole > loaded, "what is connected to the first one loads as ever"
     swapped.detach()
