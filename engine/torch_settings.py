@@ -120,6 +120,9 @@ lowering_settings = SharedScope(
 )
 
 
+_LIBDEVICE = "TRITON_LIBDEVICE_PATH"
+
+
 def _variable(name: str) -> tuple:
     def write(value: object) -> None:
         if value is None:
@@ -138,12 +141,31 @@ def _forget_folder() -> None:
         clear()
 
 
+def _unless_python_alone_reads(original: Callable, name: bytes | str, *value: bytes | str) -> None:
+    if name not in _READ_BY_PYTHON:
+        original(name, *value)
+
+
+_READ_BY_PYTHON = {os.environ.encodekey(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _LIBDEVICE)}
+_environment_scope = SharedScope(attributes(os, ("putenv", "unsetenv")))
+
+
+@contextmanager
+def c_environment_kept() -> Iterator[None]:
+    """While it lasts, `os.environ` and the environment of C differ in the variables that Python alone reads.
+
+    C++ reads variables in other threads, and setenv() moves the table under getenv(): the process can crash. Not only writes of
+    ours are meant: PyTorch's `cache_dir()` writes its variable back (torch/_inductor/runtime/cache_dir_utils.py).
+    """
+    writers = {name: functools.partial(_unless_python_alone_reads, getattr(os, name)) for name in ("putenv", "unsetenv")}
+    with _environment_scope.applied(**writers):
+        yield
+
+
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
 folder_scope = SharedScope(
     {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}
 )
-
-_LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 
 def _libdevice_knob() -> tuple:

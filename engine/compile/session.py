@@ -17,6 +17,7 @@ from ..inductor.dynamic_sizes import traceable_contains
 from ..torch_compat import private
 from ..torch_settings import (
     SharedScope,
+    c_environment_kept,
     compile_scope,
     libdevice,
     libdevice_scope,
@@ -111,19 +112,18 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
     """
     spent, cache, began = Spent(), current(), time.perf_counter()
     hits = private.counters["inductor"]["fxgraph_cache_hit"]
-    if cache is not None:
-        cache.enter(*folder)
-    try:
-        with (
-            lowering_settings.applied(**LOWERING_SWITCHES),
-            libdevice_scope.applied(**libdevice()),
-        ):
-            yield spent
-    finally:
+    with ExitStack() as scopes:
+        scopes.enter_context(c_environment_kept())
         if cache is not None:
-            cache.exit(folder[0])
-        spent.seconds = time.perf_counter() - began
-        spent.from_disk = private.counters["inductor"]["fxgraph_cache_hit"] - hits
+            cache.enter(*folder)
+            scopes.callback(cache.exit, folder[0])
+        scopes.enter_context(lowering_settings.applied(**LOWERING_SWITCHES))
+        scopes.enter_context(libdevice_scope.applied(**libdevice()))
+        try:
+            yield spent
+        finally:
+            spent.seconds = time.perf_counter() - began
+            spent.from_disk = private.counters["inductor"]["fxgraph_cache_hit"] - hits
 
 
 class CompileSession:
