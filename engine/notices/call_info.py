@@ -1,4 +1,4 @@
-"""What tells two calls of a model apart for the user."""
+"""Tell two calls of a model apart in the user's units."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CallInfo:
-    """Size, batch, prompt length and patches of one call of a model, in the units of the nodes.
+    """Size, batch, prompt length and patches of one call of a model.
 
     Args:
         width, height: pixels; 0 where the model has none.
@@ -16,7 +16,7 @@ class CallInfo:
         prompts_per_call: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
         tokens: length of the prompt.
         controlnet: a ControlNet gave the model something to add.
-        inputs: what else the conditioning gave it, with the shapes without the batch.
+        inputs: names of other tensors of the conditioning, with their shapes without the batch.
         patches: names of the patches in the model.
         layers: names of functions that run in place of layers.
     """
@@ -31,10 +31,6 @@ class CallInfo:
     inputs: tuple[tuple[str, tuple], ...] = ()
     patches: tuple[str, ...] = ()
     layers: tuple[str, ...] = ()
-
-    def parts(self) -> tuple:
-        """All of it, in order."""
-        return tuple(getattr(self, name) for name in self.__dataclass_fields__)
 
     def size(self) -> str:
         """As a line of extra_sizes."""

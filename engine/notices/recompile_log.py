@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 
 from torch import nn
 
@@ -14,7 +14,7 @@ from ..compile.stats import CompileStats
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .call_info import CallInfo
-from .explain import cause, missing_size
+from .explain import cause
 from .words import say
 
 logger = logging.getLogger("torch-compile-kit")
@@ -23,17 +23,18 @@ NOTICES_KEPT = 20
 
 @dataclass
 class Watch:
-    """What a model has been compiled for.
+    """What a model has been compiled for, and what compiled during real work.
 
     Args:
-        known: what warmups ran, and other runs compiled, by the settings of Torch Compile Model.
-        warmed: a warmup node has run it.
-        told: the last sentences that a run gave rise to, and for what, oldest first; those that a warmup has solved are gone.
+        compiled_for: calls that a warmup made or that compiled in other runs, by `CompileSettings.settings_key`.
+        warmed: a warmup node has run the model.
+        outside_warmup: the last calls that compiled in other runs, each with its sentence, oldest first; `note_warming` drops
+            those that a warmup has made since.
     """
 
-    known: dict[tuple, list[CallInfo]] = field(default_factory=dict)
+    compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)
     warmed: bool = False
-    told: list[tuple[CallInfo, str]] = field(default_factory=list)
+    outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
@@ -43,52 +44,46 @@ class Watch:
         return now - before
 
     def note_warming(self, info: CallInfo, settings: tuple) -> None:
-        """A warmup ran this."""
+        """A warmup made this call."""
         self.warmed = True
-        self.told = [(other, sentence) for other, sentence in self.told if other != info]
-        self._know(info, settings)
+        self.outside_warmup = [(other, sentence) for other, sentence in self.outside_warmup if other != info]
+        self._add(info, settings)
 
     def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> tuple[str, str | None] | None:
-        """A sentence, and a size that the warmup lacks, when a run compiled something that a warmup could have done.
+        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled.
 
         Args:
-            settings, dynamic: of Torch Compile Model, and the input of that name.
+            settings: key of the settings of Torch Compile Model.
+            dynamic: the input of that name.
         """
-        told, size, parts = None, None, info.parts()
-        if added.graphs:
-            if not self.known:
-                why = say("firstRun")
-            elif not self.known.get(settings):
-                why = say("firstSettings")
-            else:
-                guard = added.recompiles[-1].guard if added.recompiles else ""
-                known = self.known[settings]
-                nearest = min(known, key=lambda one: sum(a != b for a, b in zip(one.parts(), parts, strict=True)))
-                why = cause(nearest, info, dynamic, self.warmed, guard)
-                size = missing_size(nearest, info) if self.warmed else None
-            sentence = say("while1" if added.graphs == 1 else "while", added.graphs, f"{added.seconds:.1f}", why)
-            self.told = [*self.told, (info, sentence)][-NOTICES_KEPT:]
-            told = sentence, size
-        self._know(info, settings)
-        return told
+        calls, size = self.compiled_for.get(settings), None
+        self._add(info, settings)
+        if not added.graphs:
+            return None
+        if calls:
+            nearest = min(calls, key=lambda call: sum(a != b for a, b in zip(astuple(call), astuple(info), strict=True)))
+            guard = added.recompiles[-1].guard if added.recompiles else ""
+            why, size = cause(nearest, info, dynamic, self.warmed, guard)
+        else:
+            why = say("firstRun") if len(self.compiled_for) == 1 else say("firstSettings")
+        sentence = say("while1" if added.graphs == 1 else "while", added.graphs, f"{added.seconds:.1f}", why)
+        self.outside_warmup = [*self.outside_warmup, (info, sentence)][-NOTICES_KEPT:]
+        return sentence, size
 
     @property
     def notices(self) -> list[str]:
         """The sentences."""
-        return [sentence for _info, sentence in self.told]
+        return [sentence for _info, sentence in self.outside_warmup]
 
-    def _know(self, info: CallInfo, settings: tuple) -> None:
-        known = self.known.setdefault(settings, [])
-        if info not in known:
-            known.append(info)
+    def _add(self, info: CallInfo, settings: tuple) -> None:
+        calls = self.compiled_for.get(settings, [])
+        if info not in calls:
+            self.compiled_for[settings] = [*calls, info]
 
 
 _state = threading.local()
-# Who wants to know besides the log: the page.
+# The page's: called with the model's name, the sentence, and the size that extra_sizes lacks.
 listeners: list[Callable[[str, str, str | None], None]] = []
-
-
-# What a model has been compiled for.
 watch_of = PerModel(lambda _model: Watch())
 
 
@@ -108,12 +103,12 @@ def is_warming() -> bool:
 
 
 def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings) -> None:
-    """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page of surprises."""
+    """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page what a warmup lacks."""
     if is_warming():
         watch_of(model).note_warming(info, settings.settings_key())
         return
-    told = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
-    if told is not None:
-        logger.warning("%s: %s", name, told[0])
+    notice = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
+    if notice is not None:
+        logger.warning("%s: %s", name, notice[0])
         for listener in listeners:
-            listener(name, *told)
+            listener(name, *notice)

@@ -1,4 +1,4 @@
-"""What was compiled, what it cost and what stayed eager, in words and as JSON."""
+"""Report what was compiled, what it cost and what stayed eager, in words and as JSON."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from .recompile_log import watch_of
 from .status import use_of
 from .words import say
 
-# Between what a person reads and the details.
-RULE = "-" * 24  # js/node_report.js folds what is below
+# Above the details, which js/node_report.js folds.
+RULE = "-" * 24
 SIZES_NAMED = 4
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
@@ -53,7 +53,7 @@ class WarmedSize:
 
 @dataclass
 class CompileReport:
-    """The text that the Warmup node shows.
+    """Write the text that the Warmup node shows.
 
     Args:
         model_name: class of the host's model.
@@ -109,9 +109,7 @@ class CompileReport:
         if plan.whole_model:
             return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
         lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays eager."]
-        graphs: Counter[str] = Counter()
-        for group in self.groups:
-            graphs[group.class_name] += group.stats.graphs
+        graphs = _graphs_by_class(self.groups)
         for name, count in Counter(b.class_name for b in plan.blocks).items():
             lines.append(f"  {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
         for name, count in self.parts.items():
@@ -141,8 +139,8 @@ class CompileReport:
 
 def sizes_of(model: nn.Module) -> list[str]:
     """What it has been compiled for, or has run compiled at, as labels: `1024x1024`."""
-    known = [info.size() for infos in list(watch_of(model).known.values()) for info in list(infos)]
-    return list(dict.fromkeys([*known, *list(use_of(model).sizes.values())]))
+    sizes = [info.size() for calls in list(watch_of(model).compiled_for.values()) for info in calls]
+    return list(dict.fromkeys([*sizes, *list(use_of(model).sizes.values())]))
 
 
 def report_json() -> dict:
@@ -153,9 +151,7 @@ def report_json() -> dict:
 def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     total = sum((group.stats for group in groups), CompileStats())
     blocks = plan_for(model).blocks
-    graphs: Counter[str] = Counter()
-    for group in groups:
-        graphs[group.class_name] += group.stats.graphs
+    graphs = _graphs_by_class(groups)
     gained = use_of(model).gained
     return {
         "name": type(model).__name__,
@@ -177,6 +173,10 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
             for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]
         ],
     }
+
+
+def _graphs_by_class(groups: list[BlockGroup]) -> Counter[str]:
+    return sum((Counter({group.class_name: group.stats.graphs}) for group in groups), Counter())
 
 
 def _count(number: int, noun: str) -> str:

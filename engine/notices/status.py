@@ -17,11 +17,11 @@ from ..compile.registry import code_of
 from ..per_model import PerModel
 from .words import told
 
-# Steps that are looked back at, and the fewest that say anything.
+# How many of the last steps are compared, and how few are not.
 KEPT, FEWEST = 40, 3
-# Pages that get one node's line. Scripts may queue each prompt under another name.
+# How many pages get one node's line. Scripts may queue each prompt under another name.
 MOST_OWNERS = 8
-# Shares that measurements of the same thing differ by.
+# By which share two medians of equal work may differ.
 SAME = 0.02
 
 
@@ -42,7 +42,7 @@ class News(NamedTuple):
 # Whose prompt runs: the client's id and its workflow's, each None where there is none. Set by the server's routes.
 Owner = tuple[str | None, str | None]
 owner_now: Callable[[], Owner] = lambda: (None, None)  # noqa: E731
-# Who wants to know: the page of an owner. Owner, node, line.
+# Called with the owner of a page, the node and its line.
 listeners: list[Callable[[Owner, str, News], None]] = []
 
 
@@ -94,8 +94,60 @@ class Steps:
         return "unclear", told("noDifference", f"{now:.3f}")
 
 
-class Status:
-    """The line of one Torch Compile Model node.
+class Line:
+    """A line of text that the page shows on a node.
+
+    Args:
+        node: its id in the workflow; None: the line is shown nowhere.
+    """
+
+    def __init__(self, node: str | None):
+        self.node = node
+        self._parts: dict[str, tuple[list, bool]] = {}
+        self._register()  # last: from then on other threads call `now`
+
+    def put(self, part: str, says: list, good: bool = False) -> None:
+        """Say something about a part of the model, in place of what the line said about that part before.
+
+        Args:
+            says: see `words.told`.
+            good: the part has become faster.
+        """
+        self._parts[part] = says, good
+        self._register()
+        self.tell()
+
+    def now(self) -> News | None:
+        """What the line says; None: as before."""
+        parts = list(self._parts.values())
+        if not parts:
+            return News()
+        return News("ready" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
+
+    def tell(self) -> None:
+        """Send the line to the pages of its owners."""
+        self._send(self.now() or News())
+
+    def _register(self) -> None:
+        """Make the owner of the prompt that runs the last of this line's owners, and drop the first beyond MOST_OWNERS."""
+        if self.node is not None:
+            owner = owner_now()
+            statuses.pop((owner, self.node), None)
+            statuses[owner, self.node] = self
+            for former in self._owners()[:-MOST_OWNERS]:
+                statuses.pop((former, self.node), None)
+
+    def _owners(self) -> list[Owner]:
+        return [owner for owner, _node, line in _registered() if line is self]
+
+    def _send(self, news: News) -> None:
+        for owner in self._owners():
+            for listener in listeners:
+                listener(owner, str(self.node), news)
+
+
+class Status(Line):
+    """The line of a node that compiles a model: whether it compiles, and what a step takes.
 
     Args:
         node: its id in the workflow.
@@ -103,7 +155,6 @@ class Status:
     """
 
     def __init__(self, node: str):
-        self.node = node
         self.in_call = False
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -111,15 +162,15 @@ class Status:
         self._step: object = None
         self._began = 0.0
         self._eager: bool | None = None
-        self._making_since: float | None = None
+        self._compiling_since: float | None = None
         self._graphs_when_ready: int | None = None
-        self._told: News | None = None
-        _register(self, node)
+        self._sent: News | None = None
+        super().__init__(node)  # last: from then on other threads call `now`
 
     def new_run(self) -> None:
-        """Sampling begins: what lies between two runs is no step, and a page that was opened since knows nothing."""
-        _register(self, self.node)
-        self._step = self._told = None
+        """Sampling begins: the time between two runs is no step, and a page that was opened since has no line yet."""
+        self._register()
+        self._step = self._sent = None
 
     def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
         """A call of the model begins.
@@ -158,13 +209,16 @@ class Status:
         self.tell()
 
     def tell(self) -> None:
-        """Let the pages know, if there is news; that time passes is none."""
+        """Send the line if its state or words have changed; the page counts the seconds."""
         news = self.now()
-        if news is None and self._told is not None and self._told.state == "compiling":
+        if news is None and self._was_compiling():
             news = News()  # the network was freed: nobody compiles for it
-        if news is not None and (self._told is None or news[:2] != self._told[:2]):
-            self._told = news
-            _send(self, self.node, news)
+        if news is not None and (self._sent is None or news[:2] != self._sent[:2]):
+            self._sent = news
+            self._send(news)
+
+    def _was_compiling(self) -> bool:
+        return self._sent is not None and self._sent.state == "compiling"
 
     def now(self) -> News | None:
         """None before the model has run."""
@@ -172,18 +226,19 @@ class Status:
         if network is None:
             return None
         groups = code_of(network).groups.values()
-        tracing = list(dict.fromkeys(group.class_name for group in groups if group.code.is_tracing))
+        tracing = dict.fromkeys(group.class_name for group in groups if group.code.is_tracing)
         if tracing:
             return News("compiling", told("preparing", ", ".join(tracing)))
-        making = list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled))
-        if making:
-            self._making_since = self._making_since or time.monotonic()
-            return News("compiling", told("compilingFor", ", ".join(making)), int(time.monotonic() - self._making_since))
-        if self.in_call and self._told is not None and self._told.state == "compiling":
-            return self._told
-        self._making_since = None
+        compiling = dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)
+        if compiling:
+            self._compiling_since = self._compiling_since or time.monotonic()
+            seconds = int(time.monotonic() - self._compiling_since)
+            return News("compiling", told("compilingFor", ", ".join(compiling)), seconds)
+        if self.in_call and self._was_compiling():
+            return self._sent
+        self._compiling_since = None
         graphs = sum(group.stats.graphs for group in groups)
-        failed = list(dict.fromkeys(group.class_name for group in groups if group.failure))
+        failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not graphs:
@@ -195,97 +250,35 @@ class Status:
         return News(state, told("readyBut", details) if details else told("ready"))
 
 
-class Line:
-    """The line of a node that does not sample.
-
-    Args:
-        node: its id in the workflow; None: nobody looks.
-    """
-
-    def __init__(self, node: str | None):
-        self.node = node
-        self._parts: dict[str, tuple[list, bool]] = {}
-        if node is not None:
-            _register(self, node)
-
-    def put(self, part: str, says: list, good: bool = False) -> None:
-        """Say something, in the place of what was said of that part.
-
-        Args:
-            says: see `words.told`.
-            good: something has become faster.
-        """
-        self._parts[part] = says, good
-        if self.node is not None:
-            _register(self, self.node)
-        self.tell()
-
-    def now(self) -> News:
-        parts = list(self._parts.values())
-        if not parts:
-            return News()
-        return News("ready" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
-
-    def tell(self) -> None:
-        if self.node is not None:
-            _send(self, self.node, self.now())
+# By the owner of the prompt in which the node ran, and the node's id: two workflows, or users, may have the same ids.
+# A line has several owners where ComfyUI took the node's output from its cache: for a copy of the workflow, or another user.
+statuses: weakref.WeakValueDictionary[tuple[Owner, str], Line] = weakref.WeakValueDictionary()
 
 
-# By whose prompt the node ran in, and its id: two workflows may have the same ids, and so may two users. A status has several
-# owners where the host found the node's output in its cache: for a copy of the workflow, or for another user.
-statuses: weakref.WeakValueDictionary[tuple[Owner, str], Status | Line] = weakref.WeakValueDictionary()
-
-
-def _register(status: Status | Line, node: str) -> None:
-    """The prompt that runs uses the node: make its owner the last of the status's owners, and drop the first of many."""
-    owner = owner_now()
-    statuses.pop((owner, node), None)
-    statuses[owner, node] = status
-    for former in _owners_of(status)[:-MOST_OWNERS]:
-        statuses.pop((former, node), None)
-
-
-def _registered() -> list[tuple[Owner, Status | Line]]:
+def _registered() -> list[tuple[Owner, str, Line]]:
     refs = statuses.valuerefs()  # at once: other threads add to them meanwhile
-    return [(ref.key[0], status) for ref in refs if (status := ref()) is not None]
+    return [(*ref.key, line) for ref in refs if (line := ref()) is not None]
 
 
-def _owners_of(status: Status | Line) -> list[Owner]:
-    return [owner for owner, registered in _registered() if registered is status]
-
-
-def _send(status: Status | Line, node: str, news: News) -> None:
-    for owner in _owners_of(status):
-        for listener in listeners:
-            listener(owner, node, news)
-
-
-def status_of(node: str) -> Status:
-    """A new one: the node has run anew."""
-    return Status(node)
-
-
-def known_statuses() -> list[Status | Line]:
-    """Of all nodes that are in use."""
-    return list({id(status): status for _owner, status in _registered()}.values())
+def live_lines() -> list[Line]:
+    """The lines of all nodes that are in use, each once."""
+    return list(dict.fromkeys(line for _owner, _node, line in _registered()))
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
     """The lines by node; None: of all clients, of all workflows."""
-    found: dict[str, News] = {}
-    for owner, status in _registered():
-        line = status.now()
-        if line is None or status.node is None:
-            continue
-        if client in (None, owner[0]) and workflow in (None, owner[1]):
-            found[status.node] = line
-    return found
+    lines = {}
+    for owner, node, line in _registered():
+        news = line.now()
+        if news is not None and client in (None, owner[0]) and workflow in (None, owner[1]):
+            lines[node] = news
+    return lines
 
 
 def tell_all() -> None:
     """When a trace begins, and on the worker after each job."""
-    for status in known_statuses():
-        status.tell()
+    for line in live_lines():
+        line.tell()
 
 
 on_trace.append(tell_all)

@@ -17,7 +17,7 @@ from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_wor
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
-from ...notices.status import Line, status_of, tell_all
+from ...notices.status import Line, Status, tell_all
 from ...notices.words import told
 from ...settings import CompileSettings
 from ...torch_compat import private
@@ -53,7 +53,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     prepare_compiling(settings)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
-    status = status_of(node) if node is not None else None
+    status = Status(node) if node is not None else None
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)

@@ -19,7 +19,7 @@ from ...background.gate import gate
 from ...compile.binding import plan_for
 from ...compile.registry import code_of, not_looked_at_in_words
 from ...errors import InvalidSetting
-from ...notices.status import Line, Status, status_of
+from ...notices.status import Line, Status
 from ...notices.words import told
 from ...settings import CompileSettings
 from ...torch_compat import private
@@ -133,7 +133,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
             )
         return found
     prepare_compiling(settings)
-    found.control_model = CompiledControl(network, settings, status_of(node) if node is not None else None)
+    found.control_model = CompiledControl(network, settings, Status(node) if node is not None else None)
     found.control_model_wrapped = patcher = control.control_model_wrapped.clone()
     events = {
         CallbacksMP.ON_CLEANUP: _run_is_over,

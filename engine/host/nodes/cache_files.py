@@ -87,7 +87,9 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    return _write(name, [(model_name(patcher), network, groups)], watch_of(network).known.get(settings.settings_key(), []))
+    return _write(
+        name, [(model_name(patcher), network, groups)], watch_of(network).compiled_for.get(settings.settings_key(), [])
+    )
 
 
 def save_all(filename: str) -> str:
@@ -111,7 +113,7 @@ def save_all(filename: str) -> str:
             title = type(network).__name__  # SD 1.5 and SDXL have one
             names[title] += 1
             models.append((f"{title} {names[title]}" if names[title] > 1 else title, network, groups))
-            infos += [info for known in watch_of(network).known.values() for info in known]
+            infos += [info for calls in watch_of(network).compiled_for.values() for info in calls]
     if not models:
         raise CacheFileError("nothing has been compiled in this session yet.")
     return _write(name, models, infos)[1]

@@ -138,13 +138,13 @@ def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch
     mine, theirs = ("me", "workflow"), ("them", "workflow")
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     monkeypatch.setattr(status, "owner_now", lambda: mine)
-    first = status.status_of("7")
+    first = status.Status("7")
     monkeypatch.setattr(status, "owner_now", lambda: theirs)
     line = status.Line("7")
     line.put("decoding", ["vaeReady"])
     node.group.stats.graphs = 1
     first._network = node._network = weakref.ref(node.network)
-    assert status.known_statuses() == [first, line]
+    assert status.live_lines() == [first, line]
     node.told.clear()
     status.tell_all()
     assert [(owner, told_of, news.says) for owner, told_of, news in node.told] == [
@@ -158,13 +158,13 @@ def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch
     assert [owner for owner, *_ in node.told] == [mine, theirs], "both workflows use it"
     assert status.lines_of("me")["7"].says == status.lines_of("them")["7"].says == ["ready"]
     monkeypatch.setattr(status, "owner_now", lambda: mine)
-    second = status.status_of("7")  # our node runs anew: the other code is no longer ours
+    second = status.Status("7")  # our node runs anew: the other code is no longer ours
     second._network = first._network
     node.told.clear()
     first.new_run()
-    status.status_of("7")
+    status.Status("7")
     first.tell()
-    assert [owner for owner, *_ in node.told] == [theirs] and status.known_statuses() == [first]
+    assert [owner for owner, *_ in node.told] == [theirs] and status.live_lines() == [first]
 
 
 def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, monkeypatch):
@@ -194,7 +194,7 @@ def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):
     kept = [status.Line(str(number)) for number in range(3)]
     monkeypatch.setattr(status.Line, "tell", lambda self: kept.append(status.Line(f"{self.node} more")))
     status.tell_all()
-    assert len(kept) == 6 == len(status.known_statuses())
+    assert len(kept) == 6 == len(status.live_lines())
 
 
 def test_steps_that_did_something_else_do_not_count(node, clock):
