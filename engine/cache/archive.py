@@ -1,9 +1,9 @@
-"""One file with the compiled code of a model, to carry to another machine of the same kind.
+"""Pack the compiled code of a model into one file, to carry to another machine of the same kind.
 
-A zip file whose members, stored as they are, are the files of the groups' cache folders, and a header. At its end, as the
-comment of the archive, stands the sha256 of all that is before. PyTorch's own `torch.compiler.save_cache_artifacts` is not
-used: it holds all that the process has compiled, other packs' code too, nothing of what an earlier process compiled, no
-compiled C++ of the CPU, and no header that could be checked before it is unpickled.
+A zip file of the files in the groups' cache folders, uncompressed, and a header. Its last bytes, the archive's comment, are the
+sha256 of all that is before. `torch.compiler.save_cache_artifacts` of PyTorch is not used: its file holds all that the process
+has compiled, other packs' code too, nothing of what an earlier process compiled, no compiled C++ of the CPU, and no header that
+could be checked before it is unpickled.
 
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
 """
@@ -19,16 +19,17 @@ import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import BinaryIO
 
 from ..errors import TorchCompileKitError
 from .disk import ABOUT, DiskCache
 from .environment import environment
 from .folders import make_private, remove, remove_leftovers
 
-FORMAT = "torch-compile-kit cache 3"
+FORMAT = "torch-compile-kit cache 4"
+FORMATS = ("torch-compile-kit cache 3", FORMAT)  # 3 also has a digest of each member
 HEADER = "header.json"
 MAX_HEADER = 64 * 1024**2
 # Triton's kernels are inside inductor's entries and are written out from there (torch/_inductor/triton_bundler.py), with the
@@ -38,9 +39,6 @@ _MEMBER = re.compile(r"[0-9a-f]{12}(/[A-Za-z0-9_+=-][A-Za-z0-9._+=-]*)+")
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
 _NO_DIGEST = b"0" * 64
 _CHUNK = 1024**2
-# Names that mean a device on Windows, whatever their ending is.
-_DEVICE = re.compile(r"(CON|PRN|AUX|NUL|CONIN\$|CONOUT\$|(COM|LPT)[0-9¹²³])( *\..*| *)", re.IGNORECASE)
-
 _UNREADABLE = (
     zipfile.BadZipFile, struct.error, EOFError,
     RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError,
@@ -57,33 +55,27 @@ class CacheFile:
 
     Args:
         environment: see `environment.environment`, of the machine that wrote it.
-        pack: version of this pack.
         models: classes of the host's models.
         sizes: what they were compiled for.
-        members: file below the cache folder -> sha256.
+        members: files, by their paths below the cache folder.
     """
 
     environment: dict[str, str]
-    pack: str
     models: list[str]
     sizes: list[str]
-    members: dict[str, str] = field(default_factory=dict)
+    members: list[str]
 
 
 def write_cache_file(
-    path: Path,
-    cache: DiskCache,
-    folders: Iterable[str],
-    pack: str,
-    models: list[str],
-    sizes: list[str],
+    path: Path, cache: DiskCache, folders: Iterable[str], pack: str, models: list[str], sizes: list[str]
 ) -> int:
-    """Pack the folders of some groups, a piece at a time: such a file can be larger than the memory that is left.
+    """Pack the folders of some groups, a piece at a time: the file can be larger than the memory that is left.
 
     Args:
         path: replaced when it exists, in one step.
         folders: names, see `BlockGroup.folder`.
-        pack, models, sizes: for the header.
+        pack: version of this pack, for people who look into the file.
+        models, sizes: for the header.
 
     Returns:
         How many files are in it.
@@ -98,18 +90,12 @@ def write_cache_file(
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(list(path.parent.glob("torch-compile-kit-*.partial")))
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="torch-compile-kit-", suffix=".partial", delete=False) as made:
-            partial = Path(made.name)
-            with zipfile.ZipFile(made, "w") as archive:
-                members = {name: _pack(archive, name, file) for name, file in files}
-                header = {
-                    "format": FORMAT,
-                    "pack": pack,
-                    **environment(),
-                    "models": models,
-                    "sizes": sizes,
-                    "members": members,
-                }
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="torch-compile-kit-", suffix=".partial", delete=False) as out:
+            partial = Path(out.name)
+            with zipfile.ZipFile(out, "w", strict_timestamps=False) as archive:
+                for name, file in files:
+                    _pack(archive, name, file)
+                header = {"format": FORMAT, "pack": pack, **environment(), "models": models, "sizes": sizes}
                 archive.writestr(HEADER, json.dumps(header, indent=1))
                 archive.comment = _NO_DIGEST
         _write_digest(partial)
@@ -119,7 +105,7 @@ def write_cache_file(
     finally:
         if partial is not None:
             partial.unlink(missing_ok=True)
-    return len(members)
+    return len(files)
 
 
 def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
@@ -134,30 +120,23 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
         with open(path, "rb") as file:
             _check_digest(file, path.name)
             with _refusing(path.name), zipfile.ZipFile(file) as archive:
-                found = _read_header(archive, path)
-                _check_machine(found, path.name)
+                header = _read_header(archive, path)
+                _check_machine(header, path.name)
                 make_private(cache.root)
                 incoming = Path(tempfile.mkdtemp(dir=cache.root, prefix="incoming-"))
-                for name, digest in found.members.items():
-                    if _unpack(archive, name, incoming / name) != digest:
-                        raise CacheFileError(f"{path.name} is damaged: {name} is not what the header says. Copy it again.")
-        for name in found.members:  # all are what they should be
+                archive.extractall(incoming, header.members)
+        for name in header.members:
             if not (cache.root / name).exists():
                 make_private(cache.root / name.partition("/")[0])
                 (cache.root / name).parent.mkdir(parents=True, exist_ok=True)
                 os.replace(incoming / name, cache.root / name)
-        cache.loaded({name.partition("/")[0] for name in found.members})
+        cache.loaded({name.partition("/")[0] for name in header.members})
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read, or the cache folder {cache.root} not written: {error}") from error
     finally:
         if incoming is not None:
             remove(incoming)
-    return found
-
-
-def is_device(name: str) -> bool:
-    """Whether a name means a device on Windows, where a file of that name cannot be had."""
-    return _DEVICE.fullmatch(name) is not None
+    return header
 
 
 def _check_digest(file: BinaryIO, name: str) -> None:
@@ -173,7 +152,7 @@ def _check_digest(file: BinaryIO, name: str) -> None:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Whatever reading it raises is a reason to refuse it: its digest fits, so somebody has made it so."""
+    """Turn any error of reading the file into a refusal: its digest fits, so the file is not damaged but made otherwise."""
     try:
         yield
     except _UNREADABLE as error:
@@ -185,54 +164,41 @@ def _refusing(name: str) -> Iterator[None]:
 
 def _read_header(archive: zipfile.ZipFile, path: Path) -> CacheFile:
     listed = archive.infolist()
-    names = [info.filename for info in listed]
     if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in listed):
         raise ValueError("members are compressed or encrypted")
     if sum(info.file_size for info in listed) > path.stat().st_size or archive.getinfo(HEADER).file_size > MAX_HEADER:
         raise ValueError("members are larger than the file")
     header = json.loads(archive.read(HEADER))
-    if header.get("format") != FORMAT:
-        made = str(header.get("format"))[:100]
-        raise CacheFileError(f"{path.name}: the format is {made!r}, not {FORMAT!r}. Choose a file of Save Compile Cache.")
-    found = CacheFile(
-        {name: _text(header[name]) for name in environment()},
-        _text(header["pack"]),
-        _texts(header["models"]),
-        _texts(header["sizes"]),
-        dict(zip(header["members"], _texts(list(header["members"].values())), strict=True)),
-    )
-    if sorted(names) != sorted([HEADER, *found.members]):
-        raise ValueError("its list of members is another")
-    for name in found.members:
-        if not _MEMBER.fullmatch(name) or any(map(is_device, name.split("/"))):
+    if header.get("format") not in FORMATS:
+        other = str(header.get("format"))[:100]
+        raise CacheFileError(f"{path.name}: the format is {other!r}, not {FORMAT!r}. Choose a file of Save Compile Cache.")
+    machine = {name: header[name] for name in environment()}
+    models, sizes = header["models"], header["sizes"]
+    if not isinstance(models, list) or not isinstance(sizes, list):
+        raise TypeError("no list where a list should be")
+    if not all(isinstance(value, str) for value in (*machine.values(), *models, *sizes)):
+        raise TypeError("no text where text should be")
+    members = [info.filename for info in listed if info.filename != HEADER]
+    if len({*members, HEADER}) != len(listed):
+        raise ValueError("a member is in the file twice")
+    for name in members:
+        if not _MEMBER.fullmatch(name):
             raise CacheFileError(f"{path.name} holds {name[:200]!r}, which is no file of a cache folder. Do not use it.")
-    return found
+    return CacheFile(machine, models, sizes, members)
 
 
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{type(value).__name__} where text should be")
-    return value
-
-
-def _texts(value: object) -> list[str]:
-    if not isinstance(value, list):
-        raise TypeError(f"{type(value).__name__} where a list should be")
-    return [_text(entry) for entry in value]
-
-
-def _check_machine(found: CacheFile, name: str) -> None:
+def _check_machine(header: CacheFile, name: str) -> None:
     other = [
-        f"{key} is {mine} here, {found.environment[key][:100]} in the file"
-        for key, mine in environment().items()
-        if found.environment[key] != mine
+        f"{key} is {here} here, {header.environment[key][:100]} in the file"
+        for key, here in environment().items()
+        if header.environment[key] != here
     ]
     if other:
         raise CacheFileError(f"{name} was made for another machine: {'; '.join(other)}. Save one on a machine like this.")
 
 
 def _files(root: Path, folders: Iterable[str]) -> list[tuple[str, Path]]:
-    found = []
+    members = []
     for folder in sorted(set(folders)):
         for parent, inside, files in os.walk(root / folder):
             if Path(parent) == root / folder:
@@ -241,34 +207,17 @@ def _files(root: Path, folders: Iterable[str]) -> list[tuple[str, Path]]:
                 file = Path(parent) / name
                 member = file.relative_to(root).as_posix()
                 if _MEMBER.fullmatch(member) and not file.is_symlink() and not name.endswith((".lock", ".tmp")):
-                    found.append((member, file))
-    return sorted(found)
+                    members.append((member, file))
+    return sorted(members)
 
 
-def _pack(archive: zipfile.ZipFile, name: str, file: Path) -> str:
-    """Add a file as it is; returns its sha256."""
+def _pack(archive: zipfile.ZipFile, name: str, file: Path) -> None:
     try:
-        with open(file, "rb") as source, archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as target:
-            return _copy(source, target)
+        archive.write(file, name)
     except FileNotFoundError as error:
         raise CacheFileError(
             f"{file} is gone: the cache was cleared while it was saved. Run Torch Compile Warmup and this node again."
         ) from error
-
-
-def _unpack(archive: zipfile.ZipFile, name: str, file: Path) -> str:
-    """Write a member to a file; returns its sha256."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with archive.open(name) as source, open(file, "xb") as target:
-        return _copy(source, target)
-
-
-def _copy(source: IO[bytes], target: IO[bytes]) -> str:
-    digest = hashlib.sha256()
-    while chunk := source.read(_CHUNK):
-        digest.update(chunk)
-        target.write(chunk)
-    return digest.hexdigest()
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:

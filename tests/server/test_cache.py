@@ -110,8 +110,8 @@ def test_none_loads_nothing(server, shipped, saved):
     assert loaded(server, shipped, "none").startswith("No file chosen")
 
 
-@pytest.mark.parametrize("filename", ["", "../x", "a/b", ".hidden", "C:x", "CON", "nul.txt", "com1", "a" * 101])
-def test_a_name_with_a_folder_or_of_a_device_is_refused(server, shipped, saved, filename):
+@pytest.mark.parametrize("filename", ["", "../x", "a/b", ".hidden", "C:x", "a" * 101])
+def test_a_name_with_a_folder_is_refused(server, shipped, saved, filename):
     prompt = prompts.only_warmup(shipped)
     warmup = prompts.find(prompt, prompts.WARMUP_NODE)
     prompt["save"] = {"class_type": SAVE, "inputs": {"model": [warmup, 0], "filename": filename}}
@@ -167,7 +167,7 @@ def test_all_that_is_compiled_can_be_saved_and_loaded_by_a_request(server, saved
     assert "not loaded" in server.post("/torch-compile-kit/cache/load", {"file": "everything.tckcache"})["text"]
 
 
-@pytest.mark.parametrize("filename", ["../out", "a/b", "", 7, None, "con"])
+@pytest.mark.parametrize("filename", ["../out", "a/b", "", 7, None])
 def test_a_name_that_is_none_is_refused_with_its_cure(server, saved, folder, filename):
     before = sorted(folder.rglob("*.tckcache"))
     with pytest.raises(urllib.error.HTTPError) as error:

@@ -14,7 +14,7 @@ from pathlib import Path
 from torch import nn
 
 from ...blocks.structure import structure_of
-from ...cache.archive import CacheFile, CacheFileError, is_device, load_cache_file, write_cache_file
+from ...cache.archive import CacheFile, CacheFileError, load_cache_file, write_cache_file
 from ...cache.disk import DiskCache, folder_name
 from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
@@ -54,8 +54,6 @@ def plain_name(filename: str) -> str:
         raise InvalidSetting(
             "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
         )
-    if is_device(name):
-        raise InvalidSetting("filename", filename, "this is the name of a device on Windows; use another.")
     return name
 
 

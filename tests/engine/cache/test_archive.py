@@ -68,9 +68,7 @@ def rewritten(path, extra=(), header=None, compression=zipfile.ZIP_STORED, **cha
     with zipfile.ZipFile(path) as archive:
         inside = {name: archive.read(name) for name in archive.namelist()}
     known = json.loads(inside.pop("header.json"))
-    for name in extra:
-        inside[name] = b"\0"
-        known["members"][name] = hashlib.sha256(b"\0").hexdigest()
+    inside |= dict.fromkeys(extra, b"\0")
     known |= changes
     with zipfile.ZipFile(path, "w", compression) as archive:
         for name, data in inside.items():
@@ -96,11 +94,13 @@ def refused(files, path, cache):
 
 def test_what_is_saved_is_loaded(files, disk_cache, saved, empty):
     found = files.load_cache_file(saved, empty)
-    assert (found.models, found.sizes, found.pack) == (["Flux"], ["64x64 batch 1"], "0.1.0")
+    assert (found.models, found.sizes) == (["Flux"], ["64x64 batch 1"]) and header_of(saved)["pack"] == "0.1.0"
     assert found.environment == disk_cache.environment()
     loaded = contents(empty.root)
     assert loaded[f"{NAMES[0]}/aotautograd/ab/entry"] == b"graph" and loaded[f"{NAMES[0]}/ab/abc.best_config"] == b""
-    assert set(loaded) == set(found.members) and not any("triton" in name for name in loaded)
+    assert (
+        set(loaded) == set(found.members) and len(loaded) == len(found.members) and not any("triton" in name for name in loaded)
+    )
 
 
 def test_it_is_named_as_what_it_is(engine, saved):
@@ -216,7 +216,7 @@ def test_another_machine_is_refused_with_both_values(files, disk_cache, saved, e
     [
         "../outside", f"{NAMES[0]}/../../outside", "/tmp/outside", "outside", f"{NAMES[0]}/a/./b", f"{NAMES[0]}//b",
         f"{NAMES[0]}\\..\\outside", "C:/outside", f"{NAMES[0]}/.hidden", f"{NAMES[0]}/a\nb", f"{NAMES[0]}/b:c",
-        f"{NAMES[0]}/NUL", f"{NAMES[0]}/com1.so", "a" * 60_000,
+        "a" * 60_000,
     ],
     ids=lambda name: repr(name[:30]),
 )  # fmt: skip
@@ -230,13 +230,15 @@ def test_a_member_that_leads_elsewhere_is_refused(files, saved, empty, tmp_path,
     assert after == before and not Path("/tmp/outside").exists()
 
 
-def test_a_member_that_is_not_what_the_header_says_is_refused(files, saved, empty):
-    digests = header_of(saved)["members"]
-    rewritten(saved, members=digests | {f"{NAMES[0]}/ab/abc.best_config": "0" * 64})
-    assert "abc.best_config is not what the header says" in refused(files, saved, empty)
+def test_a_file_of_the_format_before_is_loaded(files, saved, empty):
+    digests = dict.fromkeys(files.load_cache_file(saved, empty).members, "0" * 64)
+    empty.clear()
+    rewritten(saved, format="torch-compile-kit cache 3", members=digests)
+    assert files.load_cache_file(saved, empty).members == list(digests)
+    assert (empty.root / NAMES[0] / "aotautograd/ab/entry").read_bytes() == b"graph"
 
 
-@pytest.mark.parametrize("made", [None, "torch-compile-kit cache 2", 7, ["torch-compile-kit cache 3"]])
+@pytest.mark.parametrize("made", [None, "torch-compile-kit cache 2", 7, ["torch-compile-kit cache 4"]])
 def test_another_format_is_refused(files, saved, empty, made):
     rewritten(saved, format=made)
     assert "the format is" in refused(files, saved, empty)
@@ -264,7 +266,7 @@ def test_an_odd_header_is_refused(files, saved, empty, header):
     refused(files, saved, empty)
 
 
-@pytest.mark.parametrize("key", ["members", "pack", "torch", "models", "sizes"])
+@pytest.mark.parametrize("key", ["torch", "models", "sizes"])
 @pytest.mark.parametrize("value", [None, 7, [7], {"a": 7}, {"a": {}}, [["a"]], [None]], ids=str)
 def test_a_header_with_other_types_is_refused(files, saved, empty, key, value):
     rewritten(saved, **{key: value})
@@ -280,7 +282,7 @@ def test_a_member_twice_is_refused(files, saved, empty):
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(saved, "a") as archive:
         archive.writestr(f"{NAMES[0]}/about.json", "{}")
     sealed(saved)
-    assert "list of members is another" in refused(files, saved, empty)
+    assert "in the file twice" in refused(files, saved, empty)
 
 
 def test_nothing_compiled_is_no_file(files, cache, tmp_path):
@@ -319,13 +321,3 @@ def test_large_files_pass_through_little_memory(files, cache, empty, tmp_path):
         tracemalloc.stop()
     assert written < 16 * MIB and loaded < 16 * MIB
     assert (empty.root / NAMES[0] / "large").stat().st_size == 64 * MIB
-
-
-@pytest.mark.parametrize("name", ["CON", "nul", "Com1", "LPT9", "aux.txt", "NUL .tar.gz", "prn ", "CONIN$", "com¹"])
-def test_names_of_devices_are_known(files, name):
-    assert files.is_device(name)
-
-
-@pytest.mark.parametrize("name", ["CONSOLE", "com", "com10", "null", "a.con", "_nul"])
-def test_other_names_are_no_devices(files, name):
-    assert not files.is_device(name)

@@ -37,13 +37,6 @@ def test_a_cache_file_of_ones_own_is_loaded_and_its_folder_closed_to_others(engi
     assert kit.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("name", ["CON", "nul.tckcache", "com1", "aux.txt"])
-def test_the_name_of_a_device_is_no_name_of_a_cache_file(engine, name):
-    with pytest.raises(engine("errors").InvalidSetting, match="the name of a device on Windows"):
-        engine("host.nodes.cache_files").plain_name(name)
-    assert engine("host.nodes.cache_files").plain_name(f"_{name}") == f"_{name.removesuffix('.tckcache')}"
-
-
 class UNetModel(nn.Module):
     """Of SD 1.5, and of SDXL."""
 
