@@ -17,29 +17,26 @@ from ..torch_compat import private
 from .disk import current
 
 logger = logging.getLogger("torch-compile-kit")
-PATIENCE = 300.0
-
-
-class _Preparation:
-    thread: threading.Thread | None = None
+LONGEST_WAIT = 300.0
+_thread: threading.Thread | None = None
 
 
 def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
-    """Start once a process; returns at once.
+    """Start the thread, once a process.
 
     Args:
         on_gpu: the model runs on a CUDA device.
         first: a step of the caller's, before the others.
     """
-    if _Preparation.thread is None:
+    global _thread
+    if _thread is None:
         steps = [*([start_workers] if on_gpu else []), first, import_inductor, trim_cache]
         thread = threading.Thread(target=_run, args=(steps,), name="torch-compile-kit prepare", daemon=True)
-        if started(thread):
-            _Preparation.thread = thread
+        _thread = thread if started(thread) else None
 
 
 def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
-    """Called before inductor is used, and before any lock is taken for it: two threads at the same imports are slower than one.
+    """Wait before inductor is used, and before any lock is taken for it: two threads at the same imports are slower than one.
 
     Args:
         poll: called ten times a second; may raise to stop waiting.
@@ -47,9 +44,8 @@ def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
     Returns:
         Seconds waited.
     """
-    began = time.perf_counter()
-    thread = _Preparation.thread
-    while thread is not None and thread.is_alive() and time.perf_counter() - began < PATIENCE:
+    began, thread = time.perf_counter(), _thread
+    while thread is not None and thread.is_alive() and time.perf_counter() - began < LONGEST_WAIT:
         poll()
         thread.join(0.1)
     return time.perf_counter() - began
@@ -57,16 +53,14 @@ def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
 
 def _run(steps: list[Callable[[], object]]) -> None:
     for step in steps:
-        began = time.perf_counter()
         try:
             step()
-        except Exception as error:  # the compilation does it again, and tells what is wrong
+        except Exception as error:  # the compilation does the same, and tells what is wrong
             logger.debug("%s: %s", step.__name__, error)
-        logger.debug("%s: %.2f s", step.__name__, time.perf_counter() - began)
 
 
 def start_workers() -> None:
-    """Returns at once; nothing happens where PyTorch uses no processes (one core, no Triton)."""
+    """Does nothing where PyTorch uses no processes (one core, no Triton)."""
     private.maybe_warm_pool()
 
 

@@ -294,7 +294,7 @@ def cancelled_waiting(case):
     waiting = Waiting(target=go_on.wait, args=(20,), daemon=True)
     waiting.start()
     with case.monkeypatch.context() as patch:
-        patch.setattr(case.engine("cache.startup")._Preparation, "thread", waiting)
+        patch.setattr(case.engine("cache.startup"), "_thread", waiting)
         try:
             case.raises(INTERRUPTED)
             assert waiting.is_alive() and not case.compiler.calls, "it has waited to the end"

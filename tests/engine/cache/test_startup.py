@@ -9,7 +9,7 @@ def prepare(engine, monkeypatch):
     module, done = engine("cache.startup"), []
     for name in ("start_workers", "import_inductor", "trim_cache"):
         monkeypatch.setattr(module, name, lambda name=name: done.append(name))
-    monkeypatch.setattr(module._Preparation, "thread", None)
+    monkeypatch.setattr(module, "_thread", None)
     return module, done
 
 

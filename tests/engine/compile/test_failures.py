@@ -202,7 +202,7 @@ def test_a_process_without_room_for_another_thread_gets_ready_without(engine, mo
 
     isolation, startup = engine("background.isolation"), engine("cache.startup")
     monkeypatch.setattr(threading.Thread, "start", no_room)
-    monkeypatch.setattr(startup._Preparation, "thread", None)
+    monkeypatch.setattr(startup, "_thread", None)
     isolation.warm_up_beside_loading.__wrapped__()
     startup.prepare(on_gpu=False)
     startup.wait_until_prepared()

@@ -11,7 +11,7 @@ def test_a_run_that_need_not_wait_goes_on_while_another_still_waits(engine, monk
     startup, go_on, waits = engine("cache.startup"), threading.Event(), threading.Event()
     hanging = threading.Thread(target=go_on.wait, args=(120,), daemon=True)
     hanging.start()
-    monkeypatch.setattr(startup._Preparation, "thread", hanging)
+    monkeypatch.setattr(startup, "_thread", hanging)
     polls, right = {"first": 0, "second": 0}, {}
 
     def run(name, width):
@@ -33,7 +33,7 @@ def test_a_run_that_need_not_wait_goes_on_while_another_still_waits(engine, monk
     first.start()
     try:
         assert waits.wait(60)
-        monkeypatch.setattr(startup._Preparation, "thread", None)  # for those who come from now on
+        monkeypatch.setattr(startup, "_thread", None)  # for those who come from now on
         run("second", 16)
         assert right == {"second": True} and first.is_alive()
     finally:
