@@ -146,7 +146,7 @@ def _forms_of_calls(engine, network):
 
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
-    found, structure_of = set(), engine("blocks.structure").structure_of
+    found, structure_of = set(), engine("cache.disk").structure_of
     groups = {
         (key[0], key[1]) for key, group in engine("compile.registry").code_of(network).groups.items() if group.code.compiles
     }

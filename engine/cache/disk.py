@@ -19,6 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from torch import nn
+
 from ..threads import started
 from ..torch_settings import folder_scope
 from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
@@ -123,20 +125,18 @@ class DiskCache:
         logger.warning("the cache folder %s is damaged, %s: it is emptied, and compiled anew", self.root / name, reason)
         _empty(self.root / name, ABOUT, CHOICES)
 
-    def recall(self, name: str, key: str) -> str | None:
+    def recall(self, network: nn.Module, key: str) -> str | None:
         """What `remember` has kept, in this process or an earlier one."""
-        return read_json(self.root / name / CHOICES).get(key)
+        return read_json(self.root / folder_of(network) / CHOICES).get(key)
 
-    def remember(self, name: str, owner: str, key: str, value: str) -> None:
-        """Keep a choice that compiled code depends on, so that the next process makes the same.
+    def remember(self, network: nn.Module, key: str, value: str) -> None:
+        """Keep a choice that the compiled code of a network depends on, so that the next process makes the same choice.
 
-        Args:
-            name: of the folder; it travels and goes like those of groups.
-            owner: class it is about, for people who look into the folder.
+        The choice lies in a folder that is limited and packed into files like the folders of groups.
         """
         try:
-            self._make(name, owner)
-            file = self.root / name / CHOICES
+            self._make(folder_of(network), type(network).__name__)
+            file = self.root / folder_of(network) / CHOICES
             write_json(file, read_json(file) | {key: value})
         except OSError as error:
             logger.warning("%s is not kept in %s: %s", value, self.root, error)
@@ -321,13 +321,33 @@ def folder_name(block: str, structure: tuple) -> str:
 
     Args:
         block: class of the blocks.
-        structure: see `structure.structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are
-            left out, since custom packs are named by the folder they are in.
+        structure: see `structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are left out,
+            since custom packs are named by the folder they are in.
     """
     layers, *tensors = structure
     layers = tuple((name, *rest) for name, _module, *rest in layers)
     text = json.dumps([environment(), block, layers, tensors])
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def folder_of(network: nn.Module) -> str:
+    """The name of the folder in which the choices of a whole network lie."""
+    return folder_name(type(network).__name__, structure_of(network))
+
+
+def structure_of(block: nn.Module) -> tuple:
+    """What blocks must share to share graphs: classes of the layers, what they go without, and shapes of the weights."""
+    layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
+    weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
+    return layers, weights, buffers
+
+
+def _absent(module: nn.Module) -> tuple[str, ...]:
+    """Options that a composite layer does not use (a window of attention); the host keeps its own books on leaves only."""
+    if not module._modules:
+        return ()
+    return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))
 
 
 def _remove_group(folder: Path) -> int:

@@ -16,8 +16,7 @@ from ..blocks.convolutions import is_convolutional, parts_of
 from ..blocks.duplicate_classes import Twin
 from ..blocks.methods import MethodsNow
 from ..blocks.state import BlockState
-from ..blocks.structure import structure_of
-from ..cache.disk import folder_name
+from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class

@@ -1,6 +1,6 @@
-"""Whether the calls of a model are replayed from CUDA graphs: where that is possible, and where it pays.
+"""Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
 
-It pays where the GPU waits for the CPU in eager steps: measured, not by the model's name.
+Graphs pay where the GPU waits for the CPU in eager steps: measured, not by the model's name.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from ...blocks.structure import structure_of
-from ...cache.disk import current, folder_name
+from ...cache.disk import current
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...per_model import PerModel
 from ...settings import CompileSettings
 
-MEMORY = "graphs"
 # Of the time that launching a call takes, what the GPU goes on working behind it where it is the GPU that limits.
 SHARE = 0.3
 # Versions of PyTorch with which captures from memory of cudaMallocAsync are known to work (tests/captures_async.py). A capture
@@ -42,10 +40,10 @@ class Way(enum.Enum):
 def way_of_call(
     settings: CompileSettings, network: nn.Module, device: torch.device, synchronous: bool, notes: list[str]
 ) -> Way:
-    """Decided for each call: what is known of the model grows meanwhile.
+    """How the next call of the network runs; the answer changes once `measure` has timed a call.
 
     Args:
-        synchronous: code that is not there is waited for in this call.
+        synchronous: the call waits for code that is not compiled yet.
         notes: gets the reason when the user has asked for graphs and there can be none.
     """
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
@@ -86,11 +84,11 @@ def no_graphs(device: torch.device) -> str | None:
 
 @dataclass
 class Payoff:
-    """What is known of a model.
+    """Whether CUDA graphs pay for a model.
 
     Args:
         calls: eager calls so far; the first also loads weights.
-        pays: None until it has been measured.
+        pays: None until `measure` has timed a call.
     """
 
     calls: int = 0
@@ -101,19 +99,18 @@ payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
 
 
 def recall(network: nn.Module) -> bool | None:
-    """Whether graphs pay for it; None if nobody has measured it, in this process or before a restart."""
-    found, cache = payoff_of(network), current()
-    if found.pays is None and found.calls == 0 and cache is not None:
-        known = cache.recall(_folder(network), MEMORY)
-        found.pays = {"pay": True, "do not pay": False}.get(known) if known is not None else None
-    return found.pays
+    """Whether graphs pay for the network; None if neither this process nor an earlier one has measured it."""
+    payoff, cache = payoff_of(network), current()
+    if payoff.pays is None and payoff.calls == 0 and cache is not None:
+        payoff.pays = {"pay": True, "do not pay": False}.get(cache.recall(network, "graphs") or "")
+    return payoff.pays
 
 
 def measure(network: nn.Module, call: Callable[[], object]) -> object:
     """Make an eager call, and see from the second on whether the GPU is still busy when all of it has been launched."""
-    found = payoff_of(network)
-    found.calls += 1
-    if found.calls == 1:
+    payoff = payoff_of(network)
+    payoff.calls += 1
+    if payoff.calls == 1:
         return call()
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -121,21 +118,17 @@ def measure(network: nn.Module, call: Callable[[], object]) -> object:
     launched = time.perf_counter()
     torch.cuda.synchronize()
     behind = (time.perf_counter() - launched) / (launched - began)
-    found.pays = behind < SHARE
+    payoff.pays = behind < SHARE
     logger.info(
         "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
-        "pay" if found.pays else "would not pay",
+        "pay" if payoff.pays else "would not pay",
         100 * behind,
     )
     cache = current()
     if cache is not None:
-        cache.remember(_folder(network), type(network).__name__, MEMORY, "pay" if found.pays else "do not pay")
+        cache.remember(network, "graphs", "pay" if payoff.pays else "do not pay")
     return result
-
-
-def _folder(network: nn.Module) -> str:
-    return folder_name(type(network).__name__, structure_of(network))
 
 
 def note(notes: list[str], text: str) -> None:

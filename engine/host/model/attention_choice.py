@@ -10,8 +10,7 @@ import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
-from ...blocks.structure import structure_of
-from ...cache.disk import current, folder_name
+from ...cache.disk import current
 from ...compile.call_shapes import copied_containers
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
@@ -20,10 +19,9 @@ from ...per_model import PerModel
 from ...settings import CompileSettings
 from .call_info import OPTIONS_AT
 
-MEMORY = "attention"
 logger = logging.getLogger("torch-compile-kit")
 
-# Per model, what the input asked for -> the kernel found. One that changed with the length of the prompt would recompile.
+# Per model, what the input asked for -> the kernel. A kernel that changed with the length of the prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 # Where newer hosts keep the attention that a checkpoint or a LoRA asks for (0.38, comfy/ldm/modules/attention.py), if it does.
 _preferences: PerModel[list[nn.Module]] = PerModel(
@@ -57,8 +55,8 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
         executor: of an APPLY_MODEL wrapper; called once more to measure, if the user `waits`.
 
     Returns:
-        The arguments, and what to call when an eager call with them is over: it tells what the model asks for, and nothing is
-        compiled before the kernel is known.
+        The arguments, and a function to call after an eager call with them, which measures what the model has asked for:
+        nothing is compiled before a kernel is chosen.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
     if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
@@ -68,8 +66,8 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
     if wanted == "auto" and _prefers_its_own(base_model.diffusion_model):
         _keep(base_model, wanted, CHECKPOINT)  # an override would come before it (`wrap_attn`)
     elif chosen.get(wanted) in (None, CHECKPOINT):
-        known = _recalled(wanted, base_model.diffusion_model)
-        if known is None:
+        recalled = _recalled(wanted, base_model.diffusion_model)
+        if recalled is None:
             survey = AttentionSurvey(wanted)
             if not waits:
                 return _with_override(args, survey), functools.partial(_choose, base_model, survey)
@@ -77,7 +75,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
             executor(*_with_override(once, survey), **once_options)
             _choose(base_model, survey)
         else:
-            _keep(base_model, wanted, known)
+            _keep(base_model, wanted, recalled)
     override = override_for(chosen[wanted])
     return (args if override is None else _with_override(args, override)), None
 
@@ -94,7 +92,7 @@ def _prefers_its_own(network: nn.Module) -> bool:
 def _recalled(wanted: str, network: nn.Module) -> str | None:
     """What was measured before a restart: another choice would have to be compiled again."""
     cache = current()
-    choice = cache.recall(_folder(network), MEMORY) if cache is not None and _is_kept(wanted) else None
+    choice = cache.recall(network, "attention") if cache is not None and _is_kept(wanted) else None
     return choice if isinstance(choice, str) and (choice == "host" or override_for(choice) is not None) else None
 
 
@@ -108,7 +106,7 @@ def _choose(base_model, survey: AttentionSurvey) -> None:
     network, cache, best = base_model.diffusion_model, current(), survey.best()
     _keep(base_model, survey.wanted, best)
     if cache is not None and _is_kept(survey.wanted) and survey.complete:
-        cache.remember(_folder(network), type(network).__name__, MEMORY, best)
+        cache.remember(network, "attention", best)
 
 
 def _keep(base_model, wanted: str, choice: str) -> None:
@@ -116,10 +114,6 @@ def _keep(base_model, wanted: str, choice: str) -> None:
     if chosen.get(wanted) != choice:
         chosen[wanted] = choice
         logger.info("%s: attention: %s", type(base_model).__name__, in_words(choice))
-
-
-def _folder(network: nn.Module) -> str:
-    return folder_name(type(network).__name__, structure_of(network))
 
 
 def _with_override(args: tuple, override) -> tuple:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from torch import nn
 
-from ...blocks.structure import structure_of
 from ...cache.archive import CacheFile, CacheFileError, load_cache_file, write_cache_file
-from ...cache.disk import DiskCache, folder_name
+from ...cache.disk import DiskCache, folder_of
 from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
@@ -130,8 +129,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
     folders = {group.folder for _name, _network, groups in models for group in groups if group.stats.graphs}
-    # With the attention kernel they are compiled for.
-    folders |= {folder_name(type(network).__name__, structure_of(network)) for _name, network, _groups in models}
+    folders |= {folder_of(network) for _name, network, _groups in models}  # the attention kernel they are compiled for
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, cache, folders, pack_version(), titles, sizes)
     return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {', '.join([*titles, *sizes])}"

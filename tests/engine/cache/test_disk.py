@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 NAMES = ["0" * 12, "1" * 12, "2" * 12]
@@ -178,10 +179,10 @@ def test_the_limit_can_be_set(disk_cache, monkeypatch, given, gib):
     assert disk_cache.limit_in_bytes(7) == int((gib if given else 7) * 1024**3), "the variable goes before the setting"
 
 
-def test_the_name_of_a_folder_depends_on_the_structure_alone(engine, disk_cache):
+def test_the_name_of_a_folder_depends_on_the_structure_alone(disk_cache):
     from support import Net
 
-    structure = engine("blocks.structure").structure_of
+    structure = disk_cache.structure_of
     first, second = Net(count=2).blocks
     assert disk_cache.folder_name("Block", structure(first)) == disk_cache.folder_name("Block", structure(second))
     others = [
@@ -192,9 +193,11 @@ def test_the_name_of_a_folder_depends_on_the_structure_alone(engine, disk_cache)
 
 
 def test_a_choice_is_recalled(cache):
-    assert cache.recall(NAMES[0], "attention") is None
-    cache.remember(NAMES[0], "Net", "attention", "cudnn")
-    assert cache.recall(NAMES[0], "attention") == "cudnn"
+    net = torch.nn.Linear(2, 2)
+    assert cache.recall(net, "attention") is None
+    cache.remember(net, "attention", "cudnn")
+    assert cache.recall(torch.nn.Linear(2, 2), "attention") == "cudnn"
+    assert cache.recall(torch.nn.Linear(2, 3), "attention") is None
 
 
 def test_it_knows_whether_this_machine_has_compiled_as_it_is_now(engine, cache, monkeypatch):
@@ -230,14 +233,16 @@ def restarted(disk_cache, cache):
 
 
 @pytest.mark.parametrize("damaged", [{"a_so": b""}, {"a_so": bytes(64)}, {"a_cubin": b""}, {"a_json": b""}, {"a_py": b""}])
-def test_a_folder_with_empty_files_is_compiled_anew(cache, restarted, damaged, caplog):
-    folder = filled(cache, whole_so=ELF, **damaged)
-    cache.remember(NAMES[0], "Net", "attention", "cudnn")
+def test_a_folder_with_empty_files_is_compiled_anew(cache, disk_cache, restarted, damaged, caplog):
+    net = torch.nn.Linear(2, 2)
+    name = disk_cache.folder_of(net)
+    folder = filled(cache, name, whole_so=ELF, **damaged)
+    cache.remember(net, "attention", "cudnn")
     after = restarted()
-    after.enter(NAMES[0], "Block")
-    after.exit(NAMES[0])
+    after.enter(name, "Linear")
+    after.exit(name)
     assert sorted(entry.name for entry in folder.iterdir()) == ["about.json", "choices.json"]
-    assert after.recall(NAMES[0], "attention") == "cudnn"
+    assert after.recall(net, "attention") == "cudnn"
     assert str(folder) in caplog.text and "compiled anew" in caplog.text
 
 
