@@ -152,7 +152,7 @@ def _check_digest(file: BinaryIO, name: str) -> None:
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Turn any error of reading the file into a refusal: its digest fits, so the file is not damaged but made otherwise."""
+    """Turn any error of reading the file into a refusal: its digest fits, so the file is not damaged but of another origin."""
     try:
         yield
     except _UNREADABLE as error:

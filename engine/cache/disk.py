@@ -1,8 +1,8 @@
-"""A lasting place for what inductor writes: compiled graphs, kernels, the choices of autotuning.
+"""Keep what inductor writes (compiled graphs, kernels, the choices of autotuning) in a folder for each block group.
 
-PyTorch's own is in the system's temp folder, one for all. Here each block group has a folder: it is inductor's folder while a
-block of the group compiles, and only then, so that the plain `torch.compile` of others keeps its own; the folders that were not
-used for longest go first when all are too large; and one model's can be packed into a file (`cache/archive.py`).
+PyTorch's default is one folder for all in the system's temp folder. The folder of a block group is inductor's while a block of
+the group compiles, and only then, so that the plain `torch.compile` of others keeps PyTorch's. When all folders are too large
+together, the least recently used are removed. The folders of one model can be packed into a file (`cache/archive.py`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DiskCache:
     """The folders of all groups below one root.
 
     Args:
-        root: made when missing.
+        root: created when missing.
         limit: bytes that all folders may have together.
     """
 
@@ -162,7 +162,7 @@ class DiskCache:
         return sorted(folders, key=_last_used)
 
     def has_current(self) -> bool:
-        """Whether one was made by the same versions on the same device."""
+        """Whether a folder was written by the same versions on the same device."""
         now = environment().items()
         return any(now <= read_json(folder / ABOUT).items() for folder in self.folders())
 
@@ -292,15 +292,8 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
 
 
 def was_opened_before(folder: Path) -> bool:
-    """Whether one of the folders that `open_cache` would use is there; none is made."""
-    return any(_is_folder(place[-1]) for place in _places(folder))
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
+    """Whether one of the folders that `open_cache` would use is there; creates none."""
+    return any(os.path.isdir(place[-1]) for place in _places(folder))  # not Path.is_dir, which may raise PermissionError
 
 
 def _places(folder: Path) -> list[list[Path]]:
@@ -344,7 +337,7 @@ def structure_of(block: nn.Module) -> tuple:
 
 
 def _absent(module: nn.Module) -> tuple[str, ...]:
-    """Options that a composite layer does not use (a window of attention); the host keeps its own books on leaves only."""
+    """Options that a composite layer does not use (a window of attention). Leaves are left out: ComfyUI keeps state on them."""
     if not module._modules:
         return ()
     return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))

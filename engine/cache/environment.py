@@ -1,4 +1,4 @@
-"""What the disk cache depends on beside the model: versions, device, and the user's variables."""
+"""Tell what the disk cache depends on beside the model: versions, device, and the user's variables."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ CPU_INFO = Path("/proc/cpuinfo")  # Linux
 
 def limit_in_bytes(setting: object = None) -> int:
     """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else the user's setting in GiB, else 2 GiB."""
-    for name, given in ((LIMIT, os.environ.get(LIMIT)), ("the setting", setting)):
-        if given is None or given == "":
+    for name, limit in ((LIMIT, os.environ.get(LIMIT)), ("the setting", setting)):
+        if limit is None or limit == "":
             continue
         try:
-            gib = float(given)  # type: ignore[arg-type]
+            gib = float(limit)  # type: ignore[arg-type]
             if gib < 0:
                 raise ValueError
             return int(gib * 1024**3)  # no int can be made of nan and inf, which 1e300 GiB are in bytes
         except (TypeError, ValueError, OverflowError):
-            logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(given), DEFAULT_GIB)
+            logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(limit), DEFAULT_GIB)
             break
     return int(DEFAULT_GIB * 1024**3)
 

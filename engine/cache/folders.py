@@ -1,4 +1,4 @@
-"""Folders that hold code: who may write them, what in them is damaged, what a killed process has left in them."""
+"""Check folders that hold code: who may write them, what in them is damaged, what a killed process has left in them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NEVER_EMPTY = {".so", ".pyd", ".dll", ".dylib", ".cubin", ".hsaco", ".json", ".p
 # Another process may be writing a file that is younger.
 WRITTEN_SECONDS = 60
 LEFTOVER_SECONDS = 3600
-# Of cache files. Of our own: .safetensors stands for "no code inside".
+# Of cache files. Not .safetensors, which stands for "no code inside".
 SUFFIX = ".tckcache"
 UNTRUSTED = ".untrusted"  # appended to the name of a cache file that others could have written
 KIND = re.compile(r"[0-9a-f]{12}")  # the folder of a group of blocks, see `disk.folder_name`
@@ -80,21 +80,21 @@ def close_to_others(folder: Path) -> bool:
     folder.mkdir(mode=0o700, exist_ok=True)
     if not hasattr(os, "geteuid"):
         return False
-    found = folder.stat()
-    if found.st_uid != os.geteuid():
+    status = folder.stat()
+    if status.st_uid != os.geteuid():
         raise PermissionError(
-            f"{folder} belongs to another user (uid {found.st_uid}, this is {os.geteuid()}), and what is in it would be run: "
+            f"{folder} belongs to another user (uid {status.st_uid}, this is {os.geteuid()}), and what is in it would be run: "
             "change its owner, or remove it"
         )
-    if not found.st_mode & OTHERS:
+    if not status.st_mode & OTHERS:
         return False
     with suppress(OSError):
         folder.chmod(0o700)
-    if not _others_may_write(found):
+    if not _others_may_write(status):
         return False
     if _others_may_write(folder.stat()):
-        raise NoRightsError(f"others may write into {folder} ({stat.filemode(found.st_mode)}), and its drive keeps no rights")
-    logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(found.st_mode))
+        raise NoRightsError(f"others may write into {folder} ({stat.filemode(status.st_mode)}), and its drive keeps no rights")
+    logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(status.st_mode))
     for file in folder.glob(f"*{SUFFIX}"):
         written = file.lstat()
         if written.st_uid != os.geteuid() or _others_may_write(written):
@@ -103,9 +103,9 @@ def close_to_others(folder: Path) -> bool:
     return True
 
 
-def _others_may_write(found: os.stat_result) -> bool:
-    mode = found.st_mode
-    return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and found.st_gid != _private_group())
+def _others_may_write(status: os.stat_result) -> bool:
+    mode = status.st_mode
+    return bool(mode & stat.S_IWOTH) or (bool(mode & stat.S_IWGRP) and status.st_gid != _private_group())
 
 
 def _private_group() -> int | None:
@@ -199,14 +199,14 @@ def files_in(folder: Path) -> Iterator[str]:
 def read_json(file: Path) -> dict:
     """Empty where there is none, or none that can be read."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        return found if isinstance(found, dict) else {}
+        content = json.loads(file.read_text(encoding="utf-8"))
+        return content if isinstance(content, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
 
 def write_json(file: Path, content: object, indent: int | None = None) -> None:
     """Whole or not at all."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as made:
-        made.write(json.dumps(content, indent=indent))
-    os.replace(made.name, file)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as out:
+        out.write(json.dumps(content, indent=indent))
+    os.replace(out.name, file)

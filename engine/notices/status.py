@@ -1,4 +1,4 @@
-"""One line for a node in the page: what is made for its model, and what the steps that ran have taken since."""
+"""Show a line on a node in the page: whether its model compiles, and what the steps have taken since."""
 
 from __future__ import annotations
 

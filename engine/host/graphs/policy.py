@@ -20,9 +20,9 @@ from ...cuda_graphs.capture import graphs_of
 from ...per_model import PerModel
 from ...settings import CompileSettings
 
-# Of the time that launching a call takes, what the GPU goes on working behind it where it is the GPU that limits.
+# Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
 SHARE = 0.3
-# Versions of PyTorch with which captures from memory of cudaMallocAsync are known to work (tests/captures_async.py). A capture
+# Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture
 # that fails can end the process, so other versions run without graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
 logger = logging.getLogger("torch-compile-kit")

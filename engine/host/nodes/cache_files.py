@@ -1,4 +1,4 @@
-"""The cache files of the host's user: save what is compiled for a model, load it on another machine."""
+"""Save what is compiled for a model into a file of the host's user, and load it on another machine."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 def cache_files() -> list[str]:
     """The cache files that the user has put or saved into the folder, newest first."""
     try:
-        found = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
+        files = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
     except OSError:
         return []
-    return [file.name for file in sorted(found, key=lambda file: -file.stat().st_mtime)]
+    return [file.name for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
 
 
 def plain_name(filename: str) -> str:
@@ -151,13 +151,13 @@ def load_cache(filename: str) -> str:
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if cache is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
-        found = _load(kit_folder() / filename, cache)
+        header = _load(kit_folder() / filename, cache)
     except (CacheFileError, OSError) as error:
         text = f"Compile cache not loaded, blocks compile as ever: {error}"
         logger.warning("%s", text)
         return text
-    what = "; ".join(filter(None, (", ".join(found.models), ", ".join(found.sizes))))  # of some code no sizes are known
-    text = f"{filename}: {len(found.members)} files for {what}"
+    what = "; ".join(filter(None, (", ".join(header.models), ", ".join(header.sizes))))  # some code has no sizes
+    text = f"{filename}: {len(header.members)} files for {what}"
     logger.info("%s", text)
     return text
 
