@@ -24,29 +24,30 @@ def contents_of(function: types.FunctionType) -> list[object]:
     return [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
 
 
-def codes_behind(function: object) -> frozenset[types.CodeType | type]:
-    """The code of a callable and of all callables that it holds: in its closure, as arguments of a partial, on its `self`.
+def codes_behind(function: object) -> tuple[types.CodeType | type, ...]:
+    """The code of a callable, and then of all callables that it holds: in its closure, as a partial's arguments, on its `self`.
 
     Of an object that is called, its class. A module is not looked into.
     """
-    codes: set[types.CodeType | type] = set()
-    seen, waiting = set(), [function]
+    codes: dict[types.CodeType | type, None] = {}
+    seen: set[int] = set()
+    waiting = [function]
     while waiting:
         callee = waiting.pop()
         if id(callee) in seen or len(seen) > MOST_CALLEES:
             continue
         seen.add(id(callee))
         if isinstance(callee, types.FunctionType):
-            codes.add(callee.__code__)
+            codes[callee.__code__] = None
             waiting += contents_of(callee)
         elif isinstance(callee, types.MethodType):
             waiting += [callee.__func__, *_callables_of(callee.__self__)]
         elif isinstance(callee, functools.partial):
             waiting += [callee.func, *callee.args, *callee.keywords.values()]
         elif callable(callee) and not isinstance(callee, type | nn.Module | types.BuiltinFunctionType):
-            codes.add(type(callee))
+            codes[type(callee)] = None
             waiting += [vars(type(callee)).get("__call__"), *_callables_of(callee)]
-    return frozenset(codes)
+    return tuple(codes)
 
 
 def _callables_of(owner: object) -> list[object]:

@@ -47,9 +47,24 @@ class SharedScope:
         finally:
             self.exit()
 
+    @contextmanager
+    def wrapping(self, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
+        """Exchange functions for `wrapper(function)` until the block ends; overlapping users share the first one's wrapper."""
+        with _lock:
+            saved = self._saved.get(self._scope(), {})
+            functions = {name: self._switches[name][0]() for name in wrappers if name in self._switches and name not in saved}
+            self.enter(**{name: wrappers[name](function) for name, function in functions.items() if function is not None})
+        try:
+            yield
+        finally:
+            self.exit()
+
+    def _scope(self) -> int:
+        return threading.get_ident() if self._of_thread else 0
+
     def enter(self, **values: object) -> None:
         with _lock:
-            scope = threading.get_ident() if self._of_thread else 0
+            scope = self._scope()
             if not self._users.get(scope):
                 self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
             self._users[scope] = self._users.get(scope, 0) + 1
@@ -64,7 +79,7 @@ class SharedScope:
 
     def exit(self) -> None:
         with _lock:
-            scope = threading.get_ident() if self._of_thread else 0
+            scope = self._scope()
             self._users[scope] -= 1
             if not self._users[scope]:
                 del self._users[scope]
@@ -136,8 +151,8 @@ def _variable(name: str) -> tuple:
 
 def _forget_folder() -> None:
     """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it keeps (codecache.py)."""
-    clear = "torch._inductor.codecache" in sys.modules and getattr(private.local_cache_path, "cache_clear", None)
-    if clear:
+    clear = getattr(private.local_cache_path, "cache_clear", None) if private.is_imported("local_cache_path") else None
+    if clear is not None:
         clear()
 
 

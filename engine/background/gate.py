@@ -158,18 +158,16 @@ def _asking(found: Callable) -> Callable:
     return asks
 
 
-_methods = {name: private.switch(name, late=True) for name in _BUSIEST}
-_scope = SharedScope(_methods)
+_scope = SharedScope({name: private.switch(name, late=True) for name in _BUSIEST})
 
 
 @contextmanager
 def waiting_at_gate() -> Iterator[None]:
     """While it lasts, this thread waits where the gate is closed."""
     gate.begin_job()
-    methods = {name: read() for name, (read, _write) in _methods.items()}
     _waiters.add(threading.get_ident())
     try:
-        with _scope.applied(**{name: _asking(method) for name, method in methods.items() if method}):
+        with _scope.wrapping(**dict.fromkeys(_BUSIEST, _asking)):
             yield
     finally:
         _waiters.discard(threading.get_ident())

@@ -30,9 +30,9 @@ def _unknown(*_args: object, **_kwargs: object) -> dict:
     raise RuntimeError("a thread that compiles asks for no statistics of memory")  # inductor then goes on without
 
 
-def _another_for_isolated(found: Callable, ours: Callable) -> Callable:
-    """A function that is another one for isolated threads."""
-    return lambda *args, **kwargs: (ours if _is_isolated() else found)(*args, **kwargs)
+def _dispatch_by_thread(ours: Callable) -> Callable[[Callable], Callable]:
+    """A wrapper for which isolated threads run `ours`, the others the function that is wrapped."""
+    return lambda original: lambda *args, **kwargs: (ours if _is_isolated() else original)(*args, **kwargs)
 
 
 _fx = private.fx_symbolic_trace
@@ -66,7 +66,8 @@ def _is_fx_symbolic_tracing() -> bool:
     return traced and not torch.compiler.is_compiling()
 
 
-_switches = {key: switch for key, (switch, _) in _REPLACED.items()}
+_functions = SharedScope({key: switch for key, (switch, _) in _REPLACED.items()})
+_switches: dict[str, tuple] = {}
 if hasattr(_fx, "_is_fx_tracing_flag") and hasattr(_fx, "is_fx_symbolic_tracing"):  # others keep it for each thread
     _switches["tracing"] = attribute(_fx.is_fx_symbolic_tracing, "__code__")
     _switches["traces"] = (lambda: None), (lambda function: _name_in_fx(function))
@@ -79,17 +80,18 @@ def _name_in_fx(function: Callable | None) -> None:
         _fx.__dict__["torch_compile_kit_traces"] = function
 
 
-_scope = SharedScope(_switches)
+_fx_scope = SharedScope(_switches)
 
 
 @contextmanager
 def isolated() -> Iterator[None]:
     """While it lasts, what compiling on this thread does to the process stays with the thread."""
-    originals = {key: (read(), ours) for key, ((read, _write), ours) in _REPLACED.items()}
-    replaced = {key: _another_for_isolated(found, ours) for key, (found, ours) in originals.items() if found is not None}
     _isolated.add(threading.get_ident())
     try:
-        with _scope.applied(traces=_is_isolated, **replaced, tracing=_is_fx_symbolic_tracing.__code__):
+        with (
+            _functions.wrapping(**{key: _dispatch_by_thread(ours) for key, (_, ours) in _REPLACED.items()}),
+            _fx_scope.applied(traces=_is_isolated, tracing=_is_fx_symbolic_tracing.__code__),
+        ):
             yield
     finally:
         _isolated.discard(threading.get_ident())

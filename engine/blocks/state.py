@@ -17,7 +17,7 @@ from ..closures import codes_behind
 from ..forwards import given_forward
 from .methods import Methods, MethodsNow
 
-Code = frozenset[types.CodeType | type]
+Code = tuple[types.CodeType | type, ...]
 T = TypeVar("T")
 
 

@@ -29,8 +29,7 @@ def as_numbers() -> Iterator[None]:
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         yield
         return
-    launchers = {name: read() for name, (read, _write) in _LAUNCHERS.items()}
-    with _scope.applied(**{name: _with_addresses(launcher) for name, launcher in launchers.items() if launcher is not None}):
+    with _scope.wrapping(**dict.fromkeys(_LAUNCHERS, _with_addresses)):
         yield
 
 

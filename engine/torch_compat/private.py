@@ -112,6 +112,7 @@ NAMES = {
     "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.13 keys do not depend on libdevice
     # Inductor.
     "compile_fx": PrivateName("torch._inductor.compile_fx", "inductor is not used"),
+    "compile_fx_function": PrivateName("torch._inductor.compile_fx:compile_fx", "inductor is not used"),
     "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),
     "decomp_table_in_use": PrivateName("torch._inductor.compile_fx:select_decomp_table", _NO_REPLACEMENTS),
     "list_mode_options": PrivateName("torch._inductor:list_mode_options", "every mode is as default", lambda mode: {}),
@@ -165,6 +166,12 @@ def _find(entry: PrivateName) -> Any:
         if entry.without:
             logger.warning("PyTorch %s has no %s: %s (%s)", torch.__version__, entry.path, entry.without, error)
         return entry.instead
+
+
+def is_imported(name: str) -> bool:
+    """Whether PyTorch has imported the module of a name, to its end or at least as far as that."""
+    module, _, attribute = NAMES[name].path.partition(":")
+    return module in sys.modules and (not attribute or hasattr(sys.modules[module], attribute.partition(".")[0]))
 
 
 @functools.cache

@@ -262,6 +262,7 @@ HOST = {
 
 # Attributes of what the pack calls a patcher; the host's class has them, or gives them to `self`.
 PATCHER = {
+    "set_attachments": called(2),
     "clone": READ,
     "model": READ,
     "model_options": READ,

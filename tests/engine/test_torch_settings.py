@@ -168,3 +168,29 @@ def test_blocks_are_compiled_with_tritons_own_library(toolkit, engine, monkeypat
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, *_args, **_options: seen.append(chosen()) or graph)
     CompiledNet(engine, Net(), backend="inductor").at_once(torch.randn(2, 4, 8))
     assert len(seen) == 1 and seen[0][0] == seen[0][1] and "triton" in seen[0][0] and chosen() == (None, None)
+
+
+def test_users_that_take_turns_share_one_wrapper(engine):
+    """Without a moment in which nobody is inside: each would wrap the wrapper of the one before."""
+
+    def plain():
+        return 1
+
+    functions, taken = {"function": plain}, []
+    switch = functools.partial(functions.get, "function"), functools.partial(functions.__setitem__, "function")
+    scope = engine("torch_settings").SharedScope({"function": switch})
+
+    def wrapper(function):
+        taken.append(function)
+        return lambda: function() + 1
+
+    before = scope.wrapping(function=wrapper)
+    before.__enter__()
+    for _ in range(5):
+        turn = scope.wrapping(function=wrapper)
+        turn.__enter__()
+        before.__exit__(None, None, None)
+        assert functions["function"]() == 2
+        before = turn
+    before.__exit__(None, None, None)
+    assert functions["function"] is plain and taken == [plain]

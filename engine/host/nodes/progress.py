@@ -12,10 +12,9 @@ from ...compile.events import monitor
 from ...notices import status
 from ...notices.words import say
 from ...threads import started
+from ...torch_compat import private
 
 SECONDS_BETWEEN_TEXTS = 1.0
-# What PyTorch imports for the first compilation, which takes seconds.
-COMPILER = "torch._inductor.compile_fx"
 
 
 class WarmupProgress:
@@ -100,7 +99,7 @@ class WarmupProgress:
         block = self._compiling
         if block is None:
             how = say("sampling") if self._stepped or self._seen else say("loadingModel")
-        elif self._inductor and not hasattr(sys.modules.get(COMPILER), "compile_fx"):
+        elif self._inductor and not private.is_imported("compile_fx_function"):
             how = say("loadingCompiler")
         else:
             how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))

@@ -63,13 +63,15 @@ class _Streams:
         pair.reverse()
         stream = pair[0]
         stream.wait_stream(comfy.model_management.current_stream(device))  # the buffer's last user is queued there
-        theirs = comfy.model_management.get_offload_stream
         self._taken.stream = stream
         try:
-            with self._scope.applied(stream=lambda device: getattr(self._taken, "stream", None) or theirs(device)):
+            with self._scope.wrapping(stream=self._of_this_thread):
                 yield
         finally:
             self._taken.stream = None
+
+    def _of_this_thread(self, hosts: Callable) -> Callable:
+        return lambda device: getattr(self._taken, "stream", None) or hosts(device)
 
 
 def _write(function: Callable) -> None:

@@ -71,7 +71,9 @@ class LimitedLoad:
         for wrapper in self.get_wrappers(WrappersMP.PREPARE_SAMPLING, KEY):
             (kept,) = wrapper.args
             lowvram_model_memory, full_load = kept if full_load else min(kept, lowvram_model_memory), False
-        return super().load(device_to, lowvram_model_memory, force_patch_weights, full_load, **more)  # type: ignore[misc]
+        # By their names, as the host gives them: the `load` of GGUF's patchers takes one of them by its name alone.
+        more |= {"lowvram_model_memory": lowvram_model_memory, "force_patch_weights": force_patch_weights}
+        return super().load(device_to, full_load=full_load, **more)  # type: ignore[misc]
 
 
 def _unload_rest(kept: int, executor: Any, patcher: Any, *args: Any, **kwargs: Any) -> object:

@@ -57,6 +57,23 @@ def test_as_much_is_left_out_as_was_asked_for(runs, swap, compiled):
     swapped.detach()
 
 
+def test_a_patcher_whose_load_takes_names_alone(runs, swap):
+    import comfy.model_patcher
+
+    class Patcher(comfy.model_patcher.ModelPatcher):
+        """As that of ComfyUI-GGUF."""
+
+        def load(self, *args, force_patch_weights=False, **kwargs):
+            super().load(*args, force_patch_weights=True, **kwargs)
+
+    patcher = runs.patcher.clone()
+    patcher.__class__ = Patcher
+    found = swap(patcher, 2)
+    loaded, layers = loaded_by(found.patcher)
+    assert loaded <= runs.patcher.model_size() - found.size and layers
+    found.patcher.detach()
+
+
 def test_a_model_that_was_loaded_whole_is_unloaded_to_it(runs, swap):
     expected = runs.run(runs.patcher)
     assert runs.patcher.model.model_loaded_weight_memory == runs.patcher.model_size()
