@@ -1,4 +1,4 @@
-"""Hold what PyTorch has compiled for one block group, and call it."""
+"""Compile the forward of one block group and call it; run eager what cannot be compiled, or stop where the user wants that."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import time
 import types
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -19,13 +20,12 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job
 from ..cache.disk import current as current_cache
 from ..errors import BlockCompileError
-from ..failures.describe import describe_failure, is_limit_hit, never_swallowed
+from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
 from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
 from .call_shapes import Changed, traced_state
 from .events import monitor
-from .fallback import Fallback
 from .session import DYNAMIC, STATIC, CompileSession
 from .stats import CompileStats
 from .traced_graph import backend_for, current, dead_code
@@ -40,6 +40,10 @@ on_compile_failure: list[Callable[[nn.Module], bool]] = []
 _excluded_at = 0.0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
+# In how many new runs code is compiled again that failed for a reason that may have passed.
+RETRIES = 3
+# More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
+PATCH_VARIANTS = 4
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -59,6 +63,11 @@ class BlockCode:
         is_tracing: Dynamo traces it in a call.
         version: goes up when what was compiled is discarded.
         writes_in_place: some graph of it writes into a tensor, perhaps an input.
+        failure: why all calls run eager.
+        limit_reached: calls with new shapes run eager.
+        _retries: how often `failure` has been forgotten since a graph was lowered.
+        _patch_variants: by shapes, how often it was traced for them in calls one after the other.
+        _traced_in: the model's call in which it was last traced for `_patch_variants`.
         _traced: what it was traced for, see `_switches`.
         _traced_from: when the model's call began in which it was traced last.
     """
@@ -75,14 +84,16 @@ class BlockCode:
     is_tracing: bool = False
     version: int = 0
     writes_in_place: bool = False
+    failure: Failure | None = None
+    limit_reached: bool = False
+    _retries: int = 0
+    _patch_variants: Counter[tuple] = field(default_factory=Counter)
+    _traced_in: Callable[[], object] = lambda: None
     _traced: set[tuple] = field(default_factory=set)
     _traced_from: float = 0.0
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
     _compiled: Callable | None = None
-
-    def __post_init__(self) -> None:
-        self.fallback = Fallback(self.name, self.forward, self.settings, self.stats)
 
     @property
     def is_being_lowered(self) -> bool:
@@ -91,19 +102,10 @@ class BlockCode:
                 self.jobs.discard(job)
         return bool(self.jobs)
 
-    @property
-    def has_failed(self) -> bool:
-        return self.fallback.failure is not None
-
-    @property
-    def may_be_retried(self) -> bool:
-        """It has failed for a reason that may pass, so that its graphs will be lowered after all."""
-        return self.fallback.failure is not None and self.fallback.failure.may_pass
-
     def count_lowered(self, seconds: float, from_disk: int) -> None:
         """A graph has been lowered; on any thread."""
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
-        self.fallback.retries = 0
+        self._retries = 0
         self.compiles += 1
 
     @property
@@ -121,7 +123,7 @@ class BlockCode:
             try:
                 compiled = self._compiled = self._compile()
             except Exception as error:  # PyTorch's, before it has looked at the block
-                return self.fallback.after(error, block, args, kwargs)
+                return self._run_after(error, block, args, kwargs)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         if self.stats.graph_breaks and self.writes_in_place:
@@ -136,8 +138,8 @@ class BlockCode:
         limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
         if limited:
             limit = self.settings.variant_limit
-            own = {} if TAKES_LIMIT else {"recompile_limit": limit}
-            compile_scope.enter(accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True, **own)
+            process_wide = {} if TAKES_LIMIT else {"recompile_limit": limit}
+            compile_scope.enter(accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True, **process_wide)
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:
@@ -149,11 +151,14 @@ class BlockCode:
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise
+            if is_limit_hit(error):
+                self._reach_limit()
+                return self.forward(block, *args, **kwargs)
             cache = current_cache()
-            if is_limit_hit(error) or cache is None or not cache.heal(self.folder[0], error):
-                if not is_limit_hit(error) and self._excludes_layers(error, block, call.began):
+            if cache is None or not cache.heal(self.folder[0], error):
+                if self._excludes_layers(error, block, call.began):
                     return self.forward(block, *args, **kwargs)
-                return self.fallback.after(error, block, args, kwargs)
+                return self._run_after(error, block, args, kwargs)
         else:
             self._traced |= traces_for
             return result
@@ -194,7 +199,7 @@ class BlockCode:
         if block is not None and self._excludes_layers(error, block, self._traced_from):
             self._discard()
         else:
-            self.fallback.give_up(describe_failure(self.name, error))
+            self.give_up(describe_failure(self.name, error))
         return False
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: float) -> bool:
@@ -216,9 +221,68 @@ class BlockCode:
 
     def raise_if_stopped(self) -> None:
         """Raise BlockCompileError where it has failed and the user wants the run to stop then."""
-        failure = self.fallback.failure
-        if failure is not None and self.settings.on_failure == "stop":
-            raise BlockCompileError(failure.message())
+        if self.failure is not None and self.settings.on_failure == "stop":
+            raise BlockCompileError(self.failure.message())
+
+    def run_eager(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Run a block whose compilation has failed, unless the user wants the run to stop then."""
+        self.raise_if_stopped()
+        return self.forward(block, *args, **kwargs)
+
+    def _run_after(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict) -> object:
+        """Run eager the call in which compiling has failed with `error`, and give up."""
+        failure = describe_failure(self.name, error)
+        if self.settings.on_failure == "stop":
+            self.failure = failure
+            raise BlockCompileError(failure.message()) from error
+        # An error of the model itself comes again here and is the user's to see, as without us.
+        result = self.forward(block, *args, **kwargs)
+        self.give_up(failure)
+        return result
+
+    def give_up(self, failure: Failure) -> None:
+        """Run eager from now on."""
+        self.failure = failure
+        logger.warning("%s", failure.message())
+
+    def reset_failure(self) -> None:
+        """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
+        if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
+            self._retries += 1
+            self.failure = None
+
+    def _reach_limit(self) -> None:
+        """Run new shapes eager from now on."""
+        if not self.limit_reached:
+            self.limit_reached = True
+            changed = self._last_guard.partition(": ")[2] or "unknown"
+            logger.warning(
+                "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
+                "or dynamic to true.",
+                self.name,
+                self.settings.variant_limit,
+                changed.partition("  #")[0].strip().rstrip("."),
+            )
+
+    def count_variant(self, shapes: tuple, call: ModelCall, is_new: bool) -> None:
+        """Give up on a patch for which blocks are traced anew, for the same shapes, in each call of the model.
+
+        Args:
+            is_new: the block of this call has been traced; else there was code for it.
+        """
+        if is_new:
+            self._patch_variants[shapes] += 1
+            self._traced_in = weakref.ref(call)
+            if self._patch_variants[shapes] > PATCH_VARIANTS and self.failure is None:
+                reason = f"compiled {PATCH_VARIANTS + 1} times for the same shapes."
+                cure = "Other blocks and runs without this patch stay compiled."
+                self.give_up(Failure(self.name, reason, cure, self._last_guard or "unknown"))
+        elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet
+            self._patch_variants.pop(shapes, None)
+
+    @property
+    def _last_guard(self) -> str:
+        return self.stats.recompiles[-1].guard if self.stats.recompiles else ""
 
     def _compile(self) -> Callable:
         """torch.compile of a private copy of the forward.
@@ -243,8 +307,8 @@ class BlockCode:
         if private.cache_entries is None:
             return None
         entries = private.cache_entries(self._function.__code__) if self._function is not None else []
-        found = [entry.guard_manager for entry in entries]
-        return [guards for guards in found if type(guards).__name__ != "DeletedGuardManagerWrapper"]
+        managers = [entry.guard_manager for entry in entries]
+        return [guards for guards in managers if type(guards).__name__ != "DeletedGuardManagerWrapper"]
 
     def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
         """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.

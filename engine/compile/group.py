@@ -63,11 +63,11 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
-        return self.code.fallback.failure
+        return self.code.failure
 
     @property
     def limit_reached(self) -> bool:
-        return self.code.fallback.limit_reached
+        return self.code.limit_reached
 
     @property
     def is_being_compiled(self) -> bool:
@@ -79,17 +79,17 @@ class BlockGroup:
         if changes_an_object(args, kwargs):
             self.fills_cache = True
             return self.forward(block, *args, **kwargs)
-        given = kwargs.get("transformer_options")
+        all_options = kwargs.get("transformer_options")
         at = None
-        if given is None and self._options_at is not None and len(args) >= self._options_at:
+        if all_options is None and self._options_at is not None and len(args) >= self._options_at:
             at = self._options_at - 1
-            given = args[at]
-        if not given:
+            all_options = args[at]
+        if not all_options:
             return self._run(block, call, args, kwargs)
-        options, patches = self.filter_options(given)
+        options, patches = self.filter_options(all_options)
         group = self._for_patches(patches) if patches else self
         if self.failure is not None or group.failure is not None:
-            return (group if self.failure is None else self).code.fallback.run(block, args, kwargs)
+            return (group if self.failure is None else self).code.run_eager(block, args, kwargs)
         if at is None:
             kwargs = {**kwargs, "transformer_options": options}
         else:
@@ -98,10 +98,10 @@ class BlockGroup:
         try:
             return group._run(block, call, args, kwargs)
         finally:
-            if options is not given:
-                OptionsFilter.write_back(given, options)
+            if options is not all_options:
+                OptionsFilter.write_back(all_options, options)
             if patches:
-                group.code.fallback.count_variant(shapes_of(args, kwargs), call, group.code.traces != traces)
+                group.code.count_variant(shapes_of(args, kwargs), call, group.code.traces != traces)
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
@@ -111,14 +111,14 @@ class BlockGroup:
             self.patched[patches] = group
         return self.patched[patches]
 
-    def forgive(self) -> None:
+    def reset_failures(self) -> None:
         """A new run begins: what may have passed is tried again."""
         for group in (self, *self.patched.values()):
-            group.code.fallback.forgive()
+            group.code.reset_failure()
 
     def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         if self.failure is not None:
-            return self.code.fallback.run(block, args, kwargs)
+            return self.code.run_eager(block, args, kwargs)
         for tensor in args:
             if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
                 return self._run_contiguous(block, call, args, kwargs)

@@ -140,7 +140,7 @@ class ModelCode:
         """A sampling run begins: failures that may have passed are forgotten, and what freed models have left."""
         free_unused()
         for group in self._groups.values():
-            group.forgive()
+            group.reset_failures()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
         forward = forward_of_class(type(block))
@@ -154,7 +154,7 @@ class ModelCode:
             group = BlockGroup(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
             _groups[key] = group
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
-                group.code.fallback.failure = Failure(
+                group.code.failure = Failure(
                     group.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
                 )
         group.record_varying_ints(block)

@@ -14,6 +14,8 @@ ComfyUI or another node swaps. So:
 
 A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. Graphs with numbers that vary
 are lowered in the call (`lowered_inline`): PyTorch restarts the trace for some of them.
+
+The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import types
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import fx
@@ -54,28 +56,6 @@ MARGIN = 512 * 2**20
 INTERMEDIATES = 8
 
 
-class Owner(Protocol):
-    """What a graph belongs to: see `BlockCode`."""
-
-    name: str
-    folder: tuple[str, str]
-    version: int
-    writes_in_place: bool
-    jobs: set[Job]
-
-    @property
-    def has_failed(self) -> bool: ...
-
-    @property
-    def may_be_retried(self) -> bool: ...
-
-    def count_lowered(self, seconds: float, from_disk: int) -> None: ...
-
-    def lowering_failed(self, error: Exception, version: int) -> bool: ...
-
-    def raise_if_stopped(self) -> None: ...
-
-
 class _Current(threading.local):
     """The model's call in progress on this thread."""
 
@@ -87,7 +67,7 @@ current = _Current()
 dead_code: list[types.CodeType] = []
 
 
-def backend_for(owner: Owner, name: str, options: dict) -> Callable:
+def backend_for(owner: Any, name: str, options: dict) -> Callable:
     """A backend of torch.compile for one owner.
 
     Args:
@@ -100,9 +80,9 @@ def backend_for(owner: Owner, name: str, options: dict) -> Callable:
         prepare(graph, example_inputs)
         if monitor.calls:
             monitor.calls[-1].graphs += 1
-        belongs_to = reference()
-        if belongs_to is not None and writes_in_place(graph.graph):
-            belongs_to.writes_in_place = True
+        live_owner = reference()
+        if live_owner is not None and writes_in_place(graph.graph):
+            live_owner.writes_in_place = True
         lower = _lowering(name, options)
         if _has_varying_numbers(graph, example_inputs):
             return lowered_inline(reference, graph, example_inputs, lower)
@@ -137,15 +117,15 @@ def _is_read(node: fx.Node) -> bool:
     return any(user.op == "call_method" and user.target == "item" for user in node.users)
 
 
-def lowered_inline(owner: weakref.ref[Owner], graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
+def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
-    belongs_to, call = owner(), current.call
-    if belongs_to is None:
+    live_owner, call = owner(), current.call
+    if live_owner is None:
         return graph.forward
     alone = (call or ModelCall()).holding(_lowering_lock)
-    with gate.opened(), alone, tracing_scope.applied(gc=True), lowering_scope(belongs_to.folder) as spent:
+    with gate.opened(), alone, tracing_scope.applied(gc=True), lowering_scope(live_owner.folder) as spent:
         code = lower(graph, inputs)
-    belongs_to.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
+    live_owner.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
 
     def run(*args: Any) -> Any:
         if monitor.calls:
@@ -168,8 +148,8 @@ class TracedGraph:
     def __init__(self, owner: weakref.ref, graph: fx.GraphModule, example_inputs: list, lower: Callable, backend: Callable):
         self._owner = owner
         self._backend = backend
-        belongs_to = owner()
-        self.version = belongs_to.version if belongs_to is not None else 0
+        live_owner = owner()
+        self.version = live_owner.version if live_owner is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         # Dynamo removes them from the nodes when it is done.
         fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
@@ -203,12 +183,12 @@ class TracedGraph:
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner, call, job = self._owner(), current.call, self._job
-        if owner is None or call is None or self._lowering is None or owner.has_failed:
+        if owner is None or call is None or self._lowering is None or owner.failure is not None:
             return self._run_traced(*args)
-        waits = call.synchronous and not is_capturing(self._device)
+        must_wait = call.synchronous and not is_capturing(self._device)
         if job is None or job.over:
-            job = self._submit(owner, waits)
-        if waits:
+            job = self._submit(owner, must_wait)
+        if must_wait:
             if monitor.listener is not None:
                 monitor.listener(owner.name)
             try:
@@ -226,7 +206,7 @@ class TracedGraph:
         call.uncompiled = True
         return self._run_traced(*args)
 
-    def _submit(self, owner: Owner, awaited: bool) -> Job:
+    def _submit(self, owner: Any, awaited: bool) -> Job:
         """Not before Dynamo has made the guards of the graph, which read what lowering changes."""
         cached = 0
         if self._device.type == "cuda":
@@ -245,7 +225,7 @@ class TracedGraph:
         """Lowering has failed for good: let go of what it needed."""
         self._lowering = None
 
-    def lower(self, owner: Owner, cached: int) -> None:
+    def lower(self, owner: Any, cached: int) -> None:
         """On the worker.
 
         Args:
@@ -309,20 +289,21 @@ def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[],
     """What a job does; it keeps neither graph nor owner."""
 
     def run() -> None:
-        traced, belongs_to = graph(), owner()
-        if traced is not None and belongs_to is not None:
-            traced.lower(belongs_to, cached)
+        traced, live_owner = graph(), owner()
+        if traced is not None and live_owner is not None:
+            traced.lower(live_owner, cached)
 
     return run
 
 
 def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], bool]:
     def report(error: Exception) -> bool:
-        traced, belongs_to = graph(), owner()
-        again = belongs_to is not None and traced is not None and belongs_to.lowering_failed(error, traced.version)
-        if traced is not None and not again and not (belongs_to is not None and belongs_to.may_be_retried):
+        traced, live_owner = graph(), owner()
+        retry = live_owner is not None and traced is not None and live_owner.lowering_failed(error, traced.version)
+        failure = live_owner.failure if live_owner is not None else None
+        if traced is not None and not retry and not (failure is not None and failure.may_pass):
             traced.stay_uncompiled()
-        return again
+        return retry
 
     return report
 

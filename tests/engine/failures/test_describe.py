@@ -99,7 +99,7 @@ def test_what_may_pass_is_tried_again_in_the_next_runs_and_not_for_ever(engine, 
     for _ in range(5):
         code.new_run()
         tries += [attempt(), attempt()]
-    assert tries == [1, 0] * engine("compile.fallback").RETRIES + [0, 0] * (5 - engine("compile.fallback").RETRIES)
+    assert tries == [1, 0] * engine("compile.compiled_code").RETRIES + [0, 0] * (5 - engine("compile.compiled_code").RETRIES)
 
 
 @pytest.mark.parametrize(
