@@ -1,4 +1,4 @@
-"""What of a UNet is compiled.
+"""Choose what of a UNet is compiled.
 
 What fusing saves on the GPU is little for its convolutions and its smallest images, beside the seconds that each graph of
 PyTorch's takes to make (SDXL: 14 graphs for all, 2 for what matters). Transformers keep all of theirs.
@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from ..forwards import given_forward
 from ..per_model import PerModel
+from ..settings import CompileSettings
 from .discovery import can_be_block
 
 # Of the elements that the group with the most of them goes through in a call of the model; a group with less is not compiled.
@@ -46,11 +49,38 @@ _parts_of = PerModel(_parts)
 
 
 def parts_of(block: nn.Module) -> list[nn.Module]:
-    """What of `block` is compiled in its place: the transformers in a block that has norms and convolutions for images."""
+    """The transformers in a block with norms and convolutions for images; none where another node has replaced something."""
     try:
-        return [block.get_submodule(path) for path in _parts_of(block)]
+        parts = [block.get_submodule(path) for path in _parts_of(block)]
     except AttributeError:  # another node has taken one away
         return []
+    return parts if all(given_forward(part) is None for part in parts) else []
+
+
+class Choice(NamedTuple):
+    """What of some blocks of a model is compiled.
+
+    Args:
+        compiled: blocks, and in place of some blocks their parts.
+        parts: those parts.
+        left_out: blocks of convolutions, which run eager.
+    """
+
+    compiled: list[nn.Module]
+    parts: list[nn.Module]
+    left_out: list[nn.Module]
+
+
+def choose(blocks: list[nn.Module], settings: CompileSettings) -> Choice:
+    """Leave the convolutions of `blocks` out, unless the settings want them compiled or there is nothing else."""
+    if settings.compiles_convolutions or all(map(is_convolutional, blocks)):
+        return Choice(blocks, [], [])
+    compiled, parts = [], []
+    for block in blocks:
+        inside = parts_of(block)
+        parts += inside
+        compiled += inside or ([] if is_convolutional(block) else [block])
+    return Choice(compiled, parts, [block for block in blocks if is_convolutional(block)])
 
 
 @dataclass

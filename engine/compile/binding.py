@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
-from ..blocks.convolutions import Effort, is_convolutional, parts_of
+from ..blocks.convolutions import Effort, choose
 from ..blocks.discovery import BlockPlan, find_blocks
 from ..blocks.duplicate_classes import Twin, find_twins, one_class
 from ..blocks.methods import MethodsNow
@@ -24,31 +24,7 @@ from ..settings import CompileSettings
 from .group import BlockGroup
 from .registry import ModelCode, code_of
 
-
-class BlockWeights(Protocol):
-    """The weights of one block, which are somewhere else until it runs."""
-
-    def place(self) -> None: ...
-
-    def release(self) -> None: ...
-
-
-class ModelWeights(Protocol):
-    """Those of a model's blocks, by `id` of the block; blocks whose weights are in place have none."""
-
-    @property
-    def of_block(self) -> Mapping[int, BlockWeights]: ...
-
-    @property
-    def may_stay(self) -> bool: ...
-
-    @property
-    def paged(self) -> bool: ...
-
-    def drop(self) -> None: ...
-
-
-# All blocks of a model, found once.
+# All blocks of a model, searched for once.
 plan_for = PerModel(lambda model: code_of(model).look(model, lambda: find_blocks(model), BlockPlan((), 0)))
 
 
@@ -57,7 +33,8 @@ class Binding:
 
     Args:
         call: what holds for all blocks; its `poll` is called before each of them.
-        weights_of: says how the weights of the given blocks get in place, where they are not.
+        weights_of: tells how the weights of the given blocks get in place, where they are not: the host's `ModelWeights`
+            (host/weights/blocks.py, on a higher floor).
     """
 
     def __init__(
@@ -65,12 +42,13 @@ class Binding:
         model: nn.Module,
         settings: CompileSettings,
         call: ModelCall,
-        weights_of: Callable[[list[nn.Module]], ModelWeights] | None = None,
+        weights_of: Callable[[list[nn.Module]], Any] | None = None,
     ):
         self._model, self.settings, self.call = model, settings, call
-        self._blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
-        self._free = [block for block in self._blocks if _is_free(block)]
-        self._weights: ModelWeights | None = None
+        self._blocks = blocks_of(model, settings)
+        # Those that run the forward of their class, and nobody has put another one in its place.
+        self._free = [block for block in self._blocks if given_forward(block) is None]
+        self._weights: Any = None
         if weights_of is not None:
             self._weights = code_of(model).look(model, lambda: weights_of(self._free), None)
 
@@ -118,16 +96,12 @@ class Binding:
         if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.left_out, code.parts = Counter(), Counter()
             return {}
-        chooses = not self.settings.compiles_convolutions and not all(map(is_convolutional, self._free))
-        left_out = [block for block in self._free if chooses and is_convolutional(block)]
-        parts = {block: found for block in self._free if chooses and (found := _free_parts(block))}
-        code.left_out = Counter(type(block).__name__ for block in left_out)
-        code.parts = Counter(type(part).__name__ for found in parts.values() for part in found)
-        eager = {*left_out, *parts}
-        to_compile = [part for block in self._free for part in parts.get(block, [block]) if part not in eager]
+        choice = choose(self._free, self.settings)
+        code.left_out = Counter(type(block).__name__ for block in choice.left_out)
+        code.parts = Counter(type(part).__name__ for part in choice.parts)
         now = MethodsNow()
-        groups = {block: group for block in to_compile if (group := code.group_of(block, self.settings, now)) is not None}
-        effort = Effort(Counter(map(id, groups.values()))) if left_out else None
+        groups = {block: group for block in choice.compiled if (group := code.group_of(block, self.settings, now)) is not None}
+        effort = Effort(Counter(map(id, groups.values()))) if choice.left_out else None
         places = self._weights.of_block if self._weights is not None else {}
         runs = {}
         for block in dict.fromkeys([*self._free, *groups]):
@@ -151,11 +125,12 @@ class _Run:
 
     Args:
         group: its compiled code; None if it runs eager.
+        weights: the host's `BlockWeights`; None if they are in place.
     """
 
     call: ModelCall
     group: BlockGroup | None
-    weights: BlockWeights | None
+    weights: Any
     effort: Effort | None
 
 
@@ -177,21 +152,13 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
             return channels_last.result_channels_last(result)
 
 
-def chosen_modules(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
-    """What is compiled of a model: blocks, or of blocks of convolutions their parts."""
-    blocks = list(modules_at(model, plan_for(model).select(settings.patterns)))
-    if settings.compiles_convolutions or all(map(is_convolutional, blocks)):
-        return blocks
-    return [m for block in blocks for m in (parts_of(block) or [block]) if not is_convolutional(m)]
-
-
 def is_ours(forward: object) -> bool:
     """Whether a module's `forward` is one that `Binding` has put there; others may be partials too."""
     return isinstance(forward, functools.partial) and forward.func is _run_block
 
 
 @contextmanager
-def _placed(weights: BlockWeights) -> Iterator[None]:
+def _placed(weights: Any) -> Iterator[None]:
     try:
         with channels_last.paused() if channels_last.is_active() else nullcontext():
             weights.place()
@@ -200,15 +167,9 @@ def _placed(weights: BlockWeights) -> Iterator[None]:
         weights.release()
 
 
-def _free_parts(block: nn.Module) -> list[nn.Module]:
-    """What is compiled in place of a block of images; nothing if somebody has replaced one of its parts."""
-    parts = parts_of(block)
-    return parts if all(map(_is_free, parts)) else []
-
-
-def _is_free(block: nn.Module) -> bool:
-    """Whether the block runs its class's forward, and nobody has put another one in its place."""
-    return given_forward(block) is None
+def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
+    """The blocks of `model` that the settings name."""
+    return list(modules_at(model, plan_for(model).select(settings.patterns)))
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:

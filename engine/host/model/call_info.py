@@ -1,10 +1,10 @@
-"""What a call of the host's model is for, in the units of the nodes."""
+"""Describe a call of the host's model in the units of the nodes."""
 
 from __future__ import annotations
 
 import torch
 
-from ...compile.binding import modules_at, plan_for
+from ...compile.binding import blocks_of
 from ...compile.call_shapes import shapes_of
 from ...compile.registry import code_of
 from ...notices.call_info import CallInfo
@@ -50,7 +50,6 @@ def _filled(patches: dict | None) -> list[str]:
 
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
     """Names of the forwards that other nodes have given to layers inside blocks."""
-    blocks = modules_at(network, plan_for(network).select(settings.patterns))
-    states = [state for block in blocks if (state := code_of(network).state_of(block)) is not None]
+    states = [state for block in blocks_of(network, settings) if (state := code_of(network).state_of(block)) is not None]
     codes = {codes[0] for state in states for _, codes in state.forwards}
     return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from ...background.model_call import ModelCall
+from ...blocks.convolutions import choose
 from ...blocks.methods import MethodsNow
-from ...compile.binding import chosen_modules
+from ...compile.binding import blocks_of
 from ...compile.events import watching
 from ...compile.registry import ModelCode, code_of
 from ...forwards import OwnForward
@@ -52,7 +53,7 @@ def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
     if network is patcher.model.diffusion_model:
         return
     trained = _trained[network] = Trained(code_of(network), settings)
-    for block in chosen_modules(network, settings):
+    for block in choose(blocks_of(network, settings), settings).compiled:
         if "forward" not in block.__dict__:
             block.__dict__["forward"] = OwnForward(_run_trained, trained, weakref.ref(block))
 

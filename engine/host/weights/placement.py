@@ -17,7 +17,7 @@ import comfy.model_management
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...compile.binding import plan_for
+from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
 from ..adapter import host
 
@@ -191,8 +191,7 @@ def _buffers_announced(patcher) -> Iterator[None]:
     room = comfy.model_management.get_free_memory(device) + patcher.loaded_size()
     room -= comfy.model_management.minimum_inference_memory()
     away = min(1.0, max(0.0, 1 - room / max(1, size)))
-    blocks = (network.get_submodule(b.path) for b in plan_for(network).blocks)
-    largest = max((comfy.model_management.module_size(b) for b in blocks), default=0)
+    largest = max(map(comfy.model_management.module_size, modules_at(network, plan_for(network))), default=0)
     original = base_model.memory_required
 
     def memory_required(*args, **kwargs):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
 
-from ...compile.binding import plan_for
+from ...compile.binding import modules_at, plan_for
 from ...user_input import check_model, check_whole
 from .placement import override_methods
 
@@ -45,7 +45,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     check_model(patcher)
     check_whole("blocks_to_swap", blocks_to_swap, 0, MOST_BLOCKS)
     network = patcher.model.diffusion_model
-    blocks = [network.get_submodule(block.path) for block in plan_for(network).blocks]
+    blocks = list(modules_at(network, plan_for(network)))
     swapped = min(blocks_to_swap, len(blocks))
     if getattr(patcher, "is_dynamic", bool)():
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)

@@ -131,7 +131,7 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
     """SD 1.5's transformers take images where they are compiled whole: none is turned on its way to one, but the first."""
     turned, given = engine("blocks.channels_last").to_channels_last, []
-    monkeypatch.setattr(engine("compile.binding"), "parts_of", lambda _block: [])
+    monkeypatch.setattr(engine("blocks.convolutions"), "parts_of", lambda _block: [])
 
     def watched(args):
         found = turned(args)
