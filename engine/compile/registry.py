@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import nn
 
@@ -31,13 +31,6 @@ T = TypeVar("T")
 logger = logging.getLogger("torch-compile-kit")
 
 
-class Generation(NamedTuple):
-    """How often a model's code has been made, and whether there are kernels for its norms."""
-
-    compiles: int = 0
-    norms: bool = False
-
-
 class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
@@ -56,7 +49,7 @@ class ModelCode:
         self.uncalled: Counter[str] | None = None
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
-        self._generation = Generation()
+        self._generation = 0, False
         self.twins: list[Twin] | None = None
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
 
@@ -130,10 +123,10 @@ class ModelCode:
         """Whether a thread makes code for the model, or soon will."""
         return any(group.is_being_compiled for group in self.groups.values())
 
-    def generation(self, norms: bool = False) -> Generation:
-        """Changes when code has been made for the model, or the kernels of norms, and nothing more is being made."""
+    def generation(self, kernels_ready: bool) -> tuple[int, bool]:
+        """How often code was made for the model, and whether its kernels were ready, when last nothing was being made."""
         if not self.is_being_compiled:
-            self._generation = Generation(sum(group.code.compiles for group in self.groups.values()), norms)
+            self._generation = sum(group.code.compiles for group in self.groups.values()), kernels_ready
         return self._generation
 
     def new_run(self) -> None:

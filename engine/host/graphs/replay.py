@@ -79,8 +79,9 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         options = fixed.get("transformer_options", {})
         reason, key = _obstacle(network, options, wrapped), None
         code = code_of(network)
+        generation = functools.partial(code.generation, norm_kernels.ready)
         # Part of the key: a capture bears no kernel that has never run.
-        fast = has_convolutions(network) and (binding.call.synchronous or code.generation(norm_kernels.ready).norms)
+        fast = has_convolutions(network) and (binding.call.synchronous or generation()[1])
         if reason is None:
             try:
                 held = graphs.model.held()
@@ -93,14 +94,22 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             note(notes, f"CUDA graphs are off: {reason}.")
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
-        call = functools.partial(_fetching, pages, forward) if pages else forward
-        call = functools.partial(_run_bound, binding, network, notes, fast, device, call)
         if pages:
+            forward = functools.partial(_fetching, pages, forward)
             options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
-        generation = functools.partial(code.generation, norm_kernels.ready)
+
+        def run_bound(*args, **kwargs):
+            with binding.bound():
+                if code.left_out and fast:
+                    norm_kernels.ready = True  # from here on
+                    return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+                if code.left_out:
+                    norm_kernels.prepare(device)
+                return forward(*args, **kwargs)
+
         if graphs.plain_calls < PLAIN_CALLS and key not in graphs.graphs and key not in graphs.failures:
             gate.hold(CALL_SECONDS)  # launching kernel by kernel beside the worker takes several times as long
-        result = graphs.call(key, call, args, kwargs, fixed, keep, generation, lambda: binding.call.uncompiled)
+        result = graphs.call(key, run_bound, args, kwargs, fixed, keep, generation, lambda: binding.call.uncompiled)
         if key in graphs.graphs:  # a replay needs no Python to speak of
             gate.open()
         graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
@@ -152,18 +161,6 @@ def _wrappers(options: dict) -> list[object]:
 def _is_known(wrapper: object) -> bool:
     code = getattr(wrapper, "__code__", None)
     return code is not None and (Path(code.co_filename).name, code.co_name) in _KNOWN_WRAPPERS
-
-
-def _run_bound(
-    binding: Binding, network: nn.Module, notes: list[str], fast: bool, device: torch.device, forward: Callable, *args, **kwargs
-) -> object:
-    with binding.bound():
-        if code_of(network).left_out:
-            if fast:
-                norm_kernels.ready = True  # from here on
-                return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
-            norm_kernels.prepare(device)
-        return forward(*args, **kwargs)
 
 
 @dataclass
