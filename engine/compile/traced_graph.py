@@ -213,8 +213,22 @@ class TracedGraph:
             # Not on the worker: who asks PyTorch's allocator waits for it with the GIL held, and comfy-aimdo, which works
             # inside the allocator, needs the GIL for its log.
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
-        graph, owned_by = weakref.ref(self), self._owner
-        action, on_error = _action(graph, owned_by, cached), _reporter(graph, owned_by)
+        graph, owned_by = weakref.ref(self), self._owner  # a job keeps neither alive
+
+        def action() -> None:
+            traced, live_owner = graph(), owned_by()
+            if traced is not None and live_owner is not None:
+                traced.lower(live_owner, cached)
+
+        def on_error(error: Exception) -> bool:
+            traced, live_owner = graph(), owned_by()
+            if traced is None or live_owner is None:
+                return False
+            retry = live_owner.lowering_failed(error, traced.version)
+            if not retry and not (live_owner.failure is not None and live_owner.failure.may_pass):
+                traced.stay_uncompiled()
+            return retry
+
         job = Job(owned_by, action, self._device, on_error, awaited)
         compiler.submit(job)
         self._job = job
@@ -283,29 +297,6 @@ def _call_of(module: fx.GraphModule) -> types.FunctionType:
         return module(*args)
 
     return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
-
-
-def _action(graph: weakref.ref, owner: weakref.ref, cached: int) -> Callable[[], None]:
-    """What a job does; it keeps neither graph nor owner."""
-
-    def run() -> None:
-        traced, live_owner = graph(), owner()
-        if traced is not None and live_owner is not None:
-            traced.lower(live_owner, cached)
-
-    return run
-
-
-def _reporter(graph: weakref.ref, owner: weakref.ref) -> Callable[[Exception], bool]:
-    def report(error: Exception) -> bool:
-        traced, live_owner = graph(), owner()
-        retry = live_owner is not None and traced is not None and live_owner.lowering_failed(error, traced.version)
-        failure = live_owner.failure if live_owner is not None else None
-        if traced is not None and not retry and not (failure is not None and failure.may_pass):
-            traced.stay_uncompiled()
-        return retry
-
-    return report
 
 
 class _Lowering:
