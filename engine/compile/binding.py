@@ -41,10 +41,10 @@ class Binding:
         self,
         model: nn.Module,
         settings: CompileSettings,
-        call: ModelCall,
+        call: ModelCall | None = None,
         weights_of: Callable[[list[nn.Module]], Any] | None = None,
     ):
-        self._model, self.settings, self.call = model, settings, call
+        self._model, self.settings, self.call = model, settings, call or ModelCall()
         self._blocks = blocks_of(model, settings)
         # Those that run the forward of their class, and nobody has put another one in its place.
         self._free = [block for block in self._blocks if given_forward(block) is None]
@@ -109,14 +109,6 @@ class Binding:
             if group is not None or weights is not None:
                 runs[block] = _Run(self.call, group, weights, effort)
         return runs
-
-
-@contextmanager
-def compiled_blocks(model: nn.Module, settings: CompileSettings, call: ModelCall | None = None, **options) -> Iterator[bool]:
-    """While it lasts, the chosen blocks of `model` run compiled; yields `Binding.plain`, and takes the options of `Binding`."""
-    binding = Binding(model, settings, call or ModelCall(), **options)
-    with binding.bound():
-        yield binding.plain
 
 
 @dataclass(frozen=True)

@@ -44,7 +44,7 @@ def images(backend):
     """The model without us, and with us while the worker lowers and after it."""
     from engine.background.model_call import ModelCall
     from engine.background.thread import compiler
-    from engine.compile.binding import compiled_blocks
+    from engine.compile.binding import Binding
     from engine.compile.events import watching
     from engine.settings import CompileSettings
 
@@ -53,7 +53,7 @@ def images(backend):
         x = torch.linspace(-1, 1, 64).view(2, 4, 8)
         expected = model(x)
         for _ in range(2):
-            with watching, compiled_blocks(model, settings, ModelCall(synchronous=False)):
+            with watching, Binding(model, settings, ModelCall(synchronous=False)).bound():
                 yield model(x), expected
             compiler.wait(60)
 

@@ -45,10 +45,11 @@ def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, h
         net.residual[0].register_forward_hook(lambda *_: None)
     settings = compile_settings(engine, mode="max-autotune" if tuned else "auto")
     expected = net(x)
-    with engine("compile.binding").compiled_blocks(net, settings) as plain:
+    binding = engine("compile.binding").Binding(net, settings)
+    with binding.bound():
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
-    assert plain is not hooked and len(code.groups) == groups
+    assert binding.plain is not hooked and len(code.groups) == groups
     assert dict(code.left_out) == ({"ConvolutionBlock": 3} if groups == 1 else {})
 
 
@@ -83,7 +84,7 @@ def test_in_a_unet_only_large_transformers_are_compiled(engine):
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("compile.binding").compiled_blocks(net, settings):
+    with engine("compile.binding").Binding(net, settings).bound():
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
     graphs = {group.class_name: group.stats.graphs for group in code.groups.values() if group.stats.graphs}
@@ -96,7 +97,7 @@ def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
     net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
     settings = engine("settings").CompileSettings(backend="eager")
     expected = net(x)
-    with engine("compile.binding").compiled_blocks(net, settings):
+    with engine("compile.binding").Binding(net, settings).bound():
         assert torch.equal(net(x), expected)
     assert dict(engine("compile.registry").code_of(net).parts) == {"Block": 3}
 
@@ -107,7 +108,7 @@ def test_another_size_compiles_no_other_kinds(engine):
     for side in (16, 32, 64):
         x = torch.randn(1, 16, side, side)
         expected = net(x)
-        with engine("compile.binding").compiled_blocks(net, settings):
+        with engine("compile.binding").Binding(net, settings).bound():
             assert torch.equal(net(x), expected)
         groups = engine("compile.registry").code_of(net).groups.values()
         graphs.append([group.stats.graphs for group in groups if group.stats.graphs])
@@ -129,7 +130,7 @@ class Convolutions(torch.nn.Module):
 def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
     net, x = Convolutions(), torch.randn(1, 8, 4, 4)
     settings = engine("settings").CompileSettings(backend="eager")
-    with engine("compile.binding").compiled_blocks(net, settings):
+    with engine("compile.binding").Binding(net, settings).bound():
         net(x)
     code = engine("compile.registry").code_of(net)
     assert len(code.groups) == 1 and not code.left_out

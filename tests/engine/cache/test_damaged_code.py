@@ -29,7 +29,7 @@ def test_a_block_whose_code_on_disk_cannot_be_loaded_is_compiled_once_more(engin
     assert engine("cache.disk").open_cache(tmp_path) is not None
     with (
         engine("compile.events").watching,
-        engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()),
+        engine("compile.binding").Binding(net, engine("settings").CompileSettings()).bound(),
     ):
         assert torch.equal(net(x), expected)
     (group,) = engine("compile.registry").code_of(net).groups.values()

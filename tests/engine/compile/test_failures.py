@@ -224,7 +224,7 @@ def test_a_cancel_ends_the_run_and_is_no_failure(engine):
     net, x, backend = Net(), torch.randn(2, 4, 8), Held()
     step = CompiledNet(engine, net, backend=backend)
     waits = engine("background.model_call").ModelCall(True, cancel)
-    blocks = engine("compile.binding").compiled_blocks(net, step.settings, waits)
+    blocks = engine("compile.binding").Binding(net, step.settings, waits).bound()
     with pytest.raises(InterruptProcessingException), engine("compile.events").watching, blocks:
         net(x)
     backend.go_on.set()

@@ -51,7 +51,7 @@ def test_its_blocks_compile_once_for_sections_of_any_length(engine, framepack):
         for sizes in ((3, 16, 7), (3, 16, 7), (9, 16, 7), (3, 24, 12)):
             inputs = section(*sizes)
             (expected,) = framepack(**inputs)
-            with engine("compile.binding").compiled_blocks(framepack, settings):
+            with engine("compile.binding").Binding(framepack, settings).bound():
                 (ours,) = framepack(**inputs)
             assert relative_error(ours, expected) < 1e-5
             graphs.append(sum(group.stats.graphs for group in groups.values()))

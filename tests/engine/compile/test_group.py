@@ -22,7 +22,7 @@ def compiled(engine):
 
     def run(net, call=None, **settings):
         chosen = engine("settings").CompileSettings(**{"backend": "eager", **settings})
-        return engine("compile.binding").compiled_blocks(net, chosen, call)
+        return engine("compile.binding").Binding(net, chosen, call).bound()
 
     return run
 

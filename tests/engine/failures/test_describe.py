@@ -43,7 +43,7 @@ def run(engine, backend, monkeypatch):
     def call(net, x, backend="aot_eager_failing", **chosen):
         with engine("compile.events").watching:
             chosen = settings.CompileSettings(backend=backend, **chosen)
-            with engine("compile.binding").compiled_blocks(net, chosen):
+            with engine("compile.binding").Binding(net, chosen).bound():
                 return net(x)
 
     return call
@@ -297,7 +297,7 @@ def test_a_model_that_calls_no_block_is_told_of_once(engine, caplog, calls):
     code = engine("compile.registry").code_of(net)
     for call in {"never": [False] * 3, "first": [True, False], "later": [False, False, True]}[calls]:
         expected = net(x, call)
-        with engine("compile.binding").compiled_blocks(net, settings):
+        with engine("compile.binding").Binding(net, settings).bound():
             assert torch.equal(net(x, call), expected)
     warned = [record.getMessage() for record in caplog.records if "as modules" in record.getMessage()]
     said = "The model does not call its blocks (3 Block) as modules but by other methods: they run uncompiled."

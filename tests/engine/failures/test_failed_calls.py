@@ -39,7 +39,7 @@ def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(eng
         monkeypatch.setattr(torch.Tensor, "clone", no_memory)
     with (
         engine("compile.events").watching,
-        engine("compile.binding").compiled_blocks(net, engine("settings").CompileSettings()),
+        engine("compile.binding").Binding(net, engine("settings").CompileSettings()).bound(),
     ):
         if memory:
             assert torch.equal(net(x), expected)
