@@ -8,7 +8,7 @@ ComfyUI or another node swaps. So:
 2. The first run queues a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
    exact and as slow as uncompiled code.
 3. The worker lowers the graph on fake tensors, so it holds no weight.
-4. It loads and tunes the kernels on zeros, while it holds `gpu_lock`: a CUDA graph capture bears neither.
+4. It loads and tunes the kernels on zeros, while it holds one of `gpu_locks`: a CUDA graph capture bears neither.
 5. The code is published, and runs from then on wherever the guards hold that lowering added to those of Dynamo. A call with
    other sizes has Dynamo trace the graph once more, as it would have traced the block.
 
@@ -20,6 +20,7 @@ The `owner` of a graph is its `BlockCode`, whose module imports this one: hence 
 
 from __future__ import annotations
 
+import collections
 import copy
 import logging
 import threading
@@ -46,8 +47,8 @@ from .events import monitor
 from .session import lowering_scope, tracing_scope
 
 logger = logging.getLogger("torch-compile-kit")
-# A CUDA graph capture holds it, and the worker while it loads kernels and publishes code.
-gpu_lock = threading.Lock()
+# By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
+gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 # Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered at a time.
 _lowering_lock = threading.Lock()
 # Of memory that stays free beside the tensors on which kernels are tuned.
@@ -252,7 +253,7 @@ class TracedGraph:
         with _lowering_lock, lowering_scope(owner.folder) as spent:
             code, holds = lowering.run(self._sizes_at)
             lowered = time.perf_counter()
-            with gpu_lock:
+            with gpu_locks[self._device]:
                 lowering.warm_up(code, cached)
                 self._holds, self._code = holds, code
             loading = time.perf_counter() - lowered

@@ -21,7 +21,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from ..compile.traced_graph import gpu_lock
+from ..compile.traced_graph import gpu_locks
 from ..failures.describe import is_out_of_memory, never_swallowed
 from ..per_model import PerModel
 from ..torch_compat import private
@@ -218,7 +218,8 @@ class ModelGraphs:
         self._renew(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(t.device != self.model.device for t in tensors):  # a number on the CPU becomes a constant of the graph
+        device = self.model.device
+        if any(t.device != device for t in tensors):  # a number on the CPU becomes a constant of the graph
             _remember(self.failures, "device", "an input is on another device")
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
@@ -228,14 +229,14 @@ class ModelGraphs:
                     self.graphs[key] = captured
                     self._never_replayed.discard(key)
                     self.replays += 1
-                elif present and gpu_lock.acquire(blocking=False):  # else code is tried on the GPU: the next call then
+                elif present and gpu_locks[device].acquire(blocking=False):  # else code is tried on the GPU: the next call then
                     try:
                         self._make_room()
                         captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                         if captured is not None:
                             self._never_replayed.add(key)
                     finally:
-                        gpu_lock.release()
+                        gpu_locks[device].release()
                 if captured is not None:
                     try:
                         return captured.replay(tensors)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...background.thread import Job, compiler
-from ...compile.traced_graph import gpu_lock, is_capturing
+from ...compile.traced_graph import gpu_locks, is_capturing
 
 
 @functools.cache
@@ -45,7 +45,7 @@ class _NormKernels:
 
     def _make(self, device: torch.device) -> None:
         module = kernels()
-        with gpu_lock:
+        with gpu_locks[device]:
             for dtype in (torch.float16, torch.bfloat16):
                 image = torch.zeros(1, 320, 64, 64, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
                 weight = torch.zeros(320, dtype=dtype, device=device)

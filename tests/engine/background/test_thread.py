@@ -136,7 +136,7 @@ def test_kernels_are_loaded_while_nothing_is_captured_and_before_anybody_can_run
     go_on, loading = threading.Event(), threading.Event()
 
     def warm_up(_lowering, _code, _cached):
-        seen.append(traced.gpu_lock.locked())
+        seen.append([traced.gpu_locks[torch.device(device)].locked() for device in ("cpu", "cuda:0")])
         loading.set()
         assert go_on.wait(60)
 
@@ -147,7 +147,7 @@ def test_kernels_are_loaded_while_nothing_is_captured_and_before_anybody_can_run
     result, uncompiled = net(x)
     assert uncompiled and torch.equal(result, expected)
     go_on.set()
-    assert net.wait() == 1 and seen == [True] and not traced.gpu_lock.locked()
+    assert net.wait() == 1 and seen == [[True, False]] and not traced.gpu_locks[x.device].locked()
     assert not net(x)[1]
 
 

@@ -42,6 +42,16 @@ def call(graphs, key):
     return graphs.replays > before
 
 
+@pytest.mark.parametrize(("busy", "captures"), [("cpu", 0), ("cuda:1", 1)])
+def test_a_capture_is_put_off_only_while_code_is_tried_on_its_own_device(graphs, engine, busy, captures):
+    """A model on one GPU is captured while kernels are loaded on another one."""
+    with engine("compile.traced_graph").gpu_locks[torch.device(busy)]:
+        call(graphs, "key"), call(graphs, "key")
+        assert graphs.captures == captures
+    call(graphs, "key")
+    assert graphs.captures == 1
+
+
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("no room"),
     torch.AcceleratorError("CUDA error: out of memory") if hasattr(torch, "AcceleratorError") else None,
