@@ -68,6 +68,10 @@ def warm_up(
     return _Warmup(patcher, settings, (positive, negative), cfg).run(latents, node_id)
 
 
+# Two lengths of a prompt have run, and the second needed no code of its own: a third needs none either.
+SETTLED = "any length"
+
+
 class _Warmup:
     """One execution of the node."""
 
@@ -119,17 +123,24 @@ class _Warmup:
     def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
         """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""
         began, before = time.perf_counter(), stats_for(self.model, self.settings).copy()
-        what = fingerprint(self.patcher, self.settings, conditioning, self.cfg, latent)
+        run_described = self.patcher, self.settings, conditioning, self.cfg, latent
+        what, any_length = fingerprint(*run_described), fingerprint(*run_described, any_length=True)
+        warm, groups = self.code.warm, groups_for(self.model, self.settings)
         # Not where code depends on where the weights are, or where unloading the model drops its CUDA graphs.
         known = (
             self.settings.block_swap != "eager linears"
             and not self.settings.wants_graphs
             and self.code.unchanged(self.blocks, self.settings)
-            and self.code.warm.holds(what, groups_for(self.model, self.settings))
+            and (warm.holds(what, groups) or warm.holds((any_length, SETTLED), groups))
         )
         if not known:
+            ran_with_another_length = self.settings.dynamic != "false" and warm.holds(any_length, groups)
             run()
-            self.code.warm.add(what, groups_for(self.model, self.settings))
+            groups = groups_for(self.model, self.settings)
+            warm.add(what, groups)
+            warm.add(any_length, groups)
+            if ran_with_another_length and not (stats_for(self.model, self.settings) - before).graphs:
+                warm.add((any_length, SETTLED), groups)
         added = stats_for(self.model, self.settings) - before
         self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
 

@@ -19,7 +19,7 @@ class Warming(Runs):
         super().__init__(tiny, engine, name, cfg=cfg)
         # One kind of block is enough where it is what a warmup looks at.
         self.chosen = {"only_blocks": "single_blocks.*"} if name == "flux" else {}
-        self.compiled = self.attach(self.patcher, **self.chosen, **settings)
+        self.compiled = self.attach(self.patcher, **{**self.chosen, **settings})
 
     def warm(self, *sizes, patcher=None, positive=None, negative=None, cfg=None, latent=None):
         sizes = [self.engine("warmup.plan").Size(*size) for size in sizes or [(64, 64)]]
@@ -198,6 +198,46 @@ def test_prompts_of_any_length_in_auto(warming, name):
     lengths = ((5, 5), (400, 400), (24, 100), (154, 77))
     assert [runs.sampled(length=length, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
     assert [runs.sampled(length=length, cfg=1.0, **runs.prompts(*pair)) for pair in lengths] == [0] * len(lengths)
+
+
+def test_a_third_length_of_the_prompt_is_not_run_again(warming):
+    """The second one has shown that the code serves all."""
+    runs = warming(cfg=4.0)
+    calls, sizes = model_calls(runs.patcher), [(64, 64), (96, 64)]
+    for pair in ((24, 7), (40, 23), (77, 77), (30, 30), (77, 154)):  # of one length, or one a multiple of the other: one batch
+        calls.clear()
+        assert SKIPPED not in runs.warm(*sizes, **runs.prompts(*pair)) and calls
+    calls.clear()
+    for pair in ((41, 25), (300, 7), (120, 120)):
+        assert runs.warm(*sizes, **runs.prompts(*pair)).count(SKIPPED) == len(sizes) and not calls
+    assert SKIPPED not in runs.warm((64, 96), **runs.prompts(41, 25)) and calls, "another size"
+    assert runs.sampled(**runs.prompts(300, 7)) == 0
+
+
+def above_a_hundred_tokens(out, _options):
+    return out * 0.5 if out.shape[1] > 100 else out
+
+
+def test_a_length_that_needs_code_of_its_own_settles_nothing(warming):
+    runs = warming(only_blocks="double_blocks.*")
+    model = runs.compiled.clone()
+    model.set_model_attn1_output_patch(above_a_hundred_tokens)
+    graphs = []
+    for length in (30, 300, 31):
+        assert SKIPPED not in runs.warm(patcher=model, **runs.prompts(length, 7))
+        graphs.append(runs.graphs)
+    assert graphs[0] < graphs[1] == graphs[2]
+    assert SKIPPED in runs.warm(patcher=model, **runs.prompts(33, 7))
+
+
+def test_each_length_is_run_where_shapes_are_constants(warming):
+    runs = warming(dynamic="false")
+    for length in (30, 40, 50):
+        prompts = runs.prompts(length, 7)
+        if length == 40:
+            assert runs.sampled(**prompts) > 0, "an image has compiled it before"
+        assert SKIPPED not in runs.warm(**prompts)
+        assert runs.sampled(**prompts) == 0
 
 
 def test_unequal_prompts_are_warmed_as_the_sampler_runs_them(warming):
