@@ -44,6 +44,8 @@ on_trace: list[Callable[[], None]] = []
 RETRIES = 3
 # More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
 PATCH_VARIANTS = 4
+# More than this in one run, also where others of them are used in between: a patch that keeps state by block and step.
+VARIANTS_IN_RUN = 8
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -67,6 +69,7 @@ class BlockCode:
         limit_reached: calls with new shapes run eager.
         _retries: how often `failure` has been forgotten since a graph was lowered.
         _patch_variants: by shapes, how often it was traced for them in calls one after the other.
+        _variants_in_run: how often in this run.
         _traced_in: the model's call in which it was last traced for `_patch_variants`.
         _traced: what it was traced for, see `_switches`.
         _traced_from: when the model's call began in which it was traced last.
@@ -88,6 +91,7 @@ class BlockCode:
     limit_reached: bool = False
     _retries: int = 0
     _patch_variants: Counter[tuple] = field(default_factory=Counter)
+    _variants_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced_in: Callable[[], object] = lambda: None
     _traced: set[tuple] = field(default_factory=set)
     _traced_from: float = 0.0
@@ -247,6 +251,7 @@ class BlockCode:
 
     def reset_failure(self) -> None:
         """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
+        self._variants_in_run.clear()
         if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
             self._retries += 1
             self.failure = None
@@ -272,9 +277,11 @@ class BlockCode:
         """
         if is_new:
             self._patch_variants[shapes] += 1
+            self._variants_in_run[shapes] += 1
             self._traced_in = weakref.ref(call)
-            if self._patch_variants[shapes] > PATCH_VARIANTS and self.failure is None:
-                reason = f"compiled {PATCH_VARIANTS + 1} times for the same shapes."
+            count, in_run = self._patch_variants[shapes], self._variants_in_run[shapes]
+            if self.failure is None and (count > PATCH_VARIANTS or in_run > VARIANTS_IN_RUN):
+                reason = f"compiled {in_run} times for the same shapes."
                 cure = "Other blocks and runs without this patch stay compiled."
                 self.give_up(Failure(self.name, reason, cure, self._last_guard or "unknown"))
         elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet

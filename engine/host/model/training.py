@@ -20,6 +20,7 @@ from ...blocks.methods import MethodsNow
 from ...compile.binding import blocks_of
 from ...compile.events import watching
 from ...compile.registry import ModelCode, code_of
+from ...compile.stats import CompileStats
 from ...forwards import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler
@@ -71,6 +72,12 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
         return f"{TRAINING}blocks run uncompiled, since weights are offloaded."
+    total = sum((group.stats for group in trained.code.groups.values()), CompileStats())
+    if total.graph_breaks:
+        return (
+            f"{TRAINING}blocks run compiled, but in {total.graphs} graphs with {total.graph_breaks} breaks, so little is "
+            "gained. The adapters of some algorithms (OFT) break each layer; those of LoRA and LoHa do not."
+        )
     return f"{TRAINING}blocks run compiled, forwards and backwards."
 
 

@@ -103,6 +103,18 @@ def test_flux_trains_as_with_sums_out_of_place(flux, monkeypatch, compiled_group
     assert "Training: blocks run compiled, forwards and backwards." in flux.engine("host.model.attach").notes_about(compiled)
 
 
+def test_an_adapter_that_breaks_graphs_in_each_layer_is_told(flux, compiled_groups):
+    compiled, traces = flux.attach(flux.patcher, backend="eager"), []
+    for steps in (2, 4):
+        compiled_groups.clear()
+        train(compiled, flux, False, algorithm="OFT", steps=steps)
+        traces.append(sum(group.code.traces for group in compiled_groups.values()))
+    assert traces[0] == traces[1], "more steps need no more"
+    said = [note for note in flux.engine("host.model.attach").notes_about(compiled) if note.startswith("Training: ")]
+    graphs, breaks = (sum(getattr(g.stats, name) for g in compiled_groups.values()) for name in ("graphs", "graph_breaks"))
+    assert breaks and len(said) == 1 and f"in {graphs} graphs with {breaks} breaks, so little is gained. " in said[0]
+
+
 @pytest.mark.rest  # two minutes; with the backend aot_eager: test_without_checkpointing_too
 def test_backwards_are_compiled_by_inductor_too(flux, monkeypatch, compiled_groups):
     ours = train(flux.attach(flux.patcher, backend="inductor"), flux, False, 2)
