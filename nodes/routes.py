@@ -6,7 +6,7 @@ import sys
 
 from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
-from ..engine.failures.preflight import preflight_here
+from ..engine.failures.machine import preflight_here
 from ..engine.host.adapter import device_type
 from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
 from ..engine.notices import recompile_log as watch

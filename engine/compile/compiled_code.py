@@ -283,7 +283,7 @@ class BlockCode:
             if self.failure is None and (count > PATCH_VARIANTS or in_run > VARIANTS_IN_RUN):
                 reason = f"compiled {in_run} times for the same shapes."
                 cure = "Other blocks and runs without this patch stay compiled."
-                self.give_up(Failure(self.name, reason, cure, self._last_guard or "unknown"))
+                self.give_up(Failure(self.name, reason, cure))
         elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet
             self._patch_variants.pop(shapes, None)
 

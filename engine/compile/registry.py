@@ -147,9 +147,8 @@ class ModelCode:
             group = BlockGroup(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
             _groups[key] = group
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
-                group.code.failure = Failure(
-                    group.class_name, f"it has a forward hook on {', '.join(state.hooked)}.", "Remove the hook.", "forward hook"
-                )
+                reason = f"it has a forward hook on {', '.join(state.hooked)}."
+                group.code.failure = Failure(group.class_name, reason, "Remove the hook.")
         group.record_varying_ints(block)
         self._groups[key] = group
         return group

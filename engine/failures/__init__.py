@@ -1,4 +1,1 @@
-"""What went wrong while compiling, in words that lead to a cure for this machine.
-
-Imports nothing of ours. Door: `describe.describe_failure`.
-"""
+"""Turn errors into cures for this machine. May import: `torch_compat`. Doors: `describe`, `machine.preflight_here`."""

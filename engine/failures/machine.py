@@ -1,10 +1,12 @@
-"""What this machine has for compiling: system, GPU, PyTorch, Triton, Python; and which Triton goes with which PyTorch."""
+"""Collect what this machine has for compiling, and tell what it lacks before anything is compiled."""
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import re
+import shutil
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -13,18 +15,11 @@ from pathlib import Path
 import torch
 
 from ..torch_compat import private
+from . import table
 
-# PyTorch -> the Triton that its wheels ask for (their metadata on PyPI).
-TRITON_FOR = {
-    (2, 6): (3, 2), (2, 7): (3, 3), (2, 8): (3, 4), (2, 9): (3, 5), (2, 10): (3, 6), (2, 11): (3, 6), (2, 12): (3, 7),
-    (2, 13): (3, 7), (2, 14): (3, 8), (2, 15): (3, 9),
-}  # fmt: skip
-# The newest triton-windows on PyPI in November 2026.
-NEWEST_ON_WINDOWS = (3, 8)
 _PACKAGES = ("triton-windows", "triton", "triton-rocm", "pytorch-triton-rocm", "triton-xpu", "pytorch-triton-xpu")
-# Makers whose PyTorch brings a Triton of its own: the index of its wheels.
-_INDEX = {"AMD": "rocm", "Intel": "xpu"}
-PORTABLE = "python_embeded"
+# The oldest NVIDIA GPUs that Triton has code for (torch/utils/_triton.py, `has_triton`).
+OLDEST = (7, 0)
 
 
 @dataclass(frozen=True)
@@ -34,8 +29,7 @@ class Machine:
     Args:
         system: Windows, Linux or Darwin.
         gpu: the maker of the GPUs that this PyTorch is for: NVIDIA, AMD, Intel, Apple, or an empty text.
-        pytorch, python: major and minor version.
-        triton: the same of the installed Triton, if there is one.
+        pytorch, python, triton: major and minor version; None if there is no Triton.
         folder: of Python.
         missing: files of Python's that C compilers need and that are not there.
     """
@@ -50,49 +44,111 @@ class Machine:
 
     @classmethod
     def this(cls) -> Machine:
-        system, folder = platform.system(), Path(sys.base_prefix)
+        folder, python = Path(sys.base_prefix), sys.version_info[:2]
+        makers = {"AMD": torch.version.hip, "NVIDIA": torch.version.cuda, "Intel": private.xpu_is_compiled()}
+        makers["Apple"] = torch.backends.mps.is_built()
+        gpu = next((maker for maker, is_built_for in makers.items() if is_built_for), "")
+        tritons = (_version(package.version) for name in _PACKAGES for package in importlib.metadata.distributions(name=name))
         needed = [Path(sysconfig.get_paths()["include"]) / "Python.h"]
-        if system == "Windows":
-            needed.append(folder / "libs" / f"python{sys.version_info.major}{sys.version_info.minor}.lib")
+        if platform.system() == "Windows":
+            needed.append(folder / "libs" / f"python{python[0]}{python[1]}.lib")
         missing = tuple(str(file) for file in needed if not file.exists())
-        pytorch = _version(torch.__version__)
-        return cls(system, _gpu(), pytorch, sys.version_info[:2], _installed_triton(), str(folder), missing)
+        return cls(platform.system(), gpu, _version(torch.__version__), python, next(tritons, None), str(folder), missing)
 
-    def pip(self, package: str) -> str:
-        """The command that installs into this Python; the portable ComfyUI has one of its own."""
-        python = rf"{PORTABLE}\python.exe" if PORTABLE in self.folder else "python"
-        return f'{python} -m pip install -U "{package}"'
+    @property
+    def traits(self) -> set[str]:
+        """The words that keys of cures may have; "2.13" stands for PyTorch 2.13 and newer."""
+        wanted = table.TRITON_FOR.get(self.pytorch)
+        flags = {"unknown": wanted is None, "misfit": wanted not in (None, self.triton)}
+        flags |= {"no-triton": self.triton is None, "no-headers": bool(self.missing)}
+        versions = (_dotted(version) for version in table.TRITON_FOR if version <= self.pytorch)
+        return {self.system, self.gpu, *versions, *(flag for flag, holds in flags.items() if holds)}
 
-    def fitting_triton(self) -> str:
-        """How to get the Triton that goes with this PyTorch."""
-        if self.gpu in _INDEX and (self.system, self.gpu) != ("Windows", "AMD"):
-            index = _INDEX[self.gpu]
-            return (
-                f"PyTorch for {self.gpu} GPUs brings its own (pytorch-triton-{index}, triton-{index} from 2.10 on): uninstall "
-                f"triton and reinstall PyTorch from its {index} index (pytorch.org)."
-            )
-        name, wanted = "triton-windows" if self.system == "Windows" else "triton", TRITON_FOR.get(self.pytorch)
-        if wanted is None:
-            return f"install the {name} that goes with PyTorch {dotted(self.pytorch)}."
-        cure = f"{self.pip(f'{name}=={dotted(wanted)}.*')}."
-        if self.system == "Windows" and wanted > NEWEST_ON_WINDOWS:
-            older = max(version for version, triton in TRITON_FOR.items() if triton <= NEWEST_ON_WINDOWS)
-            cure += f" If there is none, use PyTorch {dotted(older)} and triton-windows {dotted(TRITON_FOR[older])}."
-        return cure
+    def cure(self, cure: table.Cure) -> str:
+        """The text of a cure for this machine; table.py says how cures are written."""
+        names = {name: _dotted(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
+        names["wanted"] = _dotted(table.TRITON_FOR.get(self.pytorch, ()))
+        names["index"] = "rocm" if self.gpu == "AMD" else "xpu"
+        names["package"] = "triton-windows" if self.system == "Windows" else "triton"
+        # The portable ComfyUI has a Python of its own.
+        names["executable"] = r"python_embeded\python.exe" if "python_embeded" in self.folder else "python"
+        names["install"] = self._choose(table.INSTALL_TRITON).format(**names)
+        return cure if isinstance(cure, str) else self._choose(cure).format(**names)
+
+    def _choose(self, texts: dict[str, str]) -> str:
+        return next(text for key, text in texts.items() if self.traits.issuperset(key.split()))
 
 
-def dotted(version: tuple[int, int]) -> str:
+@dataclass(frozen=True)
+class Gpu:
+    """The GPU that models run on.
+
+    Args:
+        capability: of an NVIDIA GPU, such as (9, 0).
+        has_code: whether this PyTorch is made for it.
+    """
+
+    name: str
+    capability: tuple[int, int] | None
+    has_code: bool = True
+
+    @classmethod
+    def this(cls) -> Gpu | None:
+        """The first; None where PyTorch sees none that Triton is for."""
+        if torch.cuda.is_available():
+            capability = None if torch.version.hip else torch.cuda.get_device_capability()
+            return cls(torch.cuda.get_device_name(), capability, _has_code(capability))
+        return cls(torch.xpu.get_device_name(), None) if torch.xpu.is_available() else None
+
+
+def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None] | None = None) -> tuple[str, list[str]]:
+    """What this machine has, in a line, and what it lacks, each with its cure.
+
+    Args:
+        gpu: None: models run on the CPU, for which C++ is compiled.
+        compilers: the C and C++ compilers by language; searched if left out.
+    """
+    if compilers is None:
+        compilers = {"C": _on_path("CC", "gcc", "clang", "cc"), "C++": _on_path("CXX", "g++", "clang++", "cl")}
+    triton = f"Triton {_dotted(machine.triton)}" if machine.triton else "no Triton"
+    has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {_dotted(machine.pytorch)}, {triton}, Python "
+    has += f"{_dotted(machine.python)}, C: {compilers['C'] or 'none'}, C++: {compilers['C++'] or 'none'}"
+    name, (first, last) = private.unsupported(), private.TESTED
+    lacks: list[tuple[object, table.Cure]] = [
+        (machine.missing, table.PYTHON_FILES),
+        (name, f"this PyTorch has no {name}, so nothing is compiled: use PyTorch {first} to {last}."),
+        (gpu is None and not compilers["C++"], table.CPP_COMPILER),
+    ]
+    if gpu is not None:
+        capability, is_misfit = gpu.capability or OLDEST, machine.gpu == "NVIDIA" and "misfit" in machine.traits
+        too_old = (
+            f"{gpu.name} has compute capability {_dotted(capability)}, and Triton needs {_dotted(OLDEST)}: set backend to "
+        )
+        lacks += [
+            (capability < OLDEST, f"{too_old}aot_eager or cudagraphs, which need no Triton."),
+            (not gpu.has_code, table.NO_CODE_FOR_GPU),
+            (machine.triton is None or is_misfit, table.NO_TRITON),
+            # Triton for Windows brings a C compiler.
+            (not compilers["C"] and machine.system != "Windows", table.C_COMPILER),
+        ]
+    return has, [machine.cure(cure) for is_lacking, cure in lacks if is_lacking]
+
+
+def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
+    """`preflight` of this machine, where models run on the GPU or not; where Triton does not load, why."""
+    machine, gpu = Machine.this(), Gpu.this() if on_gpu else None
+    has, lacks = preflight(machine, gpu)
+    if gpu is not None and machine.triton is not None:
+        try:
+            import triton.compiler  # noqa: F401
+        except Exception as error:  # a broken DLL raises whatever it likes
+            _, cure = table.diagnose([error]) or ("", f"Triton does not load: {type(error).__name__}: {error}")
+            lacks.append(machine.cure(cure))
+    return has, list(dict.fromkeys(lacks))
+
+
+def _dotted(version: tuple[object, ...]) -> str:
     return ".".join(map(str, version))
-
-
-def _gpu() -> str:
-    if torch.version.hip is not None:
-        return "AMD"
-    if torch.version.cuda is not None:
-        return "NVIDIA"
-    if private.xpu_is_compiled():
-        return "Intel"
-    return "Apple" if torch.backends.mps.is_built() else ""
 
 
 def _version(text: str) -> tuple[int, int]:
@@ -100,10 +156,15 @@ def _version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _installed_triton() -> tuple[int, int] | None:
-    for name in _PACKAGES:
-        try:
-            return _version(importlib.metadata.version(name))
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return None
+def _has_code(capability: tuple[int, int] | None) -> bool:
+    """Whether PyTorch's own kernels are for this GPU: those of the same major version, or PTX of an older one."""
+    targets = torch.cuda.get_arch_list()
+    if capability is None:
+        return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0] in targets
+    versions = [(kind, (int(x), int(y))) for kind, x, y in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(targets))]
+    return any(v <= capability and (kind == "compute" or v[0] == capability[0]) for kind, v in versions)
+
+
+def _on_path(variable: str, *names: str) -> str | None:
+    choice = os.environ.get(variable)
+    return next((name for name in (choice.split()[:1] if choice else names) if shutil.which(name)), None)

@@ -7,18 +7,16 @@ COMPILERS = {"C": "gcc", "C++": "g++"}
 
 @pytest.fixture
 def preflight(engine):
-    return engine("failures.preflight")
+    return engine("failures.machine")
 
 
 @pytest.fixture
-def machine(engine):
-    found = engine("failures.machine")
+def machine(preflight):
+    def make(**other):
+        usual = {"system": "Linux", "gpu": "NVIDIA", "pytorch": (2, 11), "python": (3, 12), "triton": (3, 6), "folder": "/usr"}
+        return preflight.Machine(**{**usual, **other})
 
-    def made(**other):
-        known = {"system": "Linux", "gpu": "NVIDIA", "pytorch": (2, 11), "python": (3, 12), "triton": (3, 6), "folder": "/usr"}
-        return found.Machine(**{**known, **other})
-
-    return made
+    return make
 
 
 def test_of_a_machine_that_has_all_nothing_is_missing(preflight, machine):
@@ -37,13 +35,14 @@ def test_of_a_machine_that_has_all_nothing_is_missing(preflight, machine):
         ({"triton": None, "system": "Windows"}, {}, {}, "triton-windows==3.6"),
         ({"missing": ("/usr/include/python3.12/Python.h",)}, {}, {}, "sudo apt install python3.12-dev"),
         ({}, {}, {"C": None}, "sudo apt install build-essential"),
-        ({}, {"capability": (6, 1)}, {}, "compute capability 6.1, and Triton needs 7.0: set backend to aot_eager"),
+        ({}, {"capability": (6, 1)}, {}, "GPU {0} has compute capability 6.1, and Triton needs 7.0: set backend to aot_eager"),
         ({}, {"has_code": False}, {}, "not made for your GPU"),
+        ({"triton": None, "pytorch": (2, 16)}, {}, {}, "Install Triton: install the triton that goes with PyTorch 2.16."),
     ],
 )
 def test_what_is_missing_is_told_with_its_cure(preflight, machine, other, gpu, compilers, said):
-    found = preflight.Gpu(**{"name": "GPU", "capability": (9, 0), **gpu})
-    (missing,) = preflight.preflight(machine(**other), found, {**COMPILERS, **compilers})[1]
+    gpu = preflight.Gpu(**{"name": "GPU {0}", "capability": (9, 0), **gpu})
+    (missing,) = preflight.preflight(machine(**other), gpu, {**COMPILERS, **compilers})[1]
     assert said in missing
 
 

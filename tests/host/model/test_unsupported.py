@@ -24,5 +24,5 @@ def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):
     assert not runs.graphs
     line = engine("notices.status").lines_of()["7"]
     assert line.state == "unclear" and line.says == [["pytorchLacks", torch.__version__, lacking, "2.9", "2.15"]]
-    assert lacking in engine("failures.preflight").preflight_here(False)[1][0]
+    assert lacking in engine("failures.machine").preflight_here(False)[1][0]
     assert "Nothing to warm up" in engine("host.nodes.warmup").warm_up(attached, runs.positive, runs.negative, 1.0, [])
