@@ -45,8 +45,8 @@ PYTHON_FILES = {
     "": "Install Python's headers (Debian, Ubuntu: sudo apt install python{python}-dev; Fedora: python3-devel).",
 }
 C_COMPILER = {
-    "Windows": "triton-windows brings one since 3.2: {install}",
-    "": "Install one (Debian, Ubuntu: sudo apt install build-essential; Fedora: gcc).",
+    "Windows": "triton-windows brings a C compiler since 3.2: {install}",
+    "": "Install a C compiler (Debian, Ubuntu: sudo apt install build-essential; Fedora: gcc).",
 }
 CPP_COMPILER = {
     "Windows": "Install the Visual Studio Build Tools with the C++ workload; if cl is still not found, start ComfyUI from "
@@ -104,8 +104,8 @@ _UTF8 = "PyTorch reads its own files in the encoding of this system: set the var
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
 _CPP_FAILED = "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete."
-_GRAPH_BREAK = "Its code has parts PyTorch cannot trace; set fullgraph to false, or leave it out with only_blocks."
-OTHERWISE = "Try backend aot_eager or mode default; leave the block out with only_blocks if it stays."
+_GRAPH_BREAK = "The block has code that PyTorch cannot trace; set fullgraph to false, or leave the block out with only_blocks."
+OTHERWISE = "Try backend aot_eager or mode default; leave the block out with only_blocks if the error stays."
 
 _FILE = r"(Python\.h|pyconfig\.h|python3\d*\.lib)"
 # What docs/troubleshooting.md names the error by; a pattern of "Class: text"; the cure. The most specific first.
@@ -130,12 +130,12 @@ TROUBLES: tuple[tuple[str, str, Cure], ...] = (
     ("UnicodeDecodeError", r"UnicodeDecodeError: 'utf-8' codec can't decode", _LANGUAGE),
     ("codec can't decode", r"UnicodeDecodeError: '[\w-]+' codec can't decode", _UTF8),
     ("CalledProcessError", r"CalledProcessError: [^\n]*\.c(pp)?'", _LINUX_COMPILER),
-    ("", r"^OutOfMemoryError:", "There was too little memory for it; the next run tries again."),
+    ("", r"^OutOfMemoryError:", "There was too little memory to compile the block; the next run tries again."),
     ("", r"^Postponed:", "The next run tries again."),
     ("GPUTooOldForTriton", r"^GPUTooOldForTriton:", _OLD_GPU),
     ("CppCompileError", r"^CppCompileError:", _CPP_FAILED),
     ("Unsupported", r"^Unsupported:", _GRAPH_BREAK),
-    ("UserError", r"^UserError:", "Its code has parts PyTorch cannot trace; leave it out with only_blocks."),
+    ("UserError", r"^UserError:", "The block has code that PyTorch cannot trace; leave the block out with only_blocks."),
 )
 # Errors that the next run may not meet: a worker died; another thread switched a setting of the process (TF32) during the trace
 # (torch/_dynamo/convert_frame.py, guards.py); gcc, clang or ptxas was killed or had no room.

@@ -200,8 +200,8 @@ CURES = [
     (NO_UTILS, {}, r"Delete the folder \.triton"),
     (NO_UTILS, {"missing": ("Python.h",)}, r"Delete the folder \.triton.*copy both"),
     (NO_LIBTRITON, {}, r"Visual C\+\+ Redistributable"),
-    (NO_C_COMPILER, {}, r"brings one since 3\.2: .*triton-windows==3\.6"),
-    (NO_C_COMPILER, {"system": "Linux"}, r"build-essential"),
+    (NO_C_COMPILER, {}, r"brings a C compiler since 3\.2: .*triton-windows==3\.6"),
+    (NO_C_COMPILER, {"system": "Linux"}, r"^Install a C compiler .*build-essential"),
     (OLD_PTXAS, {"system": "Linux"}, r"does not know your GPU: update PyTorch"),
     (NO_SPARK, {"system": "Linux"}, r"TRITON_PTXAS_PATH"),
     (NO_DEVICE_FUNCTION, {"gpu": "AMD", "system": "Linux"}, r"HSA_OVERRIDE_GFX_VERSION=10\.3\.0"),
@@ -214,12 +214,12 @@ CURES = [
     (LONG_PATH, {}, r"LongPathsEnabled"),
     (KOREAN, {}, r"PYTHONUTF8=1 before ComfyUI starts"),
     (CHINESE, {}, r"English"),
-    (torch.OutOfMemoryError("CUDA out of memory."), {}, r"^There was too little memory"),
+    (torch.OutOfMemoryError("CUDA out of memory."), {}, r"^There was too little memory to compile the block"),
     (Postponed("no memory"), {}, r"^The next run tries again\.$"),
     (GPUTooOldForTriton("Found GTX 1080"), {}, r"^This GPU is too old for Triton"),
     (CppCompileError("C++ compile error\n\nOutput:\nmain.cpp:3: error"), {}, r"^The C\+\+ compiler failed; check that g\+\+"),
     (Unsupported("call_function"), {}, r"set fullgraph to false, or"),
-    (UserError("dynamic"), {}, r"cannot trace; leave"),
+    (UserError("dynamic"), {}, r"cannot trace; leave the block out"),
 ]  # fmt: skip
 
 
