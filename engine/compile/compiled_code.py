@@ -309,13 +309,11 @@ class BlockCode:
         backend = backend_for(self, self.settings.backend, self.settings.inductor_options())
         return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph, **limit)
 
-    def variants(self) -> list[object] | None:
-        """The guards of the code that PyTorch holds now (a reset drops what was compiled); None where it does not tell."""
-        if private.cache_entries is None:
-            return None
+    def variants(self) -> list[object]:
+        """The guards of the code that PyTorch holds now; `torch._dynamo.reset()` drops what was compiled."""
         entries = private.cache_entries(self._function.__code__) if self._function is not None else []
-        managers = [entry.guard_manager for entry in entries]
-        return [guards for guards in managers if type(guards).__name__ != "DeletedGuardManagerWrapper"]
+        guards = [entry.guard_manager for entry in entries]
+        return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
 
     def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
         """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.

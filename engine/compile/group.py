@@ -147,10 +147,6 @@ class BlockGroup:
             original.copy_(copy)
         return result
 
-    def variants(self) -> list[object] | None:
-        """See `BlockCode.variants`."""
-        return self.code.variants()
-
     def record_varying_ints(self, block: nn.Module) -> None:
         """Note a block of this group: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}

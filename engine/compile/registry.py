@@ -7,12 +7,11 @@ import logging
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Hashable
+from typing import NamedTuple, TypeVar
 
 from torch import nn
 
-from ..blocks.convolutions import is_convolutional, parts_of
 from ..blocks.duplicate_classes import Twin
 from ..blocks.methods import MethodsNow
 from ..blocks.state import BlockState
@@ -20,10 +19,10 @@ from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class
+from ..identity import Same
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from ..warmup.record import WarmRecord
 from .compiled_code import free_unused
 from .group import BlockGroup
 
@@ -37,12 +36,13 @@ class ModelCode:
     `eager_calls` counts calls in which blocks ran uncompiled while their graphs were lowered in the background. What is left
     uncompiled of a UNet, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of others
     only `parts` are compiled. `uncalled`: blocks, by class, if no call so far has run any of them: the model uses them by other
-    methods than `forward`. `not_looked_at`: modules, by class, that could not be looked at, and why.
+    methods than `forward`. `not_looked_at`: modules, by class, that could not be looked at, and why. `warm`: the guards
+    that there were after each warmup, see `host/nodes/warmup.py`.
     """
 
     def __init__(self) -> None:
         self._groups: dict[tuple, BlockGroup] = {}
-        self.warm = WarmRecord()
+        self.warm: dict[Hashable, set[Same]] = {}
         self.left_out: Counter[str] = Counter()
         self.too_small: Counter[str] = Counter()
         self.parts: Counter[str] = Counter()
@@ -97,18 +97,6 @@ class ModelCode:
     def state_of(self, block: nn.Module) -> BlockState[BlockGroup | None] | None:
         """What `block` consisted of when it last ran compiled."""
         return self._of_block.get(block)
-
-    def unchanged(self, blocks: list[nn.Module], settings: CompileSettings) -> bool:
-        """Whether all of `blocks` that are compiled have run under these settings, and consist of the same parts since."""
-        compiled = blocks
-        if not settings.compiles_convolutions and not all(map(is_convolutional, blocks)):
-            parts = [part for block in blocks for part in parts_of(block) or [block]]
-            compiled = [part for part in parts if not is_convolutional(part)]
-        states, now = [self._of_block.get(block) for block in compiled], MethodsNow()
-        return all(
-            state is not None and settings.settings_key() in state.groups and state.holds(block, now)
-            for block, state in zip(compiled, states, strict=True)
-        )
 
     def called(self, blocks: Counter[str], ran: bool) -> None:
         """The model has been called with `blocks`, by class, ready to run compiled; `ran`: some did."""

@@ -68,7 +68,9 @@ NAMES = {
         "torch._C:_dynamo.eval_frame.reset_code", "the code of models that were freed stays in memory", _nothing
     ),
     "cache_entries": PrivateName(
-        "torch._C:_dynamo.eval_frame._debug_get_cache_entry_list", "compiled variants are not counted"
+        "torch._C:_dynamo.eval_frame._debug_get_cache_entry_list",
+        "a warmup does not notice that another node has reset Dynamo",
+        lambda _code: [],
     ),
     "compile_lock": PrivateName(
         "torch._dynamo.convert_frame:compile_lock",

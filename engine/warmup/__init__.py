@@ -1,4 +1,4 @@
-"""What a warmup runs, and what need not be run again.
+"""What a warmup runs, and the memory that it took.
 
-May import: the modules of `engine/`. Doors: `plan.parse_extra_sizes`, `record.WarmRecord`.
+May import: the modules of `engine/`. Door: `plan.parse_extra_sizes`.
 """

@@ -73,7 +73,7 @@ NO_NAMES = {"comfy.settings.json"}
 
 TORCH = {
     # What has been compiled of a function, and when.
-    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list": READ,  # without it, a group's variants are not counted
+    "torch._C._dynamo.eval_frame._debug_get_cache_entry_list": READ,  # without it, a warmup notices no reset
     "torch._C._dynamo.eval_frame.reset_code": READ,
     "torch._dynamo.callback.callback_handler.register_start_callback": READ,
     "torch._dynamo.callback.callback_handler.register_end_callback": READ,

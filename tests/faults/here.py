@@ -85,7 +85,7 @@ class Case(Runs):
             self.is_right(compiled)
         self.eager_calls  # noqa: B018  starts anew
         assert self.is_right(compiled) and self.eager_calls == 0
-        assert self.graphs > 0 and any(group.variants() for group in self.groups)
+        assert self.graphs > 0 and any(group.code.variants() for group in self.groups)
 
     def warmed(self):
         """Samples compiled."""

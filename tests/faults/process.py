@@ -121,7 +121,7 @@ class Process:
                 "from_disk": stats.from_disk,
                 "eager": code.eager_calls,
                 "failures": [group.failure.message() for group in code.groups.values() if group.failure],
-                "codes": sum(len(group.variants() or ()) for group in code.groups.values()),
+                "codes": sum(len(group.code.variants()) for group in code.groups.values()),
                 "not_as_found": {
                     **({} if ended else {"compiler": "busy"}),
                     **{n: "forward" for n, m in self.patcher.model.diffusion_model.named_modules() if "forward" in vars(m)},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,10 +26,7 @@ KEY = "torch-compile-kit.warmup"
 
 
 def latent_shape(patcher, size: Size) -> list[int]:
-    """The shape of a latent of the model's own format.
-
-    Returns:
-        `[batch, channels, height, width]`, with frames before height for video models, in latent units.
+    """The shape of a latent in the model's format: `[batch, channels, height, width]`, with frames before height for video.
 
     Raises:
         InvalidSetting: the model cannot make that size, or no memory holds it.
@@ -45,7 +42,7 @@ def latent_shape(patcher, size: Size) -> list[int]:
             raise InvalidSetting(name, value, f"too small for this model; use at least {ratio} pixels.")
     shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
     if dimensions == 3:
-        shape.insert(2, _latent_frames(latent_format, size.length))
+        shape.insert(2, (size.length - 1) // _frames_in_one(patcher) + 1)
     elif size.length > 1:
         raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
     device = comfy.model_management.intermediate_device()
@@ -57,50 +54,36 @@ def latent_shape(patcher, size: Size) -> list[int]:
     return shape
 
 
-def _latent_frames(latent_format, length: int) -> int:
-    ratio = getattr(latent_format, "temporal_downscale_ratio", None)
-    if ratio is None and length > 1:  # ComfyUI 0.18
-        raise InvalidSetting("length", length, "this ComfyUI does not tell how long that is; connect latent_image instead.")
-    return (length - 1) // (ratio or 1) + 1
-
-
-def prepared_latent(patcher, latent: dict) -> dict:
-    """A LATENT input, its tensor fitted to the model as the host's KSampler does (nodes.py, common_ksampler)."""
-    samples = latent["samples"]
-    try:
-        fitted = comfy.sample.fix_empty_latent_channels(
-            patcher, samples, latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
-        )
-    except TypeError:  # hosts before 0.28 take the first two only
-        fitted = comfy.sample.fix_empty_latent_channels(patcher, samples)
-    return {"samples": fitted, "noise_mask": latent.get("noise_mask")}
+def _frames_in_one(patcher) -> int:
+    """Frames of a video for each of its latent after the first."""
+    return getattr(patcher.get_model_object("latent_format"), "temporal_downscale_ratio", 1)
 
 
 def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
-    """What to sample (`samples` and, or None, `noise_mask`) and its name for reports: `latent` if given, else an empty one.
+    """What to sample (`samples` and, or None, `noise_mask`) and its name for reports.
+
+    Args:
+        latent: a LATENT, sampled in place of `size`, and fitted to the model as by the host's KSampler (common_ksampler).
 
     Raises:
         InvalidSetting: the model cannot make that size.
     """
-    if latent is None:
-        samples = torch.zeros(latent_shape(patcher, size), device=comfy.model_management.intermediate_device())
-        return _sampled_label(patcher, size, samples.shape), {"samples": samples, "noise_mask": None}
-    prepared = prepared_latent(patcher, latent)
-    samples = prepared["samples"]
     ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
-    label = "x".join(str(side * ratio) for side in samples.shape[:-3:-1]) if samples.dim() >= 4 else "latent_image"
-    return f"{label} batch {samples.shape[0]} (latent_image)", prepared
-
-
-def _sampled_label(patcher, size: Size, shape: Sequence[int]) -> str:
-    """The size of a latent in pixels: latents are whole, so a size between two is rounded, as by the host's own nodes."""
-    latent_format = patcher.get_model_object("latent_format")
-    height, width = (side * latent_format.spacial_downscale_ratio for side in shape[-2:])
-    length = size.length
-    if len(shape) == 5:
-        length = (shape[2] - 1) * (getattr(latent_format, "temporal_downscale_ratio", None) or 1) + 1
-    sampled = Size(width, height, length, size.batch)
-    return sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
+    if latent is None:  # latents are whole, so that a size between two is rounded, as by the host's nodes
+        shape = latent_shape(patcher, size)
+        length = (shape[2] - 1) * _frames_in_one(patcher) + 1 if len(shape) == 5 else 1
+        sampled = Size(shape[-1] * ratio, shape[-2] * ratio, length, size.batch)
+        label = sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
+        samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
+        return label, {"samples": samples, "noise_mask": None}
+    ratios = latent.get("downscale_ratio_spacial"), latent.get("downscale_ratio_temporal")
+    try:
+        samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"], *ratios)
+    except TypeError:  # hosts before 0.28
+        samples = comfy.sample.fix_empty_latent_channels(patcher, latent["samples"])
+    sides = samples.shape[:-3:-1] if len(samples.shape) >= 4 else ()
+    label = "x".join(str(side * ratio) for side in sides) or "latent_image"
+    return f"{label} batch {samples.shape[0]} (latent_image)", {"samples": samples, "noise_mask": latent.get("noise_mask")}
 
 
 @contextmanager
@@ -125,17 +108,12 @@ def sample(
     callback: Callable[..., None],
     sampler: comfy.samplers.Sampler | None = None,
 ) -> torch.Tensor:
-    """Sample with seed 0 and leave the random state as found.
+    """Sample with seed 0 and leave the random state as it was; returns the final latent, shaped as that of `latent`.
 
     Args:
-        conditioning: positive and negative.
-        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
-        sigmas: `[steps + 1]`, falling.
+        latent: see `labelled_latent`.
         callback: called by the host after each step, the number of the step first; may raise to stop.
         sampler: euler if None.
-
-    Returns:
-        The final latent, shaped as `samples`.
     """
     devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -171,7 +149,7 @@ class Calls:
     def __call__(self, executor, *args, **kwargs):
         """An APPLY_MODEL wrapper of the host."""
         options = next((a for a in args if isinstance(a, dict)), {})
-        self.joined = self.joined or len(options.get("cond_or_uncond", ())) > 1
+        self.joined |= len(options.get("cond_or_uncond", ())) > 1
         return executor(*args, **kwargs)
 
 
@@ -184,16 +162,12 @@ def sample_once(
     each_prompt_alone: bool = False,
     steps: int = STEPS,
 ) -> Calls:
-    """Sample `steps` steps for each range of the schedule, and leave the random state as found.
+    """Sample `steps` steps for each range of the schedule.
 
     Args:
-        conditioning: positive and negative.
-        latent: `samples` and, or None, `noise_mask`; see `labelled_latent`.
+        latent: see `labelled_latent`.
         on_step: called after each step; may raise to stop.
         each_prompt_alone: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
-
-    Returns:
-        What the model was called with.
     """
     calls = Calls()
     patcher = patcher.clone()
@@ -206,10 +180,8 @@ def sample_once(
         nonlocal compilations
         if monitor.compilations != compilations:
             compilations = monitor.compilations
-            if step % steps:
-                calls.late = True
-            else:
-                calls.early = True
+            calls.late |= step % steps > 0
+            calls.early |= step % steps == 0
         on_step()
 
     sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, steps)
@@ -232,7 +204,7 @@ def schedule(model_sampling, conditioning: tuple[list, list], steps: int) -> tor
 
     Prompts, ControlNets and hooks may begin and end at a share of the schedule (`start_percent`, `end_percent`).
     """
-    bounds = sorted({0.0, 1.0} | {p for p in _percents(conditioning) if 0.0 < p < 1.0})
+    bounds = [0.0, *sorted(_percents(conditioning)), 1.0]
     if len(bounds) == 2:
         return comfy.samplers.calculate_sigmas(model_sampling, "simple", steps)
     sigmas = []
@@ -245,18 +217,19 @@ def schedule(model_sampling, conditioning: tuple[list, list], steps: int) -> tor
 
 def ranges_of(conditioning: tuple[list, list]) -> int:
     """In how many parts the conditioning divides the schedule."""
-    return len({p for p in _percents(conditioning) if 0.0 < p < 1.0}) + 1
+    return len(_percents(conditioning)) + 1
 
 
-def _percents(conditioning: tuple[list, list]) -> list[float]:
-    found: list[float] = []
+def _percents(conditioning: tuple[list, list]) -> set[float]:
+    """Where in the schedule the conditions change."""
+    percents: list[float] = []
     for _, options in (entry for entries in conditioning for entry in entries):
         names = ("start_percent", "end_percent", "clip_start_percent", "clip_end_percent")
-        found += [options[name] for name in names if name in options]
+        percents += [options[name] for name in names if name in options]
         control = options.get("control")
         while control is not None:
-            found += getattr(control, "timestep_percent_range", None) or ()
+            percents += getattr(control, "timestep_percent_range", None) or ()
             control = getattr(control, "previous_controlnet", None)
         for hook in getattr(options.get("hooks"), "hooks", ()):
-            found += [frame.start_percent for frame in hook.hook_keyframe.keyframes]
-    return found
+            percents += [frame.start_percent for frame in hook.hook_keyframe.keyframes]
+    return {percent for percent in percents if 0.0 < percent < 1.0}

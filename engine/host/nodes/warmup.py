@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
+import enum
+import itertools
+import math
 import time
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
 
-from ...compile.binding import modules_at
+import comfy.controlnet
+import torch
+
+from ...blocks.methods import MethodsNow
+from ...blocks.convolutions import choose
+from ...compile.binding import blocks_of
 from ...compile.registry import code_of
+from ...identity import Same
 from ...notices.recompile_log import warming, watch_of
 from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
 from ...notices.words import say
 from ...settings import CompileSettings
+from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
 from ...warmup.memory import MemoryPeaks
 from ...warmup.plan import Size
-from ..model.attach import (
-    attached_settings,
-    compile_plan,
-    diffusion_model,
-    model_name,
-    notes_about,
-)
+from ..model.attach import KEY, attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
-from .fingerprint import fingerprint
 from .progress import WarmupProgress
-from .sampling import (
-    STEPS,
-    labelled_latent,
-    latent_shape,
-    naming_the_size,
-    ranges_of,
-    sample_once,
-)
+from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ranges_of, sample_once
+
+# Runs of the sampler that are remembered of a model.
+MAX_REMEMBERED = 200
+# Two lengths of a prompt have run, and the second needed no code of its own: a third needs none either.
+SETTLED = "any length"
+# What of a patcher, beside its options, can change compiled code. Values of weight patches cannot: blocks see plain weights.
+_PATCHER = ("object_patches", "weight_wrapper_patches", "injections", "wrappers", "callbacks", "attachments")
+_PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
 
 def warm_up(
@@ -48,13 +54,8 @@ def warm_up(
 
     Args:
         patcher: a model that went through the Torch Compile Model node.
-        positive, negative: conditioning as the sampler gets it.
-        cfg: as in the sampler; 1.0 leaves the negative out.
-        sizes: what to warm; the first is replaced by `latent` if given.
+        sizes: what to warm; the first is replaced by `latent`, if there is one.
         node_id: of the node that shows the progress.
-
-    Returns:
-        The report.
 
     Raises:
         InvalidSetting: an input is nothing that can be sampled, or the model cannot take a size.
@@ -64,12 +65,9 @@ def warm_up(
     settings = attached_settings(patcher)
     if settings is None:
         return "Nothing to warm up: put Torch Compile Model (backend other than none) before this node."
-    latents = _Latents(patcher, sizes, latent)
-    return _Warmup(patcher, settings, (positive, negative), cfg).run(latents, node_id)
-
-
-# Two lengths of a prompt have run, and the second needed no code of its own: a third needs none either.
-SETTLED = "any length"
+    for size in sizes[latent is not None :]:  # before the first run, so that a wrong size costs no waiting
+        latent_shape(patcher, size)
+    return _Warmup(patcher, settings, (positive, negative), cfg).run(sizes, latent, node_id)
 
 
 class _Warmup:
@@ -79,24 +77,24 @@ class _Warmup:
         self.patcher, self.settings, self.conditioning, self.cfg = patcher, settings, conditioning, cfg
         self.model = diffusion_model(patcher)
         self.code = code_of(self.model)
-        plan = compile_plan(patcher, settings)
-        self.blocks = list(modules_at(self.model, plan))
-        self.report = CompileReport(model_name(patcher), settings, plan, [])
+        self.report = CompileReport(model_name(patcher), settings, compile_plan(patcher, settings), [])
         # For which kinds of batch (of one, of more) prompt and negative have been run apart from each other.
         self.apart: set[bool] = set()
         self.steps = STEPS
 
-    def run(self, latents: _Latents, node_id: str | None) -> str:
+    def run(self, sizes: list[Size], latent: dict | None, node_id: str | None) -> str:
         paged = self.patcher.loaded_size if getattr(self.patcher, "is_dynamic", bool)() else int
         memory = MemoryPeaks(self.patcher.load_device, paged)
         in_each = STEPS * ranges_of(self.conditioning)
         classes = list(dict.fromkeys(block.class_name for block in self.report.plan.blocks))
-        with WarmupProgress(len(latents), in_each, classes, self.settings.backend == "inductor", node_id) as progress:
-            for index, (label, latent) in enumerate(latents):
+        mask = latent.get("noise_mask") if latent else None
+        with WarmupProgress(len(sizes), in_each, classes, self.settings.backend == "inductor", node_id) as progress:
+            for index, size in enumerate(sizes):  # many large latents at once are beyond memory
+                label, prepared = labelled_latent(self.patcher, size, latent if index == 0 else None)
                 raise_if_interrupted()
                 progress.begin(label, index)
-                with warming():
-                    self._at_size(label, latent, progress.step)
+                with warming(), naming_the_size(label, self.report.model_name):
+                    self._at_size(label, {**prepared, "noise_mask": mask}, progress.step)
                 progress.end(index)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
         self.report.notes += notes_about(self.patcher)
@@ -108,9 +106,27 @@ class _Warmup:
         return self.report.text()
 
     def _at_size(self, label: str, latent: dict, on_step: Callable[[], None]) -> None:
-        with naming_the_size(label, self.report.model_name):
-            self._unless_known(label, latent, self.conditioning, lambda: self._sample_at(latent, on_step))
+        """Sample, unless the same has been sampled before and PyTorch still has all the code of then."""
+        began, before = time.perf_counter(), stats_for(self.model, self.settings)
+        run, lengths = fingerprint(self.patcher, self.settings, self.conditioning, self.cfg, latent)
+        another_length = self.settings.dynamic != "false" and self._is_warm(run)
+        # Not where code depends on where the weights are, or where unloading the model drops its CUDA graphs.
+        may_skip = self.settings.block_swap != "eager linears" and not self.settings.wants_graphs
+        may_skip = may_skip and self._blocks_are_as_they_ran()
+        skipped = may_skip and (self._is_warm((run, lengths)) or self._is_warm((run, SETTLED)))
+        if not skipped:
+            self._sample_at(latent, on_step)
+        added = stats_for(self.model, self.settings) - before
+        if not skipped:
+            runs = [run, (run, lengths), *([(run, SETTLED)] if another_length and not added.graphs else [])]
+            self.code.warm.update(dict.fromkeys(runs, self._guards()))
+            for oldest in list(self.code.warm)[:-MAX_REMEMBERED]:
+                del self.code.warm[oldest]
         self.apart.add(latent["samples"].shape[0] == 1)
+        self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped))
+
+    def _is_warm(self, run: Hashable) -> bool:
+        return run in self.code.warm and self.code.warm[run] <= self._guards()
 
     def _sample_at(self, latent: dict, on_step: Callable[[], None]) -> None:
         calls = sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step)
@@ -120,48 +136,61 @@ class _Warmup:
         if calls.joined and (self.settings.dynamic == "false" or (latent["samples"].shape[0] == 1) not in self.apart):
             sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step, each_prompt_alone=True, steps=self.steps)
 
-    def _unless_known(self, label: str, latent: dict, conditioning: tuple[list, list], run: Callable[[], None]) -> None:
-        """`run`, unless it has run before and all that its code depends on is as it was; a line for the report."""
-        began, before = time.perf_counter(), stats_for(self.model, self.settings).copy()
-        run_described = self.patcher, self.settings, conditioning, self.cfg, latent
-        what, any_length = fingerprint(*run_described), fingerprint(*run_described, any_length=True)
-        warm, groups = self.code.warm, groups_for(self.model, self.settings)
-        # Not where code depends on where the weights are, or where unloading the model drops its CUDA graphs.
-        known = (
-            self.settings.block_swap != "eager linears"
-            and not self.settings.wants_graphs
-            and self.code.unchanged(self.blocks, self.settings)
-            and (warm.holds(what, groups) or warm.holds((any_length, SETTLED), groups))
-        )
-        if not known:
-            ran_with_another_length = self.settings.dynamic != "false" and warm.holds(any_length, groups)
-            run()
-            groups = groups_for(self.model, self.settings)
-            warm.add(what, groups)
-            warm.add(any_length, groups)
-            if ran_with_another_length and not (stats_for(self.model, self.settings) - before).graphs:
-                warm.add((any_length, SETTLED), groups)
-        added = stats_for(self.model, self.settings) - before
-        self.report.sizes.append(WarmedSize(label, time.perf_counter() - began, added, skipped=known))
+    def _blocks_are_as_they_ran(self) -> bool:
+        blocks = choose(blocks_of(self.model, self.settings), self.settings).compiled
+        key, now = self.settings.settings_key(), MethodsNow()
+        states = ((block, self.code.state_of(block)) for block in blocks)
+        return all(state is not None and key in state.groups and state.holds(block, now) for block, state in states)
+
+    def _guards(self) -> set[Same]:
+        """Those of all compiled code that PyTorch holds for the model."""
+        return {Same(guard) for group in groups_for(self.model, self.settings) for guard in group.code.variants()}
 
 
-class _Latents:
-    """The latents to sample, with their names: each is made when it is its turn, since many large ones are beyond memory.
+def fingerprint(
+    patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict
+) -> tuple[Hashable, tuple[int, ...]]:
+    """Two runs of the sampler for which both are equal need the same compiled code.
 
-    Raises:
-        InvalidSetting: the model cannot make one of the sizes; before the first run, so that it costs no waiting.
+    What cannot be told apart by content is told apart by identity: a doubt costs a run, and never a compilation later.
+
+    Returns:
+        All but the lengths of the prompts, of which it tells only which are equal, and which can run as one batch; the lengths.
     """
+    others = [p.model for patchers in getattr(patcher, "additional_models", {}).values() for p in patchers]
+    about_model = [getattr(patcher, name, None) for name in _PATCHER]
+    about_model += [patcher.model_options, others, patcher.load_device, patcher.model.get_dtype_inference()]
+    about_torch = (  # torch/_dynamo/guards.py, global state
+        *(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled()),
+        *(torch.get_default_dtype(), torch.get_num_threads(), *numerics()),
+    )
+    embeddings = (entry[0] for entries in conditioning for entry in entries)  # `[batch, tokens, channels]`
+    lengths = tuple(e.shape[1] for e in embeddings if isinstance(e, torch.Tensor) and e.ndim == 3)
+    names = {length: f"length {at}" for at, length in enumerate(dict.fromkeys(lengths)) if length > 1}
+    # ComfyUI repeats a prompt at most four times to run it with a longer one (comfy/conds.py, `CONDCrossAttn.can_concat`).
+    batches = tuple(math.lcm(a, b) > 4 * min(a, b) for a, b in itertools.combinations(lengths, 2) if a != b)
+    described = _described([about_model, list(latent.values())], {}), _described(conditioning, names)
+    return (settings, about_torch, frozenset(patcher.patches), cfg == 1.0, described, batches), lengths
 
-    def __init__(self, patcher, sizes: list[Size], latent: dict | None):
-        for size in sizes[latent is not None :]:
-            latent_shape(patcher, size)
-        self._patcher, self._sizes, self._latent = patcher, sizes, latent
 
-    def __len__(self) -> int:
-        return len(self._sizes)
+def _described(value: Any, names: Mapping[int, str]) -> Hashable:
+    """Of tensors their shapes, not their numbers; other objects by identity.
 
-    def __iter__(self) -> Iterator[tuple[str, dict]]:
-        mask = self._latent.get("noise_mask") if self._latent else None
-        for index, size in enumerate(self._sizes):
-            label, prepared = labelled_latent(self._patcher, size, self._latent if index == 0 else None)
-            yield label, {**prepared, "noise_mask": mask}
+    Args:
+        names: stand for these sizes of tensors.
+    """
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if getattr(value, "is_nested", False):  # of PyTorch or of the host (comfy/nested_tensor.py)
+        return "nested", *(_described(part, names) for part in value.unbind())
+    if isinstance(value, torch.Tensor):
+        return tuple(names.get(size, size) for size in value.shape), value.dtype, value.device, value.is_contiguous()
+    if isinstance(value, comfy.controlnet.ControlBase):  # copied at each execution of its node
+        return type(value), _described(vars(value), names)
+    if isinstance(value, Mapping):  # without what we have registered ourselves, which is made anew each time the node runs
+        return "mapping", *((_described(name, {}), _described(item, names)) for name, item in value.items() if name != KEY)
+    if isinstance(value, list | tuple | set | frozenset):
+        return "items", *(_described(item, names) for item in value)
+    if isinstance(value, types.MethodType):  # a new object at each access
+        return Same(value.__self__), Same(value.__func__)
+    return Same(value)

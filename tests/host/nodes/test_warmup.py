@@ -292,6 +292,17 @@ def test_a_mask_on_the_latent_is_warmed_too(warming, tiny):
     assert runs.sampled() == 0
 
 
+def test_a_latent_of_video_and_sound_is_warmed(warming, engine):
+    setup, runs = zoo.SETUPS["ltxav"], warming()
+    runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
+    runs.compiled = engine("host.model.attach").attach(runs.patcher, compile_settings(engine))
+    calls = model_calls(runs.patcher)
+    for size in range(2):
+        assert "batch 1 (latent_image)" in runs.warm(latent={"samples": setup.latent(size)}) and calls, "another size"
+        calls.clear()
+        assert SKIPPED in runs.warm(latent={"samples": setup.latent(size)}) and not calls
+
+
 def test_a_size_between_two_latents_is_named_by_what_is_sampled(warming):
     runs = warming()
     runs.warm()
@@ -301,23 +312,26 @@ def test_a_size_between_two_latents_is_named_by_what_is_sampled(warming):
 
 
 def test_latents_are_made_one_by_one_after_all_sizes_were_looked_at(warming, engine, monkeypatch):
-    runs, made = warming(), []
+    runs, heights = warming(), []
     zeros = torch.zeros
 
-    def noted(*args, **kwargs):
-        made.append(zeros(*args, **kwargs))
-        return made[-1]
+    def noted(*shape, **kwargs):
+        if shape[0][:-2] == [1, 16]:
+            heights.append(8 * shape[0][-2])
+        return zeros(*shape, **kwargs)
 
     monkeypatch.setattr(engine("host.nodes.sampling").torch, "zeros", noted)
-    calls = model_calls(runs.patcher)
+    calls = []
+    runs.patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(list(heights)))
     with pytest.raises(engine("errors").InvalidSetting, match="width = 4: too small"):
         runs.warm((64, 64), (96, 64), (4, 64))
-    assert not calls and not made
-    latents = engine("host.nodes.warmup")._Latents(
-        runs.compiled, [engine("warmup.plan").Size(64, 64 * n) for n in (1, 2, 3)], None
-    )
-    assert not made and len(latents) == 3
-    assert [latent["samples"].shape[-2] for _, latent in latents] == [8, 16, 24] and len(made) == 3
+    assert not calls and not heights
+    runs.warm(*((64, 64 * n) for n in (1, 2, 3)))
+    assert [seen for seen, before in zip(calls, [None, *calls], strict=False) if seen != before] == [
+        [64],
+        [64, 128],
+        [64, 128, 192],
+    ]
 
 
 def test_a_latent_larger_than_memory_is_refused_before_it_is_made(warming, engine):
