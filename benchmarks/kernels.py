@@ -39,8 +39,7 @@ def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
     host.sample(patcher, name, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
-        recorder = trace.StepTrace(path, torch.device("cuda"))
-        with recorder:
+        with trace.step_trace(path, torch.device("cuda")) as recorder:
             host.sample(patcher, name, trace.STEPS, after_step=recorder.step)
         events = json.loads(path.read_text())["traceEvents"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset")

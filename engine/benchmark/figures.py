@@ -14,11 +14,7 @@ CLEAR = 0.01
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each step, one tuple a round.
-
-    Args:
-        rounds: at least one round of at least one step.
-    """
+    """Seconds of each step, one tuple a round; at least one round of at least one step."""
 
     rounds: tuple[tuple[float, ...], ...]
 
@@ -37,13 +33,8 @@ class Timing:
     @property
     def spread(self) -> tuple[float, float]:
         """Eight of ten steps took a time between these two."""
-        return self._quantile(0.1), self._quantile(0.9)
-
-    def _quantile(self, share: float) -> float:
-        steps = self.steps
-        at = share * (len(steps) - 1)
-        below = steps[math.floor(at)]
-        return below + (at - math.floor(at)) * (steps[math.ceil(at)] - below)
+        deciles = statistics.quantiles(self.steps if len(self.steps) > 1 else 2 * self.steps, n=10, method="inclusive")
+        return deciles[0], deciles[-1]
 
     @property
     def round_medians(self) -> list[float]:
@@ -91,7 +82,7 @@ class Trace:
     unit: str
     eager: int
     compiled: int
-    files: tuple[str, str]
+    files: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -99,18 +90,14 @@ class BenchmarkResult:
     """Eager against compiled.
 
     Args:
-        model, device, settings: as shown to the user.
-        size: label of what was sampled.
+        model, device, settings, size: as shown to the user.
         steps: of one image, and of each round.
-        cfg: as in the sampler.
         batch: images made at once.
         eager, compiled: warm steps of the alternating rounds.
-        cost: of compiling.
         error: relative error of the final latent, compiled against eager.
         repeat_error: the same of one eager round against another.
         late_graphs: compiled in the measured rounds, 0 if all went well.
         video: whether videos are made, not images.
-        trace: if one was asked for.
         notes: more sentences about this model.
     """
 
@@ -163,10 +150,14 @@ class BenchmarkResult:
         return max(1, math.ceil(self.cost_seconds / saved)) if saved > 0 else None
 
     def images(self, count: int) -> str:
-        return f"{count:,} {'video' if self.video else 'image'}{'s' * (count != 1)}"
+        return counted(count, "video" if self.video else "image")
 
     def heading(self) -> str:
-        return f"{self.size}, {self.steps} step{'s' * (self.steps != 1)}, cfg {self.cfg:g}"
+        return f"{self.size}, {counted(self.steps, 'step')}, cfg {self.cfg:g}"
+
+    @property
+    def _an_image(self) -> str:
+        return "a video" if self.video else "an image"
 
     def headline(self) -> str:
         """The result in a sentence."""
@@ -189,7 +180,7 @@ class BenchmarkResult:
         steps = len(self.eager.steps)
         lines.append(f"Measured: {steps} warm steps each in {len(self.eager.rounds)} alternating rounds, same seed.")
         if self.late_graphs:
-            graphs = "1 graph was" if self.late_graphs == 1 else f"{self.late_graphs} graphs were"
+            graphs = f"{counted(self.late_graphs, 'graph')} {'was' if self.late_graphs == 1 else 'were'}"
             lines.append(f"{graphs} compiled while measuring: run the benchmark again for clean figures.")
         lines += self.notes
         if self.trace:
@@ -197,53 +188,45 @@ class BenchmarkResult:
         return "\n".join(lines)
 
     def _columns(self) -> list[str]:
-        noun = "video" if self.video else "image"
         sides = (self.eager, self.compiled)
         rows = [
             ("", "eager", "compiled"),
             ("a step, median", *(duration(side.median) for side in sides)),
             ("  8 of 10 steps", *(between(*side.spread) for side in sides)),
             ("  fastest", *(duration(side.fastest) for side in sides)),
-            (f"{'an' if noun == 'image' else 'a'} {noun}", *(duration(self.image_seconds(side)) for side in sides)),
+            (self._an_image, *(duration(self.image_seconds(side)) for side in sides)),
         ]
         if self.trace:
             rows.append((f"{self.trace.unit} a step", f"{self.trace.eager:,}", f"{self.trace.compiled:,}"))
-        widths = [max(len(row[column]) for row in rows) for column in range(3)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [f"{name:<{widths[0]}}  {eager:>{widths[1]}}  {compiled:>{widths[2]}}" for name, eager, compiled in rows]
 
     def _conclusion(self) -> list[str]:
-        noun = "a video" if self.video else "an image"
-        step = abs(self.eager.median - self.compiled.median)
-        image = abs(self.image_seconds(self.eager) - self.image_seconds(self.compiled))
+        step = duration(abs(self.eager.median - self.compiled.median))
+        image = duration(abs(self.image_seconds(self.eager) - self.image_seconds(self.compiled)))
         if self.verdict == "faster":
-            return [f"Compiled saves {duration(step)} a step, {duration(image)} {noun}."]
+            return [f"Compiled saves {step} a step, {image} {self._an_image}."]
         if self.verdict == "slower":
-            return [
-                f"Compiled takes {duration(step)} more a step, {duration(image)} more {noun}.",
-                "It never pays off here: set backend to none, or try another mode.",
-            ]
+            advice = "It never pays off here: set backend to none, or try another mode."
+            return [f"Compiled takes {step} more a step, {image} more {self._an_image}.", advice]
         if not self.is_noisy:
             return [f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."]
-        sides = ((name, side.round_medians) for name, side in (("eager", self.eager), ("compiled", self.compiled)))
-        ranges = ", ".join(f"{name} {between(min(medians), max(medians))}" for name, medians in sides)
+        eager, compiled = (between(min(side.round_medians), max(side.round_medians)) for side in (self.eager, self.compiled))
         return [
-            f"The rounds of the two overlap (median step of a round: {ranges}): something else kept the machine busy, or more "
-            "steps are needed."
+            f"The rounds of the two overlap (median step of a round: eager {eager}, compiled {compiled}): something else kept "
+            "the machine busy, or more steps are needed."
         ]
 
     def _cost_lines(self) -> list[str]:
-        cost, lines = self.cost, []
-        graphs = f"{cost.graphs} graph{'s' * (cost.graphs != 1)}"
+        cost = self.cost
+        total, compiling, graphs = duration(self.cost_seconds), duration(cost.seconds), counted(cost.graphs, "graph")
         if not cost.graphs:
             return ["Nothing was compiled: every block runs eager."]
-        if cost.cold:
-            total = duration(self.cost_seconds)
-            lines.append(f"First-step cost: {total} longer than warm steps, {duration(cost.seconds)} of it compiling {graphs}.")
-        else:
-            lines.append(
-                f"Already warm when the benchmark began. Compiling took {duration(cost.seconds)} in this process ({graphs}, "
-                "all sizes so far)."
-            )
+        cold = f"First-step cost: {total} longer than warm steps, {compiling} of it compiling {graphs}."
+        warm = (
+            f"Already warm when the benchmark began. Compiling took {compiling} in this process ({graphs}, all sizes so far)."
+        )
+        lines = [cold if cost.cold else warm]
         if cost.from_disk:
             lines.append("PyTorch's cache on disk helped: the very first time takes longer.")
         if self.break_even:
@@ -253,8 +236,12 @@ class BenchmarkResult:
     def _error_line(self) -> str:
         if not math.isfinite(self.error):
             return "Error against eager: none to give, a latent holds values that are not finite."
-        again = f"eager against itself: {self.repeat_error:.2g}"
-        return f"Relative error of the final latent against eager: {self.error:.2g} ({again})."
+        errors = f"{self.error:.2g} (eager against itself: {self.repeat_error:.2g})"
+        return f"Relative error of the final latent against eager: {errors}."
+
+
+def counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

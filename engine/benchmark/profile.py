@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
@@ -13,37 +14,23 @@ from torch.profiler import ProfilerActivity, profile, schedule
 STEPS = 2
 
 
-class StepTrace:
-    """A context: call `step()` at the end of each step; the second one is written to `path` as a Chrome trace.
-
-    Args:
-        path: of the file, `.json`.
-        device: where the model runs.
-    """
-
-    def __init__(self, path: Path, device: torch.device):
-        self.path = path
-        activities = [ProfilerActivity.CPU]
-        if device.type in ("cuda", "xpu"):
-            activities.append(getattr(ProfilerActivity, device.type.upper()))
-        self._profile = profile(
+@contextmanager
+def step_trace(path: Path, device: torch.device) -> Iterator[profile]:
+    """Call `step()` at the end of each step; the second one is written to `path` as a Chrome trace (`.json`)."""
+    activities = [ProfilerActivity.CPU]
+    if device.type in ("cuda", "xpu"):
+        activities.append(getattr(ProfilerActivity, device.type.upper()))
+    try:
+        with profile(
             activities=activities,
             schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
             acc_events=True,  # or it warns that events are cleared between cycles, of which there is one
             on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
-        )
-
-    def __enter__(self) -> StepTrace:
-        self._profile.__enter__()
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._profile.__exit__(kind, error, traceback)
-        if kind is not None:  # stopped on the way: half a step is no trace
-            self.path.unlink(missing_ok=True)
-
-    def step(self) -> None:
-        self._profile.step()
+        ) as recording:
+            yield recording
+    except BaseException:  # stopped on the way: half a step is no trace
+        path.unlink(missing_ok=True)
+        raise
 
 
 def unit_for(device: torch.device) -> str:

@@ -15,8 +15,7 @@ import torch
 
 from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
 from ...benchmark.profile import STEPS as TRACE_STEPS
-from ...benchmark.profile import StepTrace, count, unit_for
-from ...compile.group import BlockGroup
+from ...benchmark.profile import count, step_trace, unit_for
 from ...notices.recompile_log import warming
 from ...notices.report import groups_for, stats_for
 from ...settings import CompileSettings
@@ -48,13 +47,11 @@ def benchmark(
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
 
     Args:
-        patcher: a model that went through the Torch Compile Model node; it stays as it is.
-        positive, negative, cfg, steps: as the sampler gets them.
-        size: what to sample, unless `latent` is given.
+        size: what to sample, unless there is a `latent`.
         trace: record one step of each, into the output folder.
 
     Returns:
-        The figures; None if the model is not compiled.
+        None if the model is not compiled.
 
     Raises:
         InvalidSetting: an input is nothing that can be sampled, or the model cannot take the size.
@@ -75,26 +72,23 @@ def benchmark(
 
 def _measured(session: _Session, settings: CompileSettings, label: str, steps: int, trace: bool) -> BenchmarkResult:
     patcher, (_, cfg, latent) = session.patcher, session.inputs
-    samples = latent["samples"]
+    shape = latent["samples"].shape
     network = diffusion_model(patcher)
     session.run("eager", WARM_STEPS)  # first, so that loading the weights is not held against compiling
     before, hits = stats_for(network, settings), _hits()
     first_steps, _ = session.run("compiled", WARM_STEPS)
     warm = stats_for(network, settings)
-    cost = CompileCost(
-        warm.seconds, warm.graphs, before.graphs, _hits() - hits if warm.graphs > before.graphs else 0, first_steps
-    )
+    from_disk = _hits() - hits if warm.graphs > before.graphs else 0
+    cost = CompileCost(warm.seconds, warm.graphs, before.graphs, from_disk, first_steps)
 
-    rounds: dict[str, list] = {"eager": [], "compiled": []}
-    latents: dict[str, list] = {"eager": [], "compiled": []}
+    results: dict[str, list] = {"eager": [], "compiled": []}
     for index in range(ROUNDS):  # turn by turn, so that neither side always runs on the warmer chip
         for side in ("eager", "compiled") if index % 2 == 0 else ("compiled", "eager"):
-            seconds, final = session.run(side, steps)
-            rounds[side].append(seconds)
-            latents[side].append(final)
+            results[side].append(session.run(side, steps))
     late = stats_for(network, settings).graphs - warm.graphs
+    (eager_rounds, eager_latents), (rounds, latents) = (zip(*results[side], strict=True) for side in ("eager", "compiled"))
+    failures = list(dict.fromkeys(group.failure.message() for group in groups_for(network, settings) if group.failure))
     recorded = _traced(session, label) if trace else None
-    frames = samples.shape[2] if samples.dim() == 5 else 1
     return BenchmarkResult(
         model=model_name(patcher),
         device=_device_name(patcher.load_device),
@@ -102,34 +96,25 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
         size=label,
         steps=steps,
         cfg=cfg,
-        batch=samples.shape[0],
-        eager=Timing(tuple(rounds["eager"])),
-        compiled=Timing(tuple(rounds["compiled"])),
+        batch=shape[0],
+        eager=Timing(eager_rounds),
+        compiled=Timing(rounds),
         cost=cost,
-        error=relative_error(latents["compiled"][-1], latents["eager"][-1]),
-        repeat_error=relative_error(latents["eager"][0], latents["eager"][-1]),
+        error=relative_error(latents[-1], eager_latents[-1]),
+        repeat_error=relative_error(eager_latents[0], eager_latents[-1]),
         late_graphs=late,
-        video=frames > 1,
+        video=len(shape) == 5 and shape[2] > 1,
         trace=recorded,
-        notes=_differences(patcher, settings) + notes_about(patcher) + _failures(groups_for(network, settings)),
+        notes=_differences(patcher, settings) + notes_about(patcher) + failures,
     )
 
 
 class _Session:
-    """Both ways to run one model, with the same inputs.
-
-    Args:
-        patcher: the compiled one.
-        inputs: conditioning (positive and negative), cfg and latent.
-        progress: counts every step of the benchmark.
-    """
+    """Both ways to run one model, with the same inputs: conditioning (positive and negative), cfg and latent."""
 
     def __init__(self, patcher, inputs: tuple[tuple[list, list], float, dict], progress: comfy.utils.ProgressBar):
-        self.patcher = patcher
-        self.inputs = inputs
+        self.patcher, self.inputs, self._progress = patcher, inputs, progress
         self._patchers = {"eager": eager_clone(patcher), "compiled": patcher}
-        self._progress = progress
-        self._done = 0
 
     def run(
         self, side: str, steps: int, after_step: Callable[[], None] | None = None
@@ -149,8 +134,7 @@ class _Session:
         def on_step(*_: object) -> None:
             _synchronize(device)
             seconds.append(time.perf_counter() - stamps[-1])
-            self._done += 1
-            self._progress.update_absolute(self._done)
+            self._progress.update(1)
             if after_step is not None:
                 after_step()
             stamps.append(time.perf_counter())
@@ -168,14 +152,12 @@ def _traced(session: _Session, label: str) -> Trace:
     name = f"{model_name(session.patcher)}-{label.partition(' ')[0]}"
     output = folder_paths.get_output_directory()
     folder, name, counter, *_ = folder_paths.get_save_image_path(f"torch-compile-kit/{name}", output)
-    counts, files = [], []
-    for side in ("eager", "compiled"):
-        path = Path(folder) / f"{name}_{counter:05}_{side}.json"
-        with StepTrace(path, device) as recording:
+    paths = [Path(folder) / f"{name}_{counter:05}_{side}.json" for side in ("eager", "compiled")]
+    for side, path in zip(("eager", "compiled"), paths, strict=True):
+        with step_trace(path, device) as recording:
             session.run(side, TRACE_STEPS, recording.step)
-        counts.append(count(path, device))
-        files.append(path.relative_to(output).as_posix())
-    return Trace(unit_for(device), counts[0], counts[1], (files[0], files[1]))
+    eager, compiled = (count(path, device) for path in paths)
+    return Trace(unit_for(device), eager, compiled, tuple(path.relative_to(output).as_posix() for path in paths))
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
@@ -185,10 +167,6 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     if settings.block_swap == "auto" and notes_on(patcher.model):
         notes.append("Weights that move are placed in the same way for both, that of Torch Compile Model.")
     return notes
-
-
-def _failures(groups: list[BlockGroup]) -> list[str]:
-    return list(dict.fromkeys(group.failure.message() for group in groups if group.failure))
 
 
 def _hits() -> int:
@@ -205,7 +183,7 @@ def _synchronize(device: torch.device) -> None:
 def _device_name(device: torch.device) -> str:
     """For example `NVIDIA H200, PyTorch 2.11.0+cu130`."""
     backend: Any = getattr(torch, device.type, None)
-    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else ""
+    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
     if device.type == "cpu":
         name = f"CPU ({platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)})"
-    return f"{name or device.type}, PyTorch {torch.__version__}"
+    return f"{name}, PyTorch {torch.__version__}"

@@ -278,7 +278,7 @@ def test_a_message_is_a_picture_too(engine):
 def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_path):
     trace, device = engine("benchmark.profile"), torch.device("cpu")
     path = tmp_path / "step.json"
-    with trace.StepTrace(path, device) as recording:
+    with trace.step_trace(path, device) as recording:
         for tensors in (5, 2):
             for _ in range(tensors):
                 torch.ones(4).cos()
@@ -291,7 +291,7 @@ def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_p
 
 def test_a_trace_that_is_stopped_leaves_no_file(engine, tmp_path):
     path = tmp_path / "step.json"
-    with pytest.raises(KeyboardInterrupt), engine("benchmark.profile").StepTrace(path, torch.device("cpu")) as recording:
+    with pytest.raises(KeyboardInterrupt), engine("benchmark.profile").step_trace(path, torch.device("cpu")) as recording:
         recording.step()
         raise KeyboardInterrupt
     assert not path.exists()

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import zoo
 from paging import paged
 from patch_kinds.weights import load_partly
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
-from support import torch_settings
+from support import compile_settings, torch_settings
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -194,6 +195,14 @@ def test_latent_replaces_the_size_and_cfg_runs_the_negative(benchmarked, tiny):
     latent = {"samples": tiny.empty_latent("sdxl", 128, 64, batch_size=2)}
     result = runs.benchmark(steps=1, latent=latent)
     assert result.size.startswith("128x64 batch 2") and result.batch == 2 and result.error == 0.0
+
+
+def test_a_latent_of_video_and_sound(benchmarked, engine):
+    setup, runs = zoo.SETUPS["ltxav"], benchmarked()
+    runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
+    runs.compiled = engine("host.model.attach").attach(runs.patcher, compile_settings(engine))
+    result = runs.benchmark(steps=1, latent={"samples": setup.latent()})
+    assert result.size.endswith("batch 1 (latent_image)") and result.video and result.error == 0.0
 
 
 def test_video_model(benchmarked):
