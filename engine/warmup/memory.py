@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -12,7 +13,7 @@ GIB = 2**30
 
 
 class MemoryPeaks:
-    """Since it was made; nothing is reset, as others may watch the same counters.
+    """Peaks since the object was created. No counter is reset: other packs may watch them.
 
     Args:
         device: that samples.
@@ -31,9 +32,13 @@ class MemoryPeaks:
             f"{(peak - self._used) / GIB:.1f} GiB taken by this warmup" if peak > self._before else "not raised by this warmup"
         )
         parts = [f"up to {peak / GIB:.1f} GiB of RAM, {taken}"]
-        workers = [child for child in psutil.Process().children(recursive=True) if _compiles(child)]
+        workers = []
+        for child in psutil.Process().children(recursive=True):
+            with suppress(psutil.Error):  # it has just ended
+                if any("compile_worker" in word for word in child.cmdline()):  # of inductor (torch/_inductor/compile_worker)
+                    workers.append(child.memory_info().rss)
         if workers:
-            parts.append(f"{sum(map(_size, workers)) / GIB:.1f} GiB in {len(workers)} processes that compile beside it")
+            parts.append(f"{sum(workers) / GIB:.1f} GiB in {len(workers)} processes that compile beside it")
         if self._device.type == "cuda":
             paged = f" and {self._paged() / GIB:.1f} GiB of weights that ComfyUI pages" if self._paged() else ""
             parts.append(f"up to {torch.cuda.max_memory_allocated(self._device) / GIB:.1f} GiB of VRAM{paged}")
@@ -47,18 +52,3 @@ def peak_of_ram() -> int:
     import resource
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _compiles(process: psutil.Process) -> bool:
-    """Whether it is one of inductor's workers (torch/_inductor/compile_worker)."""
-    try:
-        return any("compile_worker" in word for word in process.cmdline())
-    except psutil.Error:  # it has just ended
-        return False
-
-
-def _size(process: psutil.Process) -> int:
-    try:
-        return process.memory_info().rss
-    except psutil.Error:  # it has just ended
-        return 0

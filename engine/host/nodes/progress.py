@@ -25,28 +25,28 @@ class WarmupProgress:
         steps: of the sampler, for each size.
         classes: of the blocks; the bar has a part for each, beside those of the steps.
         inductor: compiles them.
-        node_id: None outside a workflow; then nothing is shown. Only the page that has queued the prompt gets the text: another
-            workflow may have a node with the same id.
+        node_id: of the node that shows the text, in the page that has queued the prompt: another workflow may have a node of
+            the same id. Without one, or where no page listens, nothing is shown.
     """
 
     def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
-        self._sizes, self._node_id, self._in_each = sizes, node_id, steps + len(classes)
-        self._client = status.owner_now()[0]
+        self._sizes, self._in_each = sizes, steps + len(classes)
+        client = status.owner_now()[0]
+        server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
+        self._send = getattr(server, "send_progress_text", None) if node_id is not None and client is not None else None
+        self._page = node_id, client
         self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
         self._began = time.perf_counter()
         self._classes, self._inductor = classes, inductor
+        self._size, self._stepped, self._part, self._graphs = "", False, 0, 0
         self._seen: list[str] = []
-        self._size = ""
-        self._stepped = False
-        self._part = 0
         self._compiling: str | None = None
-        self._graphs = 0
         self._ended = threading.Event()
         self._ticker = threading.Thread(target=self._tick, name="torch-compile-kit-progress", daemon=True)
 
     def __enter__(self) -> WarmupProgress:
         monitor.listener = self._on_compile
-        if _sender() is not None and self._node_id is not None:
+        if self._send is not None:
             started(self._ticker)
         return self
 
@@ -62,8 +62,7 @@ class WarmupProgress:
         """A size begins: the `index`th from 0."""
         # Without "(latent_image)": the page has room for two lines.
         self._size = say("sizeOf", label.partition(" (")[0], index + 1, self._sizes)
-        self._seen = []
-        self._part = 0
+        self._seen, self._part = [], 0
         self._bar.update_absolute(index * self._in_each)
         self._tell()
 
@@ -72,7 +71,7 @@ class WarmupProgress:
         self._go_on()
 
     def end(self, index: int) -> None:
-        """A size is over, though it may have taken fewer steps, or none: it was warm."""
+        """A size is over, which may have taken fewer steps, or none if it was warm."""
         self._bar.update_absolute((index + 1) * self._in_each)
 
     def _on_compile(self, block: str | None) -> None:
@@ -106,12 +105,5 @@ class WarmupProgress:
         self._say(self._size, how)
 
     def _say(self, what: str, how: str) -> None:
-        send = _sender()
-        if send is not None and self._node_id is not None and self._client is not None:  # None: send_sync tells all pages
-            send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), self._node_id, self._client)
-
-
-def _sender():
-    """The host's function that shows a line of text in a node; None where no page listens, or the host has none."""
-    server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-    return getattr(server, "send_progress_text", None)
+        if self._send is not None:
+            self._send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), *self._page)
