@@ -1,4 +1,4 @@
-"""What a benchmark of eager against compiled found: the figures, what follows from them, and the table."""
+"""The figures of a benchmark of eager against compiled, what follows from them, and the table."""
 
 from __future__ import annotations
 
