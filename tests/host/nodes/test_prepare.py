@@ -1,5 +1,6 @@
 """When a queued prompt has compiling prepared beside the loading of its model."""
 
+import os
 import tempfile
 
 import pytest
@@ -57,12 +58,12 @@ def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, 
     assert len(prepared) == (place is not None) and list(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch, tmp_path):
+def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch):
     folder = engine("host.model.user_folder")
 
-    def is_dir(self):
+    def stat(*_args, **_kwargs):
         raise PermissionError
 
-    monkeypatch.setattr(type(tmp_path), "is_dir", is_dir)
+    monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(folder, "open_users_cache", lambda: pytest.fail("it is not there"))
     folder.get_ready_again()
