@@ -299,7 +299,10 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"
-    read = read_of(network).keys & {"sigmas", "sample_sigmas", "uuids"}
+    keys = read_of(network).keys
+    if keys == BOOKKEEPING:
+        return "the model has code of another pack, which may read the step"
+    read = keys & {"sigmas", "sample_sigmas", "uuids"}
     if read:
         return f"the model reads {', '.join(sorted(read))}"
     return graphs_of(network).model.obstacle
