@@ -42,7 +42,8 @@ _excluded_at = 0.0
 on_trace: list[Callable[[], None]] = []
 # In how many new runs code is compiled again that failed for a reason that may have passed.
 RETRIES = 3
-# More variants than this for the same shapes, under one set of patches: a patch that differs for each block or step.
+# More variants than this for the same shapes, under one set of patches: a patch, or a block of another pack, that differs for
+# each block or step.
 PATCH_VARIANTS = 4
 # More than this in one run, also where others of them are used in between: a patch that keeps state by block and step.
 VARIANTS_IN_RUN = 8
@@ -281,8 +282,9 @@ class BlockCode:
             self._traced_in = weakref.ref(call)
             count, in_run = self._patch_variants[shapes], self._variants_in_run[shapes]
             if self.failure is None and (count > PATCH_VARIANTS or in_run > VARIANTS_IN_RUN):
-                reason = f"compiled {in_run} times for the same shapes."
-                cure = "Other blocks and runs without this patch stay compiled."
+                why = "it or its patch reads what differs in each block or step."
+                reason = f"compiled {in_run} times for the same shapes: {why}"
+                cure = "Other blocks, and runs without the patch, stay compiled."
                 self.give_up(Failure(self.name, reason, cure))
         elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet
             self._patch_variants.pop(shapes, None)

@@ -100,7 +100,7 @@ class BlockGroup:
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
-            if patches:
+            if patches or self.filter_options.is_whole:
                 group.code.count_variant(shapes_of(args, kwargs), call, group.code.traces != traces)
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:

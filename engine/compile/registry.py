@@ -8,7 +8,7 @@ import types
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 from torch import nn
 

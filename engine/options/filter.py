@@ -1,28 +1,32 @@
-"""Give compiled blocks a `transformer_options` without what changes on every call.
+"""Remove from a block's `transformer_options` what changes on every call and what the block does not read.
 
 The host hands every block one dict in which it also keeps its own books: the current sigma, uuids of the conditions, the index
-of the block. Guards on those recompile for each block or step. Hiding the dict from the guards (as core and other packs do)
-makes patches that are added later silently ineffective, so the entries are removed instead, and only those that the block's
-code does not read and no patch can see.
+of the block. Dynamo guards on what the traced code reads, and on every entry where code loops over the dict, as the host's
+`BasicTransformerBlock` does: a graph for each block and step. Hiding the dict from the guards (as core and other packs do)
+makes patches that are added later silently ineffective. Here entries are removed, under these rules:
+
+1. Only blocks with the host's `BasicTransformerBlock` get fewer entries: without those that no code inside the block names. All
+   other blocks of the host get the bookkeeping whole: guards on what they read are enough.
+2. Blocks with code of other packs that may be given the dict get the host's own dict: such code may read anything.
+3. A patch inside a block gets what its code looks up (`options/patches.py`), or the host's own dict where that cannot be told.
 """
 
 from __future__ import annotations
 
 import dis
-import logging
+import functools
+import inspect
+import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
 from ..closures import contents_of
-from ..forwards import given_forward
-from .call_flow import Flow
-from .patch_lookups import PATCHES, read_elsewhere
-from .patches import OVERRIDE, keys_of_patch
-from .uses_of_options import Lost
+from ..forwards import forward_of_class, given_forward
+from .patches import BY_NAME, OVERRIDE, keys_of_patch
 
-logger = logging.getLogger("torch-compile-kit")
+PATCHES = ("patches", "patches_replace")
 # Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
 BOOKKEEPING = frozenset(
     {
@@ -33,6 +37,8 @@ BOOKKEEPING = frozenset(
 )  # fmt: skip
 # Say where a block stands.
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
+# The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
+UNET_ATTENTION = "comfy.ldm.modules.attention"
 # Patches that models call outside their blocks (ldm/*/model.py, openaimodel.py).
 AROUND_BLOCKS = frozenset(
     {
@@ -40,39 +46,68 @@ AROUND_BLOCKS = frozenset(
         "forward_timestep_embed_patch", "double_block", "single_block", "post_input", "noise_refiner",
     }
 )  # fmt: skip
+# The host, and libraries that it calls with tensors alone: no code of theirs reads options but by a literal key.
+_HOST = {"comfy", "comfy_extras", "comfy_kitchen", "torch", "torchvision", "einops", "sageattention", "flash_attn"}
+_NO_PACKS = _HOST.union(sys.stdlib_module_names)
 
 
 def keys_read(block: nn.Module) -> frozenset[str]:
-    """The bookkeeping keys that the code of `block` names and so may depend on.
+    """The bookkeeping keys that the code of `block` may depend on.
 
-    Looks through the methods of its class and of the classes below it, the functions they name, and all that they hand the
-    options to (`options/call_flow.py`): if that cannot be told, anything may be read. A position key that only looks up a
-    replacement patch does not count (`options/patch_lookups.py`).
+    For code of the host those that it names: in the methods of the block's class and of the classes below it, and in the
+    functions that these name. BOOKKEEPING where code of another pack may be given the options.
     """
     for module in block.modules():
-        found = given_forward(module) if module is not block else None
-        if found is not None and not isinstance(found, types.FunctionType | types.MethodType):
-            return BOOKKEEPING  # a callable of another kind, which may read anything
-    flow = Flow()
-    try:
-        flow.follow(block)
-    except Lost as lost:
-        logger.debug("%s reads any option: %s", type(block).__name__, lost)
+        replaced = given_forward(module) if module is not block else None
+        for forward in (forward_of_class(type(module)), replaced):
+            if forward is not None and not isinstance(forward, types.FunctionType | types.MethodType):
+                return BOOKKEEPING  # a callable of another kind, which may read anything
+    codes = _codes_of(block, block.modules())
+    beside_layers = _codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
+    if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in codes.items()):
         return BOOKKEEPING
-    read = {key for code in _codes_of_block(block) | flow.codes for key in _keys_in_code(code)}
-    return frozenset(read | BOOKKEEPING.intersection(flow.names))
+    return frozenset(
+        key for code, origin in codes.items() for key in _keys_in_code(code) if origin != UNET_ATTENTION or key not in POSITION
+    )
 
 
 def strings_in(block: nn.Module) -> frozenset[str]:
     """All string literals in the code that `keys_read` looks at."""
-    return frozenset(c for code in _codes_of_block(block) for c in code.co_consts if isinstance(c, str))
+    return frozenset(c for code in _codes_of(block, block.modules()) for c in code.co_consts if isinstance(c, str))
 
 
-def _codes_of_block(block: nn.Module) -> set[types.CodeType]:
-    seen: set[types.CodeType] = set()
-    for function in _forwards_given_to(block):
+def _is_layer(module: nn.Module) -> bool:
+    """Whether `module` is of a class of PyTorch's that is called with tensors alone, or of one derived from that."""
+    origins = [base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")]
+    return not {"torch.nn.modules.module", "torch.nn.modules.container"}.issuperset(origins)
+
+
+def _is_foreign(origin: str) -> bool:
+    return origin.partition(".")[0] not in _NO_PACKS
+
+
+def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
+    """Whether code uses a variable, key or attribute under the options' names.
+
+    Args:
+        in_rest: the options may also be in its `*args` or `**kwargs`: what uses these counts.
+    """
+    names = set(BY_NAME)
+    if in_rest and code.co_name != "__init__":
+        rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
+        named = code.co_argcount + code.co_kwonlyargcount
+        names.update(code.co_varnames[named : named + rest])
+    used = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
+    return any(not names.isdisjoint(values) for values in used)
+
+
+def _codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, str]:
+    """The code of `modules`, which are in `block`, and of the functions it names; each with the module it was written in."""
+    seen: dict[types.CodeType, str] = {}
+    modules = list(modules)
+    for function in _forwards_given_to(module for module in modules if module is not block):
         _add_codes(function, seen, depth=4)
-    for cls in {type(m) for m in block.modules()}:
+    for cls in {type(m) for m in modules}:
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
                 continue
@@ -83,24 +118,29 @@ def _codes_of_block(block: nn.Module) -> set[types.CodeType]:
     return seen
 
 
-def _forwards_given_to(block: nn.Module) -> Iterator[types.FunctionType]:
-    """The functions that stand in for the forward of single modules inside the block."""
-    for module in block.modules():
-        found = given_forward(module) if module is not block else None
-        function = getattr(found, "__func__", found)
+def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
+    """The functions that stand in for the forward of single modules."""
+    for module in modules:
+        replaced = given_forward(module)
+        function = getattr(replaced, "__func__", replaced)
         if isinstance(function, types.FunctionType):
             yield function
-        if isinstance(found, types.MethodType):
-            yield from (member for member in vars(type(found.__self__)).values() if isinstance(member, types.FunctionType))
+        if isinstance(replaced, types.MethodType):
+            methods = vars(type(replaced.__self__)).values()
+            yield from (member for member in methods if isinstance(member, types.FunctionType))
 
 
-def _add_codes(function: types.FunctionType, seen: set[types.CodeType], depth: int) -> None:
+def _add_codes(function: types.FunctionType, seen: dict[types.CodeType, str], depth: int) -> None:
     for code in _codes(function.__code__):
         if code in seen:
             continue
-        seen.add(code)
+        seen[code] = function.__globals__.get("__name__", "")  # `functools.wraps` copies `__module__`
         if depth:
             for target in [*(function.__globals__.get(name) for name in code.co_names), *contents_of(function)]:
+                while isinstance(target, functools.partial):
+                    target = target.func
+                if not isinstance(target, types.FunctionType):
+                    target = getattr(type(target), "__call__", None)  # noqa: B004  the one that a call uses
                 if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):
                     _add_codes(target, seen, depth - 1)
 
@@ -117,7 +157,7 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
     if not named:
         return set()
     instructions = list(dis.get_instructions(code))
-    read = {
+    return {
         this.argval
         for this, following in zip(instructions, [*instructions[1:], None], strict=True)
         if this.argval.__class__ is str
@@ -126,27 +166,27 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
         and not (following is not None and following.opname == "STORE_SUBSCR")
         and "CONST" in this.opname
     }
-    places = read & POSITION
-    if places and "patches_replace" in code.co_consts:
-        read = read - POSITION | read_elsewhere(code, places)
-    return read
 
 
 class OptionsFilter:
     """Removes from `transformer_options` what a block class and the patches in it do not read.
+
+    `is_whole`: code of another pack may read the options, so that the block gets the host's own dict.
 
     Args:
         block: any block of the class.
     """
 
     def __init__(self, block: nn.Module):
-        self.dropped = BOOKKEEPING - keys_read(block)
+        read = keys_read(block)
+        self.is_whole = read == BOOKKEEPING
+        self.dropped = BOOKKEEPING - read if any(map(_loops_over_options, block.modules())) else frozenset()
         self.around = AROUND_BLOCKS - strings_in(block)
 
     def __call__(self, options: Mapping) -> tuple[Mapping, tuple[str, ...]]:
         """The dict to hand to the block, and the names of the patches that run inside it.
 
-        With a patch whose code cannot be told apart from one that reads everything, it is the host's own dict, complete.
+        If code of another pack, or of a patch, cannot be analysed, the host's dict is returned unfiltered.
         """
         patches = {name: value for name, value in (options.get("patches") or {}).items() if value and name not in self.around}
         replacements = _replacements_for(options)
@@ -157,11 +197,9 @@ class OptionsFilter:
         inside += [(name, patch) for name, entries in replacements.items() for patch in entries.values()]
         if override is not None and not getattr(override, "reads_no_options", False):
             inside.append((OVERRIDE, override))
-        # Present and empty is one state, absent another, and guards see the order: settle on one.
-        settled: dict = {"patches": patches, "patches_replace": replacements}
-        if not inside:
-            return settled | {k: v for k, v in options.items() if k not in self.dropped and k not in PATCHES}, ()
         names = tuple(dict.fromkeys(f"{name} {_name_of(patch)}" for name, patch in inside))
+        if self.is_whole:
+            return options, names
         read: set[str] = set()
         for name, patch in inside:
             keys = keys_of_patch(name, patch)
@@ -169,6 +207,8 @@ class OptionsFilter:
                 return options, names
             read |= keys
         dropped = self.dropped - read
+        # Present and empty is one state, absent another, and guards see the order: settle on one.
+        settled: dict = {"patches": patches, "patches_replace": replacements}
         kept = settled | {k: v for k, v in options.items() if k not in dropped and k not in PATCHES}
         if replacements:
             _add_position(kept, options, dropped)
@@ -180,6 +220,10 @@ class OptionsFilter:
         for key, value in given.items():
             if key not in BOOKKEEPING and key not in PATCHES and original.get(key, original) is not value:
                 original[key] = value
+
+
+def _loops_over_options(module: nn.Module) -> bool:
+    return any((base.__module__, base.__name__) == (UNET_ATTENTION, "BasicTransformerBlock") for base in type(module).__mro__)
 
 
 def _replacements_for(options: Mapping) -> dict[str, dict]:

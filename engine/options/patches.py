@@ -19,7 +19,7 @@ _ARGUMENT = {
     "attn1_patch": 3, "attn2_patch": 3, "attn1_output_patch": 1, "attn2_output_patch": 1, "middle_patch": 1,
     "attn1": 3, "attn2": 3,
 }  # fmt: skip
-_BY_NAME = ("extra_options", "transformer_options")
+BY_NAME = ("extra_options", "transformer_options")
 FRAMES = {"locals", "vars", "eval", "exec", "_getframe", "currentframe"}
 
 _known: weakref.WeakKeyDictionary[types.FunctionType, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
@@ -52,7 +52,7 @@ def _keys_of_function(function: types.FunctionType, name: str, bound: int) -> fr
     # ldm/wan/model.py passes one dict of arguments, with the options in it.
     if name not in _ARGUMENT or required < 2 or "transformer_options" in code.co_consts:
         return None
-    candidates = {a for a in arguments if a in _BY_NAME}
+    candidates = {a for a in arguments if a in BY_NAME}
     if code.co_flags & inspect.CO_VARKEYWORDS and not candidates:
         return None
     at = _ARGUMENT[name] + bound
@@ -73,7 +73,7 @@ def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -
     mentioned = {*code.co_varnames, *code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     host = function.__globals__.get("__name__", "").partition(".")[0] in ("comfy", "torch")
     nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
-    if not host and (nested or mentioned.intersection((*_BY_NAME, *FRAMES))):
+    if not host and (nested or mentioned.intersection((*BY_NAME, *FRAMES))):
         return False
     forwards = any(i.opname.startswith("CALL_FUNCTION_EX") for i in dis.get_instructions(code))
     if not host and forwards:

@@ -153,14 +153,17 @@ def class_at(path):
     return patch
 
 
-def place_reading_forward(m):
-    key = "diffusion_model.blocks.2.self_attn.forward"
-    original = m.get_model_object(key)
+def place_reading_forward(path):
+    def patch(m):
+        key = f"diffusion_model.{path}.forward"
+        original = m.get_model_object(key)
 
-    def forward(*args, **kwargs):
-        return original(*args, **kwargs) * (2.0 + kwargs["transformer_options"].get("block_index", -1))
+        def forward(*args, **kwargs):
+            return original(*args, **kwargs) * (2.0 + kwargs["transformer_options"].get("block_index", -1))
 
-    m.add_object_patch(key, forward)
+        m.add_object_patch(key, forward)
+
+    return patch
 
 
 def quantised(state_dict, format_name, convrot=None):

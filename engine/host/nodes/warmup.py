@@ -13,8 +13,8 @@ from typing import Any
 import comfy.controlnet
 import torch
 
-from ...blocks.methods import MethodsNow
 from ...blocks.convolutions import choose
+from ...blocks.methods import MethodsNow
 from ...compile.binding import blocks_of
 from ...compile.registry import code_of
 from ...identity import Same

@@ -1,9 +1,18 @@
 """transformer_options: what reaches a block."""
 
+import copy
+
 import pytest
 import torch
+from hypothesis import given
+from reading_blocks import chain, load, many, numbers, option_dicts, run, ways
 from support import Block, CompiledNet, Net
 from torch import nn
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("reading")
 
 
 class Reader(nn.Module):
@@ -11,33 +20,6 @@ class Reader(nn.Module):
 
     def forward(self, x, transformer_options={}):  # noqa: B006
         return x * transformer_options.get("block_index", 0)
-
-
-class Looker(nn.Module):
-    """Uses its place only to find a replacement, as the host's transformer blocks do."""
-
-    def forward(self, x, transformer_options={}):  # noqa: B006
-        place = transformer_options.get("block_index", 0)
-        replace = transformer_options.get("patches_replace", {})
-        return replace[place](x) if place in replace else x
-
-
-class HostsLooker(nn.Module):
-    """As ldm/modules/attention.py has it."""
-
-    def forward(self, x, transformer_options={}):  # noqa: B006
-        block = transformer_options.get("block", None)
-        index = transformer_options.get("block_index", 0)
-        replace = {}
-        for k in transformer_options:
-            if k == "patches_replace":
-                replace = transformer_options[k]
-        place = (block[0], block[1], index) if block is not None else None
-        table = replace.get("attn1", {})
-        key = place
-        if key not in table:
-            key = block
-        return table[key](x) if key in table else x
 
 
 class Both(Block):
@@ -82,13 +64,19 @@ class Writer(nn.Module):
         return x
 
 
-def test_what_a_block_reads_is_kept(engine):
-    keys_read = engine("options.filter").keys_read
-    assert keys_read(Reader()) == {"block_index"}
-    assert keys_read(Looker()) == frozenset()
-    assert keys_read(HostsLooker()) == frozenset()
-    assert keys_read(Writer()) == frozenset()
-    assert keys_read(nn.Sequential(Block(), Reader())) == {"block_index"}
+def test_blocks_of_other_packs_may_read_anything(engine):
+    options_filter = engine("options.filter")
+    for block in (Block(), Reader(), Writer()):
+        assert options_filter.keys_read(block) == options_filter.BOOKKEEPING
+
+
+@many
+@given(ways=ways, options=option_dicts)
+def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, options):
+    block = chain(load(folder, next(numbers), ways))
+    options = {"patches": {}, "patches_replace": {}, **options}
+    filtered, patched = engine("options.filter").OptionsFilter(block)(copy.deepcopy(options))
+    assert not patched and run(block, filtered) == run(block, options)
 
 
 @pytest.mark.parametrize("block", [Both, InATableOfItsOwn, NextToAPatch, Handing])
@@ -108,14 +96,6 @@ def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_
     assert not step.failures
 
 
-def test_bookkeeping_is_dropped_and_the_rest_stays(engine):
-    filtered, patched = engine("options.filter").OptionsFilter(Block())(
-        {"sigmas": 1, "uuids": [2], "block_index": 3, "patches": {"attn1_patch": []}, "rope_options": {"scale": 2}}
-    )
-    assert not patched
-    assert filtered == {"rope_options": {"scale": 2}, "patches": {}, "patches_replace": {}}
-
-
 def test_with_a_patch_the_block_sees_everything(engine):
     options = {"sigmas": 1, "patches": {"attn1_patch": [print]}}
     filtered, patched = engine("options.filter").OptionsFilter(Block())(options)
@@ -133,13 +113,3 @@ def test_what_a_block_leaves_for_others_goes_back(engine):
     given = {"kept": 2, "left": 3, "patches": {}, "patches_replace": {}}
     engine("options.filter").OptionsFilter.write_back(options, given)
     assert options == {"sigmas": 1, "kept": 2, "left": 3}
-
-
-def test_our_own_forwards_of_blocks_read_nothing_more(engine):
-    """A model that a trainer, or the host for another GPU, has copied has them in its blocks; CUDA graphs ask for its keys."""
-    filter_, own_forward = engine("options.filter"), engine("forwards").OwnForward
-    net = nn.Sequential(Block(), Reader())
-    expected = filter_.keys_read(net)
-    for block in net:
-        block.__dict__["forward"] = own_forward(type(block).forward, block)
-    assert filter_.keys_read(net) == expected != filter_.BOOKKEEPING

@@ -137,7 +137,10 @@ def test_a_state_notices_layers_forwards_and_hooks(engine):
     assert state.holds(block, methods)
 
 
+@pytest.mark.host
 def test_patches_and_place_as_a_block_gets_them(engine):
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
     options = {
         "block": ("input", 4),
         "block_index": 3,
@@ -145,7 +148,7 @@ def test_patches_and_place_as_a_block_gets_them(engine):
         "patches": {"output_block_patch": [print], "attn1_output_patch": [renames.__class__]},
         "patches_replace": {"attn1": {("input", 4): Patch(), ("input", 5): print}},
     }
-    filtered = engine("options.filter").OptionsFilter(Block())
+    filtered = engine("options.filter").OptionsFilter(BasicTransformerBlock(8, 1, 8))
     given, names = filtered(options)
     assert given is options and len(names) == 2, "an unknown callable gets everything"
     options["patches"] = {"output_block_patch": [print]}

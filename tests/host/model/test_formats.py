@@ -252,7 +252,7 @@ PATCHES = {
     "LoRA in bypass mode": ("flux", weights.bypass_lora),
     "layers that close over their forward": ("wan", layers_that_close_over_their_forward),
     "layers with a partial as forward": ("flux", layers_with_a_partial_forward),
-    "a layer whose new forward reads its place": ("wan", weights.place_reading_forward),
+    "a layer whose new forward reads its place": ("wan", weights.place_reading_forward("blocks.2.self_attn")),
     "autocast inside": ("flux", inside(autocast)),
     "no inference mode inside": ("flux", inside(no_inference_mode)),
     "a function exchanged inside": ("flux", inside(other_attention)),

@@ -66,7 +66,7 @@ def test_patches_of_one_name_without_guards(runs, monkeypatch):
 
 
 READ = {
-    "place": ("flux", options.overridden(options.by_place_of_attention), Differs),
+    "place": ("sdxl", options.overridden(options.by_place_of_attention), Differs),
     "step": ("sdxl", options.patched_with(options.by_sigma, "attn1_output_patch"), KeyError),
 }
 
@@ -93,9 +93,11 @@ EXCHANGED = {
     "class": (weights.class_at("single_blocks.2"), Differs),
     "LoRA in bypass mode": (weights.bypass_lora, Differs),
 }
+# In the second block of its transformer.
+ATTENTION = "input_blocks.5.1.transformer_blocks.1.attn1"
 READING = {
-    "forward": (weights.place_reading_forward,),
-    "object": (weights.object_at("blocks.1.self_attn", weights.PlaceReader),),
+    "forward": (weights.place_reading_forward(ATTENTION),),
+    "object": (weights.object_at(ATTENTION, weights.PlaceReader),),
 }
 
 
@@ -115,7 +117,7 @@ def test_exchanged_layers_without_guards(runs, monkeypatch, looked_at_once, patc
 @pytest.mark.parametrize("patch", first_and_others(READING))
 def test_exchanged_layers_that_are_not_told_their_place(runs, looked_at_once, patch):
     with pytest.raises(Differs, match=WRONG):
-        runs("wan").check(patch)
+        runs("sdxl").check(patch)
 
 
 def test_hooks_on_layers(runs, looked_at_once):

@@ -173,7 +173,7 @@ GUARDED = {
     "object that reads its place": PatchKind(
         "wan", weights.object_at("blocks.1.self_attn", weights.PlaceReader), error=KeyError
     ),
-    "forward that reads its place": PatchKind("wan", weights.place_reading_forward),
+    "forward that reads its place": PatchKind("wan", weights.place_reading_forward("blocks.2.self_attn")),
 }
 WEIGHTS = {
     "LoRA merged": PatchKind("flux", weights.lora),

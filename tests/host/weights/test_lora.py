@@ -85,7 +85,7 @@ def test_an_object_in_a_block_that_reads_what_blocks_do_not(tiny, engine):
     """KJNodes puts a cross-attention of its own into Wan's blocks; such code may read any entry of the options."""
     wan = Runs(tiny, engine, "wan", cfg=1.0)
     wan.check(weights.object_at("blocks.1.self_attn", weights.PlaceReader))
-    wan.check(weights.place_reading_forward)
+    wan.check(weights.place_reading_forward("blocks.2.self_attn"))
 
     def hook(_module, _args, kwargs, out):
         return out * (2.0 + kwargs["transformer_options"].get("block_index", -1))
