@@ -13,11 +13,10 @@ from typing import Generic, TypeVar
 
 from torch import nn
 
-from ..closures import codes_behind
 from ..forwards import given_forward
 from .methods import Methods, MethodsNow
 
-Code = tuple[types.CodeType | type, ...]
+Code = types.CodeType | type
 T = TypeVar("T")
 
 
@@ -78,10 +77,9 @@ def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods
 
 
 def _given_code(module: nn.Module) -> Code | None:
-    """The code behind a `forward` that somebody has given this one module; else None.
+    """The code of a `forward` that somebody has given this one module, or the class of that callable; else None.
 
-    All of it: the options that a group's blocks get are filtered for what the first one's forward reads, however it comes to
-    call that. The class's own in the module's dict changes nothing except for guards, so it is removed.
+    The class's own in the module's dict changes nothing except for guards, so it is removed.
     """
     if "forward" not in module.__dict__:
         return None
@@ -89,7 +87,8 @@ def _given_code(module: nn.Module) -> Code | None:
     if found is None:
         del module.__dict__["forward"]
         return None
-    return codes_behind(found)
+    function = getattr(found, "__func__", found)
+    return function.__code__ if isinstance(function, types.FunctionType) else type(found)
 
 
 def _is_hooked(module: nn.Module) -> bool:

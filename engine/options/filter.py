@@ -5,8 +5,7 @@ of the block. Dynamo guards on what the traced code reads, and on every entry wh
 `BasicTransformerBlock` does: a graph for each block and step. Hiding the dict from the guards (as core and other packs do)
 makes patches that are added later silently ineffective. Here entries are removed, under these rules:
 
-1. Only blocks with the host's `BasicTransformerBlock` get fewer entries: without those that no code inside the block names. All
-   other blocks of the host get the bookkeeping whole: guards on what they read are enough.
+1. Blocks of the host get what some code inside the block names: what it does not name it does not read.
 2. Blocks with code of other packs that may be given the dict get the host's own dict: such code may read anything.
 3. A patch inside a block gets what its code looks up (`options/patches.py`), or the host's own dict where that cannot be told.
 """
@@ -180,7 +179,7 @@ class OptionsFilter:
     def __init__(self, block: nn.Module):
         read = keys_read(block)
         self.is_whole = read == BOOKKEEPING
-        self.dropped = BOOKKEEPING - read if any(map(_loops_over_options, block.modules())) else frozenset()
+        self.dropped = BOOKKEEPING - read
         self.around = AROUND_BLOCKS - strings_in(block)
 
     def __call__(self, options: Mapping) -> tuple[Mapping, tuple[str, ...]]:
@@ -220,10 +219,6 @@ class OptionsFilter:
         for key, value in given.items():
             if key not in BOOKKEEPING and key not in PATCHES and original.get(key, original) is not value:
                 original[key] = value
-
-
-def _loops_over_options(module: nn.Module) -> bool:
-    return any((base.__module__, base.__name__) == (UNET_ATTENTION, "BasicTransformerBlock") for base in type(module).__mro__)
 
 
 def _replacements_for(options: Mapping) -> dict[str, dict]:

@@ -78,7 +78,7 @@ class Clock:
     def __init__(self, late, seconds):
         self.late, self.seconds, self.sleeps = late, seconds, []
 
-    def _sleep(self, cycles):
+    def sleep(self, cycles):
         self.sleeps.append(cycles)
 
     def Event(self, **_):  # noqa: N802  torch.cuda's name
@@ -103,6 +103,7 @@ class Clock:
 def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monkeypatch, late, found, sleeps):
     attention, clock = engine("inductor.attention_kernels"), Clock(late, 2.0)
     monkeypatch.setattr(torch, "cuda", clock)
+    monkeypatch.setattr(engine("torch_compat.private"), "sleep_on_gpu", clock.sleep)
     assert attention._seconds_on_gpu(lambda: None) == found
     assert [cycles // attention._CYCLES for cycles in clock.sleeps] == sleeps
 

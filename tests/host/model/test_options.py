@@ -57,9 +57,9 @@ def test_a_unets_block_gets_no_bookkeeping_and_all_else(engine, unet_block):
     assert given_to(engine, unet_block, patches={"attn1_patch": []}) == FEWER
 
 
-def test_a_block_of_a_transformer_gets_the_bookkeeping_too(engine, tiny):
+def test_a_block_of_a_transformer_gets_none_either(engine, tiny):
     block = tiny.build_patcher("flux").model.diffusion_model.single_blocks[0]
-    assert given_to(engine, block).keys() == {"sigmas", "uuids", "block", "block_index", *FEWER}
+    assert given_to(engine, block, patches={"attn1_patch": []}) == FEWER
 
 
 def test_our_own_forwards_read_nothing_more(engine, unet_block):
