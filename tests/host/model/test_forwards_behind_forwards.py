@@ -1,7 +1,7 @@
 """Forwards of single layers that call another function, which alone reads what is sampled.
 
-The options that a block gets are filtered for what the first block's code reads. A forward that hands them on may read any: with
-it blocks get them all, and run eager where each place needs a graph of its own; the image is right either way.
+The options that a block gets are filtered for what the first block's code reads. A forward that hands them on may read any:
+blocks get all then, and run eager where each place needs a graph of its own; the image is right either way.
 """
 
 import functools
