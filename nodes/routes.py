@@ -1,7 +1,6 @@
 """What the page and scripts can ask the server."""
 
 import asyncio
-import logging
 import sys
 
 from ..engine.background.gate import gate
@@ -9,13 +8,13 @@ from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
 from ..engine.host.adapter import device_type
 from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
+from ..engine.log import logger
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
 from .cache_routes import post, register_cache_routes
 
-logger = logging.getLogger("torch-compile-kit")
 EVENT = "torch-compile-kit.compiled"
 STATUS = "torch-compile-kit.status"
 COMPILES = "TorchCompileKitModel"

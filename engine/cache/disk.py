@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import tempfile
 import threading
@@ -21,6 +20,7 @@ from pathlib import Path
 
 from torch import nn
 
+from ..log import logger
 from ..threads import started
 from ..torch_settings import folder_scope
 from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
@@ -37,7 +37,6 @@ from .folders import (
     write_json,
 )
 
-logger = logging.getLogger("torch-compile-kit")
 KIT = "torch-compile-kit"
 ABOUT = "about.json"
 CHOICES = "choices.json"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import logging
 import os
 import platform
 import re
@@ -15,9 +14,9 @@ from pathlib import Path
 import torch
 
 from ..errors import shown
+from ..log import logger
 from ..torch_compat import private
 
-logger = logging.getLogger("torch-compile-kit")
 # Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
 SOURCES = ("inductor/*.py", "compile/session.py")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"

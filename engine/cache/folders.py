@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 import pickle
 import re
@@ -17,8 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..failures.describe import chain
-
-logger = logging.getLogger("torch-compile-kit")
+from ..log import logger
 
 # Of the files that are written under their final name, those that are never empty (locks and the choices of autotuning are).
 NEVER_EMPTY = {".so", ".pyd", ".dll", ".dylib", ".cubin", ".hsaco", ".json", ".py", ".cpp"}

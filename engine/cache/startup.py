@@ -7,16 +7,15 @@ or while a model loads for somebody who will wait for the code.
 
 from __future__ import annotations
 
-import logging
 import threading
 import time
 from collections.abc import Callable
 
+from ..log import logger
 from ..threads import started
 from ..torch_compat import private
 from .disk import current
 
-logger = logging.getLogger("torch-compile-kit")
 LONGEST_WAIT = 300.0
 _thread: threading.Thread | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,13 +10,13 @@ from dataclasses import astuple, dataclass, field
 from torch import nn
 
 from ..compile.stats import CompileStats
+from ..log import logger
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .call_info import CallInfo
 from .explain import cause
 from .words import say
 
-logger = logging.getLogger("torch-compile-kit")
 NOTICES_KEPT = 20
 
 
