@@ -13,7 +13,7 @@ FLOORS = [
     {"engine/host/graphs"},
     {"engine/host/weights", "engine/cuda_graphs", "engine/notices", "engine/benchmark"},
     {"engine/host", "engine/compile"},
-    {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options", "engine/warmup"},
+    {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options"},
     {"engine", "engine/failures"},
     {"engine/torch_compat"},
 ]

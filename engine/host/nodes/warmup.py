@@ -24,8 +24,7 @@ from ...notices.words import say
 from ...settings import CompileSettings
 from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
-from ...warmup.memory import MemoryPeaks
-from ...warmup.plan import Size
+from ...warmup_plan import MemoryPeaks, Size
 from ..model.attach import KEY, attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
