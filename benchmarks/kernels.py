@@ -35,12 +35,12 @@ def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
     """(name, start, duration) in seconds of every kernel of one warm step."""
     import torch
 
-    trace = host.kit("benchmark.profile")
+    trace = host.kit("benchmark.figures")
     host.sample(patcher, name, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         with trace.step_trace(path, torch.device("cuda")) as recorder:
-            host.sample(patcher, name, trace.STEPS, after_step=recorder.step)
+            host.sample(patcher, name, trace.TRACE_STEPS, after_step=recorder.step)
         events = json.loads(path.read_text())["traceEvents"]
     wanted = ("kernel", "gpu_memcpy", "gpu_memset")
     return [(e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in events if e.get("cat") in wanted]

@@ -13,11 +13,43 @@ from ..compile.stats import CompileStats
 from ..log import logger
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from .call_info import CallInfo
-from .explain import cause
 from .words import say
 
 NOTICES_KEPT = 20
+
+
+@dataclass(frozen=True)
+class CallInfo:
+    """Size, batch, prompt length and patches of one call of a model.
+
+    Args:
+        width, height: pixels; 0 where the model has none.
+        length: frames.
+        batch: images or videos.
+        prompts_per_call: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
+        tokens: length of the prompt.
+        controlnet: a ControlNet gave the model something to add.
+        inputs: names of other tensors of the conditioning, with their shapes without the batch.
+        patches: names of the patches in the model.
+        layers: names of functions that run in place of layers.
+    """
+
+    width: int = 0
+    height: int = 0
+    length: int = 1
+    batch: int = 1
+    prompts_per_call: int = 1
+    tokens: int = 0
+    controlnet: bool = False
+    inputs: tuple[tuple[str, tuple], ...] = ()
+    patches: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()
+
+    def size(self) -> str:
+        """As a line of extra_sizes."""
+        frames = f"x{self.length}" if self.length > 1 else ""
+        size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
+        return f"{size} batch {self.batch}" if self.batch > 1 else size
 
 
 @dataclass
@@ -111,3 +143,62 @@ def report_compilation(model: nn.Module, name: str, info: CallInfo, added: Compi
         logger.warning("%s: %s", name, notice[0])
         for listener in listeners:
             listener(name, *notice)
+
+
+def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: str) -> tuple[str, str | None]:
+    """The sentence about a call that had to compile, and the line that a warmup's extra_sizes lacks, if that is the cause.
+
+    Args:
+        before: the call nearest to `now` among those that had been compiled for.
+        dynamic: the input of Torch Compile Model.
+        warmed: whether there is a warmup node to speak of.
+        guard: PyTorch's own words; told only where `before` equals `now`.
+    """
+    for what, cure, other_cure, size in _differences(before, now, dynamic):
+        if warmed:
+            return say("cure", what, cure), size
+        cure = say("beforehandOr", other_cure) if other_cure else say("beforehand")
+        return say("cure", what, cure), None
+    return say("unknown") + (say("details", guard) if guard else ""), None
+
+
+def _differences(before: CallInfo, now: CallInfo, dynamic: str) -> Iterator[tuple[str, str, str, str | None]]:
+    """The fields that differ, the likeliest cause first.
+
+    Yields:
+        What changed, the cure where a warmup ran, a cure without a warmup (empty: there is none), and a line for extra_sizes.
+    """
+    set_auto = say("setAuto") if dynamic == "false" else ""
+    if before.layers != now.layers:
+        added = ", ".join(name for name in now.layers if name not in before.layers)
+        yield say("layersNew", added) if added else say("layersBack"), say("behindLayers"), "", None
+    if before.patches != now.patches:
+        added = ", ".join(name for name in now.patches if name not in before.patches)
+        yield say("patches", added) if added else say("patchesFewer"), say("behindPatches"), "", None
+    pairs = {name: (getattr(before, name), getattr(now, name)) for name in ("width", "height", "length")}
+    changes = [say("changed", name, old, new) for name, (old, new) in pairs.items() if old != new]
+    if changes:
+        set_true = "" if dynamic == "true" else say("setTrue")
+        yield ", ".join(changes), _or(say("addSize", now.size()), set_true), set_true, now.size()
+    if before.batch != now.batch:
+        set_true = say("setTrue") if dynamic == "false" and min(before.batch, now.batch) > 1 else ""
+        size = now.size() if now.batch > 1 else f"{now.size()} batch 1"
+        yield say("batch", before.batch, now.batch), _or(say("addSize", size), set_true), set_true, size
+    old_prompts, prompts = before.prompts_per_call, now.prompts_per_call
+    if old_prompts != prompts:
+        yield say("joined" if prompts > old_prompts else "apart", prompts, old_prompts), say("giveCfg"), "", None
+    if before.tokens != now.tokens:
+        cure = say("setAutoOrPrompt" if set_auto else "connectPrompt")
+        yield say("tokens", before.tokens, now.tokens), cure, set_auto, None
+    if before.controlnet != now.controlnet:
+        yield say("controlnetAdded" if now.controlnet else "controlnetRemoved"), say("behindControlnet"), "", None
+    old_inputs, inputs = dict(before.inputs), dict(now.inputs)
+    changes = [say("wasAdded", name) for name in inputs if name not in old_inputs]
+    changes += [say("wasRemoved", name) for name in old_inputs if name not in inputs]
+    changes += [say("otherSize", name) for name in inputs if name in old_inputs and inputs[name] != old_inputs[name]]
+    if changes:
+        yield say("conditioning", ", ".join(changes)), _or(say("connectConditioning"), set_auto), set_auto, None
+
+
+def _or(cure: str, other: str) -> str:
+    return say("or", cure, other) if other else cure

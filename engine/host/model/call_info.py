@@ -7,7 +7,7 @@ import torch
 from ...compile.binding import blocks_of
 from ...compile.call_shapes import shapes_of
 from ...compile.registry import code_of
-from ...notices.call_info import CallInfo
+from ...notices.recompile_log import CallInfo
 from ...settings import CompileSettings
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`

@@ -13,9 +13,17 @@ import comfy.utils
 import folder_paths
 import torch
 
-from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
-from ...benchmark.profile import STEPS as TRACE_STEPS
-from ...benchmark.profile import count, step_trace, unit_for
+from ...benchmark.figures import (
+    TRACE_STEPS,
+    BenchmarkResult,
+    CompileCost,
+    Timing,
+    Trace,
+    count,
+    relative_error,
+    step_trace,
+    unit_for,
+)
 from ...notices.recompile_log import warming
 from ...notices.report import groups_for, stats_for
 from ...settings import CompileSettings

@@ -19,8 +19,7 @@ from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
-from ...notices.call_info import CallInfo
-from ...notices.recompile_log import watch_of
+from ...notices.recompile_log import CallInfo, watch_of
 from ...notices.report import groups_for
 from ...user_input import check_model, check_text
 from ..model.attach import attached_settings, diffusion_model, model_name

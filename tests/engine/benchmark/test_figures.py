@@ -276,7 +276,7 @@ def test_a_message_is_a_picture_too(engine):
 
 
 def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_path):
-    trace, device = engine("benchmark.profile"), torch.device("cpu")
+    trace, device = engine("benchmark.figures"), torch.device("cpu")
     path = tmp_path / "step.json"
     with trace.step_trace(path, device) as recording:
         for tensors in (5, 2):
@@ -291,7 +291,7 @@ def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_p
 
 def test_a_trace_that_is_stopped_leaves_no_file(engine, tmp_path):
     path = tmp_path / "step.json"
-    with pytest.raises(KeyboardInterrupt), engine("benchmark.profile").step_trace(path, torch.device("cpu")) as recording:
+    with pytest.raises(KeyboardInterrupt), engine("benchmark.figures").step_trace(path, torch.device("cpu")) as recording:
         recording.step()
         raise KeyboardInterrupt
     assert not path.exists()

@@ -127,13 +127,13 @@ def test_an_input_that_the_conditioning_adds_is_named(watched):
 
 @pytest.mark.parametrize("warmed", [True, False])
 def test_guards_are_told_only_as_details(engine, warmed):
-    asked = engine("notices.call_info").CallInfo(64, 64)
+    asked = engine("notices.recompile_log").CallInfo(64, 64)
     guard = "0/0: GLOBAL_STATE changed: num_threads"
-    sentence, _size = engine("notices.explain").cause(asked, asked, "auto", warmed, guard)
+    sentence, _size = engine("notices.recompile_log").cause(asked, asked, "auto", warmed, guard)
     before, details = sentence.split("Details: ")
     assert details == guard and "GLOBAL_STATE" not in before
-    other = engine("notices.call_info").CallInfo(96, 64)
-    assert guard not in engine("notices.explain").cause(asked, other, "auto", warmed, guard)[0]
+    other = engine("notices.recompile_log").CallInfo(96, 64)
+    assert guard not in engine("notices.recompile_log").cause(asked, other, "auto", warmed, guard)[0]
 
 
 def test_a_controlnet_is_named(engine):
@@ -141,7 +141,7 @@ def test_a_controlnet_is_named(engine):
     watch = engine("notices.recompile_log")
     for before, now, word in ((False, True, "added"), (True, False, "removed")):
         known, asked = watch.CallInfo(64, 64, controlnet=before), watch.CallInfo(64, 64, controlnet=now)
-        sentence, _size = engine("notices.explain").cause(known, asked, "auto", True, "")
+        sentence, _size = engine("notices.recompile_log").cause(known, asked, "auto", True, "")
         assert f"a ControlNet was {word}" in sentence and "behind the ControlNet's node" in sentence
 
 
