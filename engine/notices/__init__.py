@@ -1,4 +1,4 @@
-"""What was compiled and why, in the user's words: the notice when sampling compiles, the report.
+"""Tell users what was compiled and why.
 
-May import: `compile` and what is below it. Doors: `recompile_log.report_compilation`, `report.report_json`.
+May import: `compile` and below. Doors: `recompile_log.report_compilation`, `report.report_json`.
 """

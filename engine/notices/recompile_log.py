@@ -1,4 +1,4 @@
-"""Say in the user's words why something had to be compiled while sampling, and what would have avoided it."""
+"""Tell users why a call of a model had to compile while sampling, and what would have avoided it."""
 
 from __future__ import annotations
 
@@ -20,33 +20,21 @@ NOTICES_KEPT = 20
 
 @dataclass(frozen=True)
 class CallInfo:
-    """Size, batch, prompt length and patches of one call of a model.
+    """What tells one call of a model from another, in the user's units."""
 
-    Args:
-        width, height: pixels; 0 where the model has none.
-        length: frames.
-        batch: images or videos.
-        prompts_per_call: how many prompts the sampler ran in one batch; cfg above 1 runs the negative with the positive.
-        tokens: length of the prompt.
-        controlnet: a ControlNet gave the model something to add.
-        inputs: names of other tensors of the conditioning, with their shapes without the batch.
-        patches: names of the patches in the model.
-        layers: names of functions that run in place of layers.
-    """
-
-    width: int = 0
+    width: int = 0  # pixels; 0 where the model has none
     height: int = 0
-    length: int = 1
+    length: int = 1  # frames
     batch: int = 1
-    prompts_per_call: int = 1
-    tokens: int = 0
+    prompts_per_call: int = 1  # cfg above 1 runs the negative prompt in one batch with the positive
+    tokens: int = 0  # length of the prompt
     controlnet: bool = False
-    inputs: tuple[tuple[str, tuple], ...] = ()
+    inputs: tuple[tuple[str, tuple], ...] = ()  # other tensors of the conditioning: names, shapes without the batch
     patches: tuple[str, ...] = ()
-    layers: tuple[str, ...] = ()
+    layers: tuple[str, ...] = ()  # names of functions that run in place of layers
 
     def size(self) -> str:
-        """As a line of extra_sizes."""
+        """The size as a line of extra_sizes."""
         frames = f"x{self.length}" if self.length > 1 else ""
         size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
         return f"{size} batch {self.batch}" if self.batch > 1 else size
@@ -54,39 +42,27 @@ class CallInfo:
 
 @dataclass
 class Watch:
-    """What a model has been compiled for, and what compiled during real work.
+    """What a model has been compiled for, and what was compiled outside of a warmup."""
 
-    Args:
-        compiled_for: calls that a warmup made or that compiled in other runs, by `CompileSettings.settings_key`.
-        warmed: a warmup node has run the model.
-        outside_warmup: the last calls that compiled in other runs, each with its sentence, oldest first; `note_warming` drops
-            those that a warmup has made since.
-    """
-
-    compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)
+    compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)  # by `CompileSettings.settings_key`
     warmed: bool = False
+    # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
-        """What has been compiled under these settings since the last time."""
+        """What has been compiled under these settings since the last call of this method."""
         before = self._stats.get(settings, CompileStats())
         self._stats[settings] = now
         return now - before
 
     def note_warming(self, info: CallInfo, settings: tuple) -> None:
-        """A warmup made this call."""
         self.warmed = True
         self.outside_warmup = [(other, sentence) for other, sentence in self.outside_warmup if other != info]
         self._add(info, settings)
 
     def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> tuple[str, str | None] | None:
-        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled.
-
-        Args:
-            settings: key of the settings of Torch Compile Model.
-            dynamic: the input of that name.
-        """
+        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled."""
         calls, size = self.compiled_for.get(settings), None
         self._add(info, settings)
         if not added.graphs:
@@ -103,7 +79,6 @@ class Watch:
 
     @property
     def notices(self) -> list[str]:
-        """The sentences."""
         return [sentence for _info, sentence in self.outside_warmup]
 
     def _add(self, info: CallInfo, settings: tuple) -> None:
@@ -113,14 +88,14 @@ class Watch:
 
 
 _state = threading.local()
-# The page's: called with the model's name, the sentence, and the size that extra_sizes lacks.
+# Called with the model's name, the sentence, and the size that extra_sizes lacks (nodes/routes.py).
 listeners: list[Callable[[str, str, str | None], None]] = []
 watch_of = PerModel(lambda _model: Watch())
 
 
 @contextmanager
 def warming() -> Iterator[None]:
-    """While it lasts, this thread compiles beforehand."""
+    """Mark what this thread compiles as compiled by a warmup."""
     _state.warming = True
     try:
         yield
@@ -129,12 +104,11 @@ def warming() -> Iterator[None]:
 
 
 def is_warming() -> bool:
-    """Whether this thread runs a warmup."""
     return getattr(_state, "warming", False)
 
 
 def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings) -> None:
-    """Called after a call of a model that compiled, or is part of a warmup; tells the log and the page what a warmup lacks."""
+    """After a call of a model that compiled, or is part of a warmup: tell the log and the page what a warmup lacks."""
     if is_warming():
         watch_of(model).note_warming(info, settings.settings_key())
         return
@@ -150,8 +124,6 @@ def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: st
 
     Args:
         before: the call nearest to `now` among those that had been compiled for.
-        dynamic: the input of Torch Compile Model.
-        warmed: whether there is a warmup node to speak of.
         guard: PyTorch's own words; told only where `before` equals `now`.
     """
     for what, cure, other_cure, size in _differences(before, now, dynamic):
@@ -163,10 +135,9 @@ def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: st
 
 
 def _differences(before: CallInfo, now: CallInfo, dynamic: str) -> Iterator[tuple[str, str, str, str | None]]:
-    """The fields that differ, the likeliest cause first.
+    """What changed, the cure where a warmup ran, a cure without a warmup (empty: there is none), and a line for extra_sizes.
 
-    Yields:
-        What changed, the cure where a warmup ran, a cure without a warmup (empty: there is none), and a line for extra_sizes.
+    The likeliest cause comes first.
     """
     set_auto = say("setAuto") if dynamic == "false" else ""
     if before.layers != now.layers:

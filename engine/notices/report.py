@@ -17,53 +17,33 @@ from .recompile_log import watch_of
 from .status import use_of
 from .words import say
 
-# Above the details, which js/node_report.js folds.
-RULE = "-" * 24
+RULE = "-" * 24  # js/node_report.js folds what is below
 SIZES_NAMED = 4
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 
 def groups_for(model: nn.Module, settings: CompileSettings) -> list[BlockGroup]:
-    """The compiled groups that `settings` uses on `model` so far."""
     key = settings.settings_key()
     return [group for k, group in code_of(model).groups.items() if k[-1] == key]
 
 
 def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
-    """Everything compiled so far for `model` under `settings`; subtract two of them to see what a run added."""
     return sum((group.stats for group in groups_for(model, settings)), CompileStats())
 
 
 @dataclass
 class WarmedSize:
-    """One size the warmup ran.
+    """One size that the warmup ran."""
 
-    Args:
-        label: for example `1024x1024 batch 1`.
-        seconds: wall time of the warmup run.
-        added: what it compiled.
-        skipped: it had been warmed before, and nothing has changed since.
-    """
-
-    label: str
+    label: str  # 1024x1024 batch 1
     seconds: float
     added: CompileStats
-    skipped: bool = False
+    skipped: bool = False  # warmed before, and nothing has changed since
 
 
 @dataclass
 class CompileReport:
-    """Write the text that the Warmup node shows.
-
-    Args:
-        model_name: class of the host's model.
-        settings: of the Torch Compile Model node upstream.
-        plan: the blocks it compiles.
-        groups: their compiled code.
-        sizes: what the warmup ran.
-        notes: sentences about this model, for example on its weights.
-        parts: classes inside the blocks that are compiled in their place, as the last call of the model had it.
-    """
+    """Write the text that the Warmup node shows."""
 
     model_name: str
     settings: CompileSettings
@@ -71,10 +51,10 @@ class CompileReport:
     groups: list[BlockGroup]
     sizes: list[WarmedSize] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    parts: Counter[str] = field(default_factory=Counter)
+    parts: Counter[str] = field(default_factory=Counter)  # classes inside the blocks that are compiled in place of the blocks
 
     def text(self) -> str:
-        """What one can do now, what should be done, and below a line the details."""
+        """What the user can run now and should do, and below a rule the details."""
         lines = [self._outcome(), *self._to_do(), RULE]
         lines += [f"{self.model_name}: {self.settings.describe()}", *self._block_lines(), *self._size_lines()]
         lines += [*self.notes, *self._problem_lines()]
@@ -110,10 +90,9 @@ class CompileReport:
             return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
         lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays eager."]
         graphs = _graphs_by_class(self.groups)
-        for name, count in Counter(b.class_name for b in plan.blocks).items():
-            lines.append(f"  {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
-        for name, count in self.parts.items():
-            lines.append(f"  inside these, {name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
+        for where, counts in (("", Counter(b.class_name for b in plan.blocks)), ("inside these, ", self.parts)):
+            for name, count in counts.items():
+                lines.append(f"  {where}{name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
         return lines
 
     def _size_lines(self) -> list[str]:
@@ -123,28 +102,26 @@ class CompileReport:
             compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
             if size.added.from_disk:
                 compiled += f" ({size.added.from_disk} read from the cache on disk)"
-            if size.skipped:
-                lines.append(f"{size.label}: already warm, not run again")
-                continue
-            lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
+            run = "already warm, not run again" if size.skipped else f"{size.seconds:.1f} s, {compiled}"
+            lines.append(f"{size.label}: {run}")
         return lines
 
     def _problem_lines(self) -> list[str]:
         total = sum((group.stats for group in self.groups), CompileStats())
         lines = [f"Graph breaks: {total.graph_breaks}"]
-        lines += [f"  {count} x {_first_line(reason)}" for reason, count in total.breaks.items()]
+        reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
+        lines += [f"  {count} x {reason}" for reason, count in reasons]
         lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if group.fills_cache]
         return lines
 
 
 def sizes_of(model: nn.Module) -> list[str]:
-    """What it has been compiled for, or has run compiled at, as labels: `1024x1024`."""
+    """Labels (`1024x1024`) of what a model has been compiled for or has run compiled at."""
     sizes = [info.size() for calls in list(watch_of(model).compiled_for.values()) for info in calls]
     return list(dict.fromkeys([*sizes, *list(use_of(model).sizes.values())]))
 
 
 def report_json() -> dict:
-    """Every compiled model in memory, for the page and for scripts."""
     return {"models": [_model_json(model, list(code.groups.values())) for model, code in live_models()]}
 
 
@@ -181,7 +158,3 @@ def _graphs_by_class(groups: list[BlockGroup]) -> Counter[str]:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def _first_line(text: str) -> str:
-    return str(text).strip().partition("\n")[0]

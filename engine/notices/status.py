@@ -1,4 +1,4 @@
-"""Show a line on a node in the page: whether its model compiles, and what the steps have taken since."""
+"""Show a line on a node in the page: whether its model is being compiled, and how long its steps take."""
 
 from __future__ import annotations
 
@@ -17,29 +17,23 @@ from ..compile.registry import code_of
 from ..per_model import PerModel
 from .words import told
 
-# How many of the last steps are compared, and how few are not.
+# Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
-# How many pages get one node's line. Scripts may queue each prompt under another name.
+# Pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
-# By which share two medians of equal work may differ.
+# Share by which two medians of equal work may differ.
 SAME = 0.02
 
 
 class News(NamedTuple):
-    """The line of a node, as the page gets it.
+    """The line of a node, as the page gets it."""
 
-    Args:
-        state: compiling, ready, unclear, slower or failed; empty: there is no line.
-        says: one of `words.told`, or several, to stand side by side.
-        seconds: for so long already; the page goes on counting.
-    """
-
-    state: str = ""
-    says: list | tuple = ()
-    seconds: int | None = None
+    state: str = ""  # compiling, ready, unclear, slower or failed; empty: there is no line
+    says: list | tuple = ()  # of `words.told`, or several of these
+    seconds: int | None = None  # that compiling has taken so far; the page goes on counting
 
 
-# Whose prompt runs: the client's id and its workflow's, each None where there is none. Set by the server's routes.
+# The ids of the client whose prompt runs and of its workflow, or None. nodes/routes.py sets `owner_now`.
 Owner = tuple[str | None, str | None]
 owner_now: Callable[[], Owner] = lambda: (None, None)  # noqa: E731
 # Called with the owner of a page, the node and its line.
@@ -48,15 +42,10 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 
 @dataclass
 class Use:
-    """What a model's code has been used for.
+    """What a model's compiled code has been used for."""
 
-    Args:
-        sizes: in words, of calls that ran compiled, by the shape of their input.
-        gained: seconds, of steps at sizes of which uncompiled ones have run as well; None: none have.
-    """
-
-    sizes: dict[Hashable, str] = field(default_factory=dict)
-    gained: float | None = None
+    sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
+    gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
 
 
 use_of = PerModel(lambda _model: Use())
@@ -70,15 +59,14 @@ class Steps:
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, seconds: float, eager: bool, use: Use) -> None:
-        """A step is over."""
         (self.uncompiled if eager else self.fast).append(seconds)
         if not eager and len(self.uncompiled) >= FEWEST:
             use.gained = (use.gained or 0.0) + statistics.median(self.uncompiled) - seconds
 
     def compared(self) -> tuple[str, list]:
-        """The state of the line, and what a step takes beside what it took before; empty where too few have run.
+        """The state of the line, and compiled steps beside uncompiled ones; empty where too few have run.
 
-        Nothing is claimed while the middle halves of both overlap: the same work takes another time beside other programs.
+        While the middle halves of both overlap, neither is called faster: other programs may have used the GPU.
         """
         if len(self.fast) < FEWEST:
             return "ready", []
@@ -95,11 +83,7 @@ class Steps:
 
 
 class Line:
-    """A line of text that the page shows on a node.
-
-    Args:
-        node: its id in the workflow; None: the line is shown nowhere.
-    """
+    """A line of text that the page shows on a node, by the node's id in the workflow; None: shown nowhere."""
 
     def __init__(self, node: str | None):
         self.node = node
@@ -107,10 +91,9 @@ class Line:
         self._register()  # last: from then on other threads call `now`
 
     def put(self, part: str, says: list, good: bool = False) -> None:
-        """Say something about a part of the model, in place of what the line said about that part before.
+        """Say something (see `words.told`) about a part of the model, in place of what the line said about that part before.
 
         Args:
-            says: see `words.told`.
             good: the part has become faster.
         """
         self._parts[part] = says, good
@@ -118,14 +101,13 @@ class Line:
         self.tell()
 
     def now(self) -> News | None:
-        """What the line says; None: as before."""
+        """What the line says; None: the same as before."""
         parts = list(self._parts.values())
         if not parts:
             return News()
         return News("ready" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
 
     def tell(self) -> None:
-        """Send the line to the pages of its owners."""
         self._send(self.now() or News())
 
     def _register(self) -> None:
@@ -147,15 +129,10 @@ class Line:
 
 
 class Status(Line):
-    """The line of a node that compiles a model: whether it compiles, and what a step takes.
-
-    Args:
-        node: its id in the workflow.
-        in_call: a call of the model is in progress; blocks that it has not reached may yet be traced.
-    """
+    """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes."""
 
     def __init__(self, node: str):
-        self.in_call = False
+        self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
         self._shape: Hashable = None
@@ -168,16 +145,16 @@ class Status(Line):
         super().__init__(node)  # last: from then on other threads call `now`
 
     def new_run(self) -> None:
-        """Sampling begins: the time between two runs is no step, and a page that was opened since has no line yet."""
+        """Forget the last step, as the time between two runs is no step, and send the line to pages that were opened since."""
         self._register()
         self._step = self._sent = None
 
     def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
-        """A call of the model begins.
+        """Note the begin of a call of the model.
 
         Args:
             step: the same object for all calls of one step.
-            shape: of its input.
+            shape: of the call's input.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
@@ -189,27 +166,27 @@ class Status(Line):
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._shape = step, shape
 
-    def ends(self, eager: bool, other: bool) -> None:
-        """The call is over.
+    def ends(self, eager: bool, one_off: bool) -> None:
+        """Note the end of a call.
 
         Args:
             eager: blocks ran uncompiled.
-            other: it did what no further step does: compile, capture, measure.
+            one_off: the call included one-time work (compiling, capturing, measuring), so its step is not timed.
         """
         self.in_call = False
-        if other:
+        if one_off:
             self._eager = None
         elif eager and self._eager is not None:
             self._eager = True
         self.tell()
 
     def stopped(self) -> None:
-        """The call was cancelled, ended with an error, or is none that is timed."""
+        """Note that the call was cancelled, ended with an error, or is not timed."""
         self.in_call = False
         self.tell()
 
     def tell(self) -> None:
-        """Send the line if its state or words have changed; the page counts the seconds."""
+        """Send the line if its state or words have changed."""
         news = self.now()
         if news is None and self._was_compiling():
             news = News()  # the network was freed: nobody compiles for it
@@ -221,9 +198,8 @@ class Status(Line):
         return self._sent is not None and self._sent.state == "compiling"
 
     def now(self) -> News | None:
-        """None before the model has run."""
         network = self._network() if self._network is not None else None
-        if network is None:
+        if network is None:  # not run yet, or freed
             return None
         groups = code_of(network).groups.values()
         tracing = dict.fromkeys(group.class_name for group in groups if group.code.is_tracing)
@@ -250,8 +226,8 @@ class Status(Line):
         return News(state, told("readyBut", details) if details else told("ready"))
 
 
-# By the owner of the prompt in which the node ran, and the node's id: two workflows, or users, may have the same ids.
-# A line has several owners where ComfyUI took the node's output from its cache: for a copy of the workflow, or another user.
+# The owner is in the key since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI
+# took the node's output from its cache: for a copy of the workflow, or another user.
 statuses: weakref.WeakValueDictionary[tuple[Owner, str], Line] = weakref.WeakValueDictionary()
 
 
@@ -261,12 +237,11 @@ def _registered() -> list[tuple[Owner, str, Line]]:
 
 
 def live_lines() -> list[Line]:
-    """The lines of all nodes that are in use, each once."""
     return list(dict.fromkeys(line for _owner, _node, line in _registered()))
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
-    """The lines by node; None: of all clients, of all workflows."""
+    """The lines by node; None: those of all clients, of all workflows."""
     lines = {}
     for owner, node, line in _registered():
         news = line.now()

@@ -1,4 +1,4 @@
-"""Sentences for people in their language: locales/LANGUAGE/report.json, English where there is none."""
+"""Say sentences in the user's language, from locales/LANGUAGE/report.json, or in English where there is none."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ _spoken = [ENGLISH]
 
 
 def speak(language: object) -> None:
-    """From now on in that language: what ComfyUI's setting `Comfy.Locale` is."""
+    """Use a language from now on: the value of ComfyUI's setting `Comfy.Locale`."""
     _spoken[0] = language if isinstance(language, str) else ENGLISH
 
 
 def say(key: str, *values: object) -> str:
-    """A sentence, or a part of one, with `values` in the places of %1, %2.
-
-    Raises:
-        KeyError: there is none of that key.
-    """
+    """A sentence, or a part of one, with `values` in the places of %1, %2."""
     text = _texts(_spoken[0]).get(key) or _texts(ENGLISH)[key]
     return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
 
