@@ -1,5 +1,4 @@
-"""Compiled code on disk: folders by block group, their size limit, the files that Save and Load handle, and what the first
-compilation of a process needs.
+"""Keep compiled code on disk: a folder for each block group, a limit on their size, files of them to save and load.
 
 May import: `failures`, the modules of `engine/`. Door: `disk.current`.
 """

@@ -1,9 +1,8 @@
 """Pack the compiled code of a model into one file, to carry to another machine of the same kind.
 
-A zip file of the files in the groups' cache folders, uncompressed, and a header. Its last bytes, the archive's comment, are the
-sha256 of all that is before. `torch.compiler.save_cache_artifacts` of PyTorch is not used: its file holds all that the process
-has compiled, other packs' code too, nothing of what an earlier process compiled, no compiled C++ of the CPU, and no header that
-could be checked before it is unpickled.
+The file is an uncompressed zip of the groups' cache folders and a header; its comment, the last bytes, is the sha256 of all
+bytes before. A file of `torch.compiler.save_cache_artifacts` would hold the code of other packs too, nothing that an earlier
+process compiled, no compiled C++ of the CPU, and no header that could be checked before it is unpickled.
 
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
 """
@@ -46,19 +45,12 @@ _UNREADABLE = (
 
 
 class CacheFileError(TorchCompileKitError):
-    """A cache file cannot be used; the text says why and what to do."""
+    """Say why a cache file cannot be used, and what to do."""
 
 
 @dataclass
 class CacheFile:
-    """What the header of a cache file tells.
-
-    Args:
-        environment: see `environment.environment`, of the machine that wrote it.
-        models: classes of the host's models.
-        sizes: what they were compiled for.
-        members: files, by their paths below the cache folder.
-    """
+    """The header of a cache file, and the paths of its members below the cache folder."""
 
     environment: dict[str, str]
     models: list[str]
@@ -75,13 +67,9 @@ def write_cache_file(
         path: replaced when it exists, in one step.
         folders: names, see `BlockGroup.folder`.
         pack: version of this pack, for people who look into the file.
-        models, sizes: for the header.
 
     Returns:
         How many files are in it.
-
-    Raises:
-        CacheFileError: nothing is in these folders, they were cleared meanwhile, or the file cannot be written.
     """
     files = _files(cache.root, folders)
     if not any(not name.endswith(ABOUT) for name, _ in files):
@@ -112,8 +100,7 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
     """Unpack a cache file into the cache; files that are there already stay.
 
     Raises:
-        CacheFileError: it is damaged, of another kind, or made with other versions or for another GPU; or the cache folder
-            cannot be written. The cache is unchanged then, save for members before the one that could not be written.
+        CacheFileError: the cache is unchanged then, save for members before the one that could not be written.
     """
     incoming = None
     try:
@@ -121,7 +108,6 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
             _check_digest(file, path.name)
             with _refusing(path.name), zipfile.ZipFile(file) as archive:
                 header = _read_header(archive, path)
-                _check_machine(header, path.name)
                 make_private(cache.root)
                 incoming = Path(tempfile.mkdtemp(dir=cache.root, prefix="incoming-"))
                 archive.extractall(incoming, header.members)
@@ -140,7 +126,6 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
 
 
 def _check_digest(file: BinaryIO, name: str) -> None:
-    """Before anything in the file is looked at."""
     digest, declared = _digest(file)
     if not _DIGEST.fullmatch(declared):
         raise CacheFileError(
@@ -184,17 +169,11 @@ def _read_header(archive: zipfile.ZipFile, path: Path) -> CacheFile:
     for name in members:
         if not _MEMBER.fullmatch(name):
             raise CacheFileError(f"{path.name} holds {name[:200]!r}, which is no file of a cache folder. Do not use it.")
+    here = environment()
+    values = [f"{key} is {here[key]} here, {machine[key][:100]} in the file" for key in here if machine[key] != here[key]]
+    if values:
+        raise CacheFileError(f"{path.name} was made for another machine: {'; '.join(values)}. Save one on a machine like this.")
     return CacheFile(machine, models, sizes, members)
-
-
-def _check_machine(header: CacheFile, name: str) -> None:
-    other = [
-        f"{key} is {here} here, {header.environment[key][:100]} in the file"
-        for key, here in environment().items()
-        if header.environment[key] != here
-    ]
-    if other:
-        raise CacheFileError(f"{name} was made for another machine: {'; '.join(other)}. Save one on a machine like this.")
 
 
 def _files(root: Path, folders: Iterable[str]) -> list[tuple[str, Path]]:
@@ -221,7 +200,7 @@ def _pack(archive: zipfile.ZipFile, name: str, file: Path) -> None:
 
 
 def _digest(file: BinaryIO) -> tuple[bytes, bytes]:
-    """sha256 of all but the end of a file, and the end, where the same should stand."""
+    """The sha256 of all but the end of a file, and the end, which should be the same."""
     left = file.seek(0, os.SEEK_END) - len(_NO_DIGEST)
     digest = hashlib.sha256()
     file.seek(0)

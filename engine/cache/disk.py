@@ -1,8 +1,7 @@
 """Keep what inductor writes (compiled graphs, kernels, the choices of autotuning) in a folder for each block group.
 
-PyTorch's default is one folder for all in the system's temp folder. The folder of a block group is inductor's while a block of
-the group compiles, and only then, so that the plain `torch.compile` of others keeps PyTorch's. When all folders are too large
-together, the least recently used are removed. The folders of one model can be packed into a file (`cache/archive.py`).
+Inductor writes to a group's folder only while a block of the group compiles, so that the plain `torch.compile` of others keeps
+PyTorch's folder. When all folders together are too large, the least recently used are removed.
 """
 
 from __future__ import annotations
@@ -40,26 +39,21 @@ from .folders import (
 KIT = "torch-compile-kit"
 ABOUT = "about.json"
 CHOICES = "choices.json"
-# Another ComfyUI may be compiling into a folder of the same user.
+# Another ComfyUI of the same user may be compiling into a folder that was used in these last seconds.
 IN_USE_SECONDS = 600
-# After a compilation, until the size is looked at.
+# From a compilation to the look at the size.
 LOOK_SECONDS = 60
-# For which the sizes that the page asks for again and again are kept: to find them all folders are walked.
+# The page asks for the sizes again and again, and all folders are walked for them.
 USAGE_SECONDS = 5
 _lock = threading.RLock()
 
 
 @dataclass
 class DiskCache:
-    """The folders of all groups below one root.
-
-    Args:
-        root: created when missing.
-        limit: bytes that all folders may have together.
-    """
+    """The folders of all groups below one root."""
 
     root: Path
-    limit: int
+    limit: int  # bytes of all folders together
 
     def __post_init__(self) -> None:
         self._compiling: dict[str, int] = {}
@@ -70,11 +64,7 @@ class DiskCache:
         self._walked: float | None = None
 
     def enter(self, name: str, block: str) -> None:
-        """Make the folder `name` the one that inductor and Triton use, until `exit`.
-
-        Args:
-            block: class of the blocks, for people who look into the folder.
-        """
+        """Have inductor and Triton use the folder `name` until `exit`; people who look into the folder read `block` there."""
         folder = self.root / name
         with _lock:
             self._compiling[name] = self._compiling.get(name, 0) + 1
@@ -101,16 +91,9 @@ class DiskCache:
             self._look_later(LOOK_SECONDS)
 
     def heal(self, name: str, error: BaseException) -> bool:
-        """After a group could not be compiled: empty its folder if that is why, so that it can be compiled once more.
+        """Empty a folder, entered or not, if it caused the error that a compilation raised; returns whether to compile again.
 
         Once for each folder in a process: what fails again has another cause.
-
-        Args:
-            name: of the folder; it may be entered.
-            error: what compiling has raised.
-
-        Returns:
-            Whether to compile once more.
         """
         folder = self.root / name
         with _lock:
@@ -125,14 +108,11 @@ class DiskCache:
         _empty(self.root / name, ABOUT, CHOICES)
 
     def recall(self, network: nn.Module, key: str) -> str | None:
-        """What `remember` has kept, in this process or an earlier one."""
+        """A choice that `remember` has kept, in this process or an earlier one."""
         return read_json(self.root / folder_of(network) / CHOICES).get(key)
 
     def remember(self, network: nn.Module, key: str, value: str) -> None:
-        """Keep a choice that the compiled code of a network depends on, so that the next process makes the same choice.
-
-        The choice lies in a folder that is limited and packed into files like the folders of groups.
-        """
+        """Keep a choice that compiled code of a network depends on, for other processes, in a folder like those of groups."""
         try:
             self._make(folder_of(network), type(network).__name__)
             file = self.root / folder_of(network) / CHOICES
@@ -141,7 +121,6 @@ class DiskCache:
             logger.warning("%s is not kept in %s: %s", value, self.root, error)
 
     def _make(self, name: str, owner: str) -> None:
-        """The folder, used now."""
         about = self.root / name / ABOUT
         make_private(about.parent)
         if not read_json(about):
@@ -149,14 +128,14 @@ class DiskCache:
         os.utime(about)
 
     def loaded(self, names: Iterable[str]) -> None:
-        """Files were unpacked into these folders: they are the last that go."""
+        """After files were unpacked into these folders: remove them last."""
         self._walked = None
         for name in names:
             with suppress(OSError):
                 os.utime(self.root / name / ABOUT)
 
     def folders(self) -> list[Path]:
-        """Those of groups, least recently used first; also those that have lost their description."""
+        """The groups' folders, least recently used first; also those that have lost their description."""
         folders = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name) and folder.is_dir()]
         return sorted(folders, key=_last_used)
 
@@ -166,17 +145,12 @@ class DiskCache:
         return any(now <= read_json(folder / ABOUT).items() for folder in self.folders())
 
     def size(self) -> int:
-        """Bytes of all folders."""
         return sum(map(size_of, self.folders()))
 
     def trim(self) -> int:
-        """Remove the least recently used folders until the rest is within the limit.
+        """Remove leftovers of killed processes, and the least recently used folders until the rest is within the limit.
 
-        Never one that is being compiled into, here or (used in the last ten minutes) by another process. What killed processes
-        have left goes, too.
-
-        Returns:
-            How many bytes were removed.
+        Folders stay that this process compiles into, or (used in the last ten minutes) another may. Returns the bytes removed.
         """
         with _lock:
             self._walked = None
@@ -200,7 +174,7 @@ class DiskCache:
                     remove_leftovers([Path(parent, name) for name in (*folders, *files)])
 
     def _look_later(self, seconds: float) -> None:
-        """Trim after a while, once for all that is compiled until then."""
+        """Trim once after `seconds`, for all that is compiled until then."""
         if self._later is None:
             timer = threading.Timer(seconds, self._look)
             timer.daemon = True
@@ -217,11 +191,7 @@ class DiskCache:
                 self._look_later(IN_USE_SECONDS)
 
     def clear(self) -> int:
-        """Remove everything but what is being compiled into; compiled code in memory goes on working.
-
-        Returns:
-            How many bytes were removed.
-        """
+        """Remove all folders but those that are being compiled into; returns the bytes removed. Loaded code goes on working."""
         with _lock:
             self._walked = None
             before = self.size()
@@ -231,17 +201,13 @@ class DiskCache:
             return before - self.size()
 
     def usage(self) -> dict:
-        """For the page and for scripts; bytes as they were up to `USAGE_SECONDS` ago."""
+        """Folder, sizes and entries for the page and for scripts; up to `USAGE_SECONDS` old."""
         now = time.monotonic()
         if self._walked is None or now - self._walked > USAGE_SECONDS:
             self._entries = [{"name": f.name, "bytes": size_of(f), **read_json(f / ABOUT)} for f in reversed(self.folders())]
             self._walked = now
-        return {
-            "folder": str(self.root),
-            "bytes": sum(entry["bytes"] for entry in self._entries),
-            "limit": self.limit,
-            "entries": self._entries,
-        }
+        total = sum(entry["bytes"] for entry in self._entries)
+        return {"folder": str(self.root), "bytes": total, "limit": self.limit, "entries": self._entries}
 
 
 class _Current:
@@ -252,18 +218,14 @@ class _Current:
 
 
 def current() -> DiskCache | None:
-    """The cache in use, if there is one."""
     return _Current.cache
 
 
 def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
-    """Use `folder` from now on; where the user has named one by TORCHINDUCTOR_CACHE_DIR, a folder in that.
+    """Use `folder` from now on, or a folder in TORCHINDUCTOR_CACHE_DIR if the user has set that; later calls change nothing.
 
-    Only the first call has an effect. Where code in it could be another user's (`folders.make_private`), or it cannot be
-    written, a folder of this user's elsewhere is used, which the log says; where there is none either, PyTorch's own.
-
-    Args:
-        limit: the user's setting in GiB; see `environment.limit_in_bytes`.
+    Where the folder cannot be made private (`folders.make_private`) or written, use another folder of this user, and say so in
+    the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
     """
     if _Current.opened:  # without the lock: `trim` holds it for as long as a slow drive takes, and the event loop asks, too
         return _Current.cache
@@ -297,24 +259,18 @@ def was_opened_before(folder: Path) -> bool:
 
 def _places(folder: Path) -> list[list[Path]]:
     """Folders for the cache, best first, each behind those above it that must be private too."""
-    users = users_folder()
+    users, user = users_folder(), os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
     places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
-    return places + [[above, above / "cache"] for above in _local_folders()]
-
-
-def _local_folders() -> list[Path]:
-    """Of this user alone, on drives that keep rights."""
-    user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
-    return [Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}")]
+    # Of this user alone, on drives that keep rights.
+    local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
+    return places + [[above, above / "cache"] for above in local]
 
 
 def folder_name(block: str, structure: tuple) -> str:
-    """A short name (paths are limited on Windows), the same in every process.
+    """A short name (paths are limited on Windows) for blocks of a class and a structure, the same in every process.
 
-    Args:
-        block: class of the blocks.
-        structure: see `structure_of`. What differs beyond it, inductor tells apart in its own keys; modules are left out,
-            since custom packs are named by the folder they are in.
+    Names of Python modules are left out, since those of custom packs depend on the folder that a pack is in. What differs
+    beyond the structure, inductor tells apart in its own keys.
     """
     layers, *tensors = structure
     layers = tuple((name, *rest) for name, _module, *rest in layers)
@@ -328,7 +284,7 @@ def folder_of(network: nn.Module) -> str:
 
 
 def structure_of(block: nn.Module) -> tuple:
-    """What blocks must share to share graphs: classes of the layers, what they go without, and shapes of the weights."""
+    """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights."""
     layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
     weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
     buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
@@ -343,12 +299,12 @@ def _absent(module: nn.Module) -> tuple[str, ...]:
 
 
 def _remove_group(folder: Path) -> int:
-    """Remove a group's folder, its description only when nothing else is left; see `folders.remove`."""
+    """Remove a group's folder, its description only if nothing else is left; returns the bytes that stay."""
     return remove(folder) if folder.is_symlink() or _empty(folder, ABOUT) else size_of(folder)
 
 
 def _empty(folder: Path, *kept: str) -> bool:
-    """Remove what is in it but for the entries of these names; whether nothing else is left."""
+    """Remove all entries of a folder but those to be kept; returns whether nothing else is left."""
     try:
         for entry in folder.iterdir():
             if entry.name not in kept:
@@ -360,7 +316,7 @@ def _empty(folder: Path, *kept: str) -> bool:
 
 
 def _last_used(folder: Path) -> float:
-    """0 if it cannot be told, also by a date that is still to come: the clock was wrong then."""
+    """The time of the last use; 0 if it cannot be told or is in the future, as the clock was wrong then."""
     about = folder / ABOUT
     try:
         used = (about if about.exists() else folder).stat().st_mtime

@@ -17,7 +17,7 @@ from ..errors import shown
 from ..log import logger
 from ..torch_compat import private
 
-# Our own code that decides what is compiled: PyTorch's own keys know the operators, not what we put in their place.
+# Code of this pack that decides what is compiled: PyTorch's keys hold the operators, not their replacements.
 SOURCES = ("inductor/*.py", "compile/session.py")
 LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
@@ -41,29 +41,23 @@ def limit_in_bytes(setting: object = None) -> int:
 
 
 def users_folder() -> str | None:
-    """What the user has set TORCHINDUCTOR_CACHE_DIR to; PyTorch sets it to its default itself."""
+    """The user's TORCHINDUCTOR_CACHE_DIR; PyTorch itself sets the variable to its default."""
     value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     return value if value and Path(value) != Path(private.default_cache_dir()) else None
 
 
 def users_triton_folder() -> str | None:
-    """What the user has set TRITON_CACHE_DIR to; inductor sets it to a folder in its own (triton_heuristics.py)."""
+    """The user's TRITON_CACHE_DIR; inductor sets the variable to a folder in its cache (triton_heuristics.py)."""
     value = os.environ.get("TRITON_CACHE_DIR")
     return value if value and Path(private.cache_dir()) not in Path(value).parents else None
 
 
 class _Host:
-    """The type of the torch.device that the host computes on; None: it has not been told."""
-
-    device: str | None = None
+    device: str | None = None  # the type of the torch.device that the host computes on
 
 
 def compile_for(device: str) -> None:
-    """Have the cache depend on the device that the host computes on: with --cpu not on a GPU that PyTorch sees.
-
-    Args:
-        device: the type of a torch.device.
-    """
+    """Have the cache depend on the type of device that the host computes on: with --cpu not on a GPU that PyTorch sees."""
     if device != _Host.device:
         _Host.device = device
         environment.cache_clear()
@@ -92,7 +86,6 @@ def environment() -> dict[str, str]:
 
 @functools.cache
 def version_of_pack() -> str:
-    """A digest of `SOURCES`."""
     engine = Path(__file__).parent.parent
     files = sorted(file for pattern in SOURCES for file in engine.glob(pattern))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
@@ -105,7 +98,7 @@ def _device_name() -> str:
 
 
 def _cpu_digest() -> str:
-    """Of what this CPU can do: inductor compiles with -march=native, and one of the same vector width may lack instructions."""
+    """A digest of this CPU's flags: inductor compiles with -march=native, and CPUs of one vector width differ in flags."""
     try:
         match = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)
     except OSError:

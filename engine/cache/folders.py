@@ -18,12 +18,12 @@ from pathlib import Path
 from ..failures.describe import chain
 from ..log import logger
 
-# Of the files that are written under their final name, those that are never empty (locks and the choices of autotuning are).
+# Suffixes of files that are written under their final name and never empty, as locks and the choices of autotuning are.
 NEVER_EMPTY = {".so", ".pyd", ".dll", ".dylib", ".cubin", ".hsaco", ".json", ".py", ".cpp"}
-# Another process may be writing a file that is younger.
+# Another process may still be writing a younger file.
 WRITTEN_SECONDS = 60
 LEFTOVER_SECONDS = 3600
-# Of cache files. Not .safetensors, which stands for "no code inside".
+# Of cache files; .safetensors stands for "no code inside".
 SUFFIX = ".tckcache"
 UNTRUSTED = ".untrusted"  # appended to the name of a cache file that others could have written
 KIND = re.compile(r"[0-9a-f]{12}")  # the folder of a group of blocks, see `disk.folder_name`
@@ -34,12 +34,12 @@ _LEFTOVER = re.compile(r".*\.tmp|tmp\.pid_.*|torch-compile-kit-.*\.partial|incom
 
 
 class NoRightsError(PermissionError):
-    """A folder is on a drive that keeps no rights: whoever reaches it may write (WSL's /mnt, NTFS, SMB, volumes of pods)."""
+    """Say that others may write into a folder whose drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods)."""
 
 
 def make_private(*folders: Path) -> None:
-    """Make folders that only this user may enter, each in the one before. Where others could write into one of them, what is
-    run from the last is removed: it could be theirs.
+    """Make folders that only this user may enter, each in the one before. Where others could write into one of them, remove
+    the code from the last: it could be theirs.
 
     Raises:
         OSError: see `close_to_others`.
@@ -50,28 +50,25 @@ def make_private(*folders: Path) -> None:
         # The rest is not run, and may be the user's.
         entries = [entry for entry in folder.iterdir() if KIND.fullmatch(entry.name) or KIND.fullmatch(folder.name)]
         if entries:
+            size = f"{len(entries)} entries, {sum(map(size_of, entries)) / 1024**2:.1f} MiB"
             logger.warning(
-                "compiled code is removed from %s, since others could have written it: %d entries, %.1f MiB. "
-                "Where each start opens the folder to others (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to "
-                "another folder",
+                "compiled code is removed from %s, since others could have written it: %s. Where each start opens the folder "
+                "to others (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to another folder",
                 folder,
-                len(entries),
-                sum(map(size_of, entries)) / 1024**2,
+                size,
             )
         for entry in entries:
             remove(entry)
 
 
 def close_to_others(folder: Path) -> bool:
-    """Make a folder, and the missing ones above it, that only this user may enter; one that is there already is closed to
-    others, and cache files in it that they could have written get another name. On Windows profiles are private.
+    """Make a folder, and the missing ones above, that only this user may enter; returns whether others could write into it.
 
-    Returns:
-        Whether others could write into it.
+    If others could, cache files in the folder that others could have written get another name. Windows' profiles are private.
 
     Raises:
-        NoRightsError: it cannot be closed.
-        OSError: it cannot be made, or belongs to another user.
+        NoRightsError: the folder cannot be closed.
+        OSError: the folder cannot be made, or belongs to another user.
     """
     for missing in reversed([above for above in folder.parents if not above.exists()]):
         missing.mkdir(mode=0o700, exist_ok=True)
@@ -107,8 +104,10 @@ def _others_may_write(status: os.stat_result) -> bool:
 
 
 def _private_group() -> int | None:
-    """The group that Ubuntu and Fedora make for each user: named like the user, with no other member. Under the umask 0002 that
-    goes with it the group may write whatever the user makes. None: this user has no such group."""
+    """The group that Ubuntu and Fedora make for each user, named like the user and with no other member, or None.
+
+    The umask 0002 that goes with such a group lets the group write whatever the user makes.
+    """
     import grp
     import pwd
 
@@ -124,11 +123,7 @@ def _private_group() -> int | None:
 
 
 def is_damaged(folder: Path, age: float = 0.0) -> bool:
-    """Whether a file of code in it is empty or begins with zeros, as a loss of power leaves files.
-
-    Args:
-        age: seconds since a file was written before it counts.
-    """
+    """Whether a file of code that is `age` seconds old is empty or begins with zeros, as a loss of power leaves it."""
     for file in files_in(folder):
         try:
             if os.path.splitext(file)[1] in NEVER_EMPTY and time.time() - os.lstat(file).st_mtime >= age:
@@ -141,9 +136,9 @@ def is_damaged(folder: Path, age: float = 0.0) -> bool:
 
 
 def comes_from(error: BaseException, folder: Path) -> bool:
-    """Whether it was raised while something in `folder` was loaded: a library or a module that is cut off, a pickle.
+    """Whether loading a truncated library, module or pickle in `folder` raised the error.
 
-    A compiler's error is none of these, though it names the files it compiles; nor is a full disk.
+    A compiler's error names files in the folder, too, and a full disk raises OSError; neither counts.
     """
     below = str(folder) + os.sep
     for cause in chain(error):
@@ -159,7 +154,7 @@ def comes_from(error: BaseException, folder: Path) -> bool:
 
 
 def remove_leftovers(paths: Iterator[Path] | list[Path]) -> None:
-    """Of these, remove what a process that was killed an hour ago or earlier had not finished."""
+    """Of these, remove what a process had not finished when it was killed, an hour ago or earlier."""
     for path in paths:
         try:
             if _LEFTOVER.fullmatch(path.name) and time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
@@ -169,7 +164,7 @@ def remove_leftovers(paths: Iterator[Path] | list[Path]) -> None:
 
 
 def remove(path: Path) -> int:
-    """Remove it; what the system holds on to (loaded code on Windows) stays, and its size is returned."""
+    """Remove a file or folder; returns the bytes that stay, as the system holds them (loaded code on Windows)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -178,7 +173,6 @@ def remove(path: Path) -> int:
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of all files in it."""
     total = 0
     for file in files_in(folder):
         try:
@@ -195,7 +189,7 @@ def files_in(folder: Path) -> Iterator[str]:
 
 
 def read_json(file: Path) -> dict:
-    """Empty where there is none, or none that can be read."""
+    """The object in a file; empty if it cannot be read."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         return content if isinstance(content, dict) else {}
@@ -204,7 +198,7 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: object, indent: int | None = None) -> None:
-    """Whole or not at all."""
+    """Write a whole file or nothing."""
     with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as out:
         out.write(json.dumps(content, indent=indent))
     os.replace(out.name, file)

@@ -21,12 +21,7 @@ _thread: threading.Thread | None = None
 
 
 def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
-    """Start the thread, once a process.
-
-    Args:
-        on_gpu: the model runs on a CUDA device.
-        first: a step of the caller's, before the others.
-    """
+    """Start the thread, once a process; `first` is a step of the caller before those of this module."""
     global _thread
     if _thread is None:
         steps = [*([start_workers] if on_gpu else []), first, import_inductor, trim_cache]
@@ -37,11 +32,7 @@ def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
 def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
     """Wait before inductor is used, and before any lock is taken for it: two threads at the same imports are slower than one.
 
-    Args:
-        poll: called ten times a second; may raise to stop waiting.
-
-    Returns:
-        Seconds waited.
+    Returns the seconds waited. `poll` is called ten times a second and may raise to stop waiting.
     """
     began, thread = time.perf_counter(), _thread
     while thread is not None and thread.is_alive() and time.perf_counter() - began < LONGEST_WAIT:
@@ -59,8 +50,7 @@ def _run(steps: list[Callable[[], object]]) -> None:
 
 
 def start_workers() -> None:
-    """Does nothing where PyTorch uses no processes (one core, no Triton)."""
-    private.maybe_warm_pool()
+    private.maybe_warm_pool()  # does nothing where PyTorch uses no processes (one core, no Triton)
 
 
 def import_inductor() -> None:
