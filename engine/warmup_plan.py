@@ -21,7 +21,7 @@ GIB = 2**30
 MAX_PIXELS = 16384
 MAX_FRAMES = 16384
 MAX_BATCH = 4096
-# Each is a run of the sampler, and with it some seconds: more than these are a mistake.
+# The sampler runs at each size: more are a mistake.
 MAX_SIZES = 100
 MAX_TEXT = 10_000
 _LIMITS = {"width": MAX_PIXELS, "height": MAX_PIXELS, "length": MAX_FRAMES, "batch": MAX_BATCH}
@@ -31,23 +31,14 @@ _SIZE = re.compile(rf"{_NUMBER}\s*[xX]\s*{_NUMBER}(?:\s*[xX]\s*{_NUMBER})?(?:\s+
 
 @dataclass(frozen=True)
 class Size:
-    """What one image or video is asked for with.
-
-    Args:
-        width, height: pixels.
-        length: frames; 1 for images.
-        batch: images or videos at once.
-
-    Raises:
-        InvalidSetting: a number is beyond the limits of the nodes' inputs (which hold for typed numbers, not for linked ones).
-    """
+    """The size of one image or video, and how many are made at once."""
 
     width: int
     height: int
-    length: int = 1
+    length: int = 1  # frames
     batch: int = 1
 
-    def __post_init__(self) -> None:
+    def __post_init__(self) -> None:  # ComfyUI checks the limits of typed numbers, not of linked ones
         for name, highest in _LIMITS.items():
             check_whole(name, getattr(self, name), 1, highest)
 
@@ -59,10 +50,7 @@ class Size:
 def parse_extra_sizes(text: str) -> list[Size]:
     """Read `WIDTHxHEIGHT` or `WIDTHxHEIGHTxLENGTH`, each with an optional ` batch N`, one a line or separated by commas.
 
-    Empty lines and lines that start with # are passed over.
-
-    Raises:
-        InvalidSetting: something is no size, or beyond the limits; the message names the line.
+    Skips empty lines and lines that start with #.
     """
     check_text("extra_sizes", text)
     if len(text) > MAX_TEXT:
@@ -87,28 +75,21 @@ def parse_extra_sizes(text: str) -> list[Size]:
 
 
 class MemoryPeaks:
-    """Peaks since the object was created. No counter is reset: other packs may watch them.
-
-    Args:
-        device: that samples.
-        paged: tells the bytes of weights there that PyTorch's allocator does not count, as the host pages them.
-    """
+    """Read the peaks of memory since the object was created. No counter is reset: other packs may watch them."""
 
     def __init__(self, device: torch.device, paged: Callable[[], int] = lambda: 0):
+        # `paged` returns the bytes of weights that the host pages, which PyTorch's allocator does not count.
         self._device, self._paged = device, paged
         self._used, self._before = psutil.Process().memory_info().rss, peak_of_ram()
 
     def text(self) -> str:
-        """A sentence for the report."""
         peak = peak_of_ram()
-        # What was freed before it began can be used again: only a new peak says how much it took.
-        taken = (
-            f"{(peak - self._used) / GIB:.1f} GiB taken by this warmup" if peak > self._before else "not raised by this warmup"
-        )
-        parts = [f"up to {peak / GIB:.1f} GiB of RAM, {taken}"]
+        # A warmup can use what was freed before: only a new peak says how much the warmup took.
+        rise = f"{(peak - self._used) / GIB:.1f} GiB taken by" if peak > self._before else "not raised by"
+        parts = [f"up to {peak / GIB:.1f} GiB of RAM, {rise} this warmup"]
         workers = []
         for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.Error):  # it has just ended
+            with suppress(psutil.Error):  # `child` has just ended
                 if any("compile_worker" in word for word in child.cmdline()):  # of inductor (torch/_inductor/compile_worker)
                     workers.append(child.memory_info().rss)
         if workers:
@@ -120,7 +101,7 @@ class MemoryPeaks:
 
 
 def peak_of_ram() -> int:
-    """Of this process since its start, in bytes."""
+    """The most bytes that this process has used since its start."""
     if sys.platform == "win32":
         return psutil.Process().memory_info().peak_wset
     import resource

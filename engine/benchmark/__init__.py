@@ -1,4 +1,1 @@
-"""What the Benchmark node shows: figures and verdict, the plot, a profiler trace of one step.
-
-May import: the modules of `engine/`. Door: `figures.py`.
-"""
+"""Work out and draw what the Benchmark node shows. May import: the modules of `engine/`. Door: `figures.py`."""

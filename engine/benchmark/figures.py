@@ -1,4 +1,4 @@
-"""The figures of a benchmark of eager against compiled, what follows from them, and the table."""
+"""Compare the steps of eager and of compiled rounds, write the table, and record a step with PyTorch's profiler."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# Less than this share between two medians is no difference.
+# Share by which two medians must differ.
 CLEAR = 0.01
-# One step to start the profiler, whose first events come late; the next one is recorded.
+# One step to start the profiler, whose first events come late, and the one that is recorded.
 TRACE_STEPS = 2
 
 
@@ -39,7 +39,7 @@ class Timing:
 
     @property
     def spread(self) -> tuple[float, float]:
-        """Eight of ten steps took a time between these two."""
+        """The times between which eight of ten steps lie."""
         deciles = statistics.quantiles(self.steps if len(self.steps) > 1 else 2 * self.steps, n=10, method="inclusive")
         return deciles[0], deciles[-1]
 
@@ -50,20 +50,13 @@ class Timing:
 
 @dataclass(frozen=True)
 class CompileCost:
-    """What compiling has cost in this process.
-
-    Args:
-        seconds, graphs: compiled for this model and these settings so far, whatever the size.
-        graphs_before: those of them that were there before the benchmark.
-        from_disk: graphs that the benchmark compiled with the help of PyTorch's cache on disk.
-        first_steps: seconds of the first compiled steps in the benchmark, before anything was measured.
-    """
+    """What compiling has cost in this process, for one model and settings, at all sizes."""
 
     seconds: float
     graphs: int
-    graphs_before: int
-    from_disk: int
-    first_steps: tuple[float, ...]
+    graphs_before: int  # of `graphs`, those from before the benchmark
+    from_disk: int  # graphs that the benchmark compiled with the help of PyTorch's cache on disk
+    first_steps: tuple[float, ...]  # seconds of the benchmark's first compiled steps, before anything was measured
 
     @property
     def cold(self) -> bool:
@@ -78,49 +71,31 @@ class CompileCost:
 
 @dataclass(frozen=True)
 class Trace:
-    """The recorded steps.
+    """The recorded steps."""
 
-    Args:
-        unit: what is counted, `CUDA kernels` or `operators`.
-        eager, compiled: how many one step ran.
-        files: the two files, eager first, as seen from the output folder.
-    """
-
-    unit: str
-    eager: int
+    unit: str  # CUDA kernels, XPU kernels, operators
+    eager: int  # how many of these a step ran
     compiled: int
-    files: tuple[str, ...]
+    files: tuple[str, ...]  # eager first, relative to the output folder
 
 
 @dataclass(frozen=True)
 class BenchmarkResult:
-    """Eager against compiled.
-
-    Args:
-        model, device, settings, size: as shown to the user.
-        steps: of one image, and of each round.
-        batch: images made at once.
-        eager, compiled: warm steps of the alternating rounds.
-        error: relative error of the final latent, compiled against eager.
-        repeat_error: the same of one eager round against another.
-        late_graphs: compiled in the measured rounds, 0 if all went well.
-        video: whether videos are made, not images.
-        notes: more sentences about this model.
-    """
+    """Eager against compiled: the alternating rounds, and what the table says beside them."""
 
     model: str
     device: str
     settings: str
     size: str
-    steps: int
+    steps: int  # of one image, and of each round
     cfg: float
     batch: int
     eager: Timing
     compiled: Timing
     cost: CompileCost
-    error: float
-    repeat_error: float
-    late_graphs: int = 0
+    error: float  # relative error of the final latent, compiled against eager
+    repeat_error: float  # the same, of one eager round against another
+    late_graphs: int = 0  # compiled in the measured rounds
     video: bool = False
     trace: Trace | None = None
     notes: list[str] = field(default_factory=list)
@@ -150,7 +125,7 @@ class BenchmarkResult:
 
     @property
     def break_even(self) -> int | None:
-        """Images after which compiling has paid off; None if it never does, or nobody can tell."""
+        """Images after which compiling has paid off; None if compiled is not faster."""
         if self.verdict != "faster":
             return None
         saved = self.image_seconds(self.eager) - self.image_seconds(self.compiled)
@@ -167,7 +142,6 @@ class BenchmarkResult:
         return "a video" if self.video else "an image"
 
     def headline(self) -> str:
-        """The result in a sentence."""
         if self.verdict == "faster":
             paid = f", pays back after {self.images(self.break_even)}" if self.break_even and self.cost.graphs else ""
             return f"{digits(self.speedup)}x as fast{paid}"
@@ -181,7 +155,7 @@ class BenchmarkResult:
         return self.verdict == "no clear difference" and abs(self.speedup - 1) >= CLEAR
 
     def table(self) -> str:
-        """Everything as text; the columns are for a font of fixed width."""
+        """All figures as text; the columns need a font of fixed width."""
         lines = [self.headline(), f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", ""]
         lines += [*self._columns(), "", *self._conclusion(), *self._cost_lines(), self._error_line()]
         steps = len(self.eager.steps)
@@ -229,11 +203,11 @@ class BenchmarkResult:
         total, compiling, graphs = duration(self.cost_seconds), duration(cost.seconds), counted(cost.graphs, "graph")
         if not cost.graphs:
             return ["Nothing was compiled: every block runs eager."]
-        cold = f"First-step cost: {total} longer than warm steps, {compiling} of it compiling {graphs}."
-        warm = (
+        lines = [
             f"Already warm when the benchmark began. Compiling took {compiling} in this process ({graphs}, all sizes so far)."
-        )
-        lines = [cold if cost.cold else warm]
+        ]
+        if cost.cold:
+            lines = [f"First-step cost: {total} longer than warm steps, {compiling} of it compiling {graphs}."]
         if cost.from_disk:
             lines.append("PyTorch's cache on disk helped: the very first time takes longer.")
         if self.break_even:
@@ -252,7 +226,7 @@ def counted(count: int, noun: str) -> str:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Norm of the difference over norm of what was expected; 0 for equal tensors, inf or nan where it has no value."""
+    """Norm of the difference over norm of `expected`; 0 for equal tensors, inf or nan if a tensor is not finite or zero."""
     actual, expected = actual.double(), expected.double()
     difference, norm = (actual - expected).norm().item(), expected.norm().item()
     if difference == 0:
@@ -309,12 +283,11 @@ def step_trace(path: Path, device: torch.device) -> Iterator[profile]:
 
 
 def unit_for(device: torch.device) -> str:
-    """What `count` counts on a device."""
     return {"cuda": "CUDA kernels", "xpu": "XPU kernels"}.get(device.type, "operators")
 
 
 def count(path: Path, device: torch.device) -> int:
-    """Kernels of a trace; operators (those inside others included) where there is no accelerator."""
+    """Kernels of a trace, or without an accelerator its operators, with those inside others."""
     wanted = "kernel" if device.type in ("cuda", "xpu") else "cpu_op"
     with open(path, encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]

@@ -1,4 +1,4 @@
-"""Draw the benchmark's result: time per step with its spread, and the image after which compiling has paid off."""
+"""Draw a benchmark's result: the time of a step with its spread, and the image after which compiling has paid off."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Picture:
         self.pen = ImageDraw.Draw(self.image)
 
     def text(self, x: float, y: float, text: str, size: int, color: str, anchor="ls", bold=False, room: float = ROOM) -> tuple:
-        """Write one line, in smaller letters and then with an ellipsis where it is wider than `room`; returns its box."""
+        """Write a line, in smaller letters and then with an ellipsis if it is wider than `room`; returns the box."""
         while True:
             style = {"anchor": anchor, "font": ImageFont.load_default(size), "stroke_width": size // 40 if bold else 0}
             box = self.pen.textbbox((x, y), text, **style)
@@ -37,7 +37,7 @@ class Picture:
             size, text = (size - 2, text) if size > SMALLEST else (size, text.removesuffix("...")[:-1].rstrip(" ,") + "...")
 
     def axis(self, panel: tuple[int, int, int, int], highest: float) -> Callable[[float], float]:
-        """Draw a grid from 0 to a little above `highest` seconds; returns what gives the height of seconds in it."""
+        """Draw a grid from 0 to a little above `highest` seconds; returns a function from seconds to their y."""
         left, top, right, bottom = panel
         unit, name = next((size, name) for least, size, name in UNITS if highest >= least)
         highest = max(highest, 1e-9) * 1.15

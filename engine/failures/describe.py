@@ -14,24 +14,19 @@ from .table import MAY_PASS, OTHERWISE, diagnose, sentence, text_of
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a block group runs eager.
-
-    Args:
-        reason: the line of the error that names the cause.
-        may_pass: another try may succeed (a full disk, a compiler that was killed).
-    """
+    """Why a block group runs eager."""
 
     block: str
-    reason: str
+    reason: str  # the line of the error that names the cause
     cure: str
-    may_pass: bool = False
+    may_pass: bool = False  # another try may succeed: the disk was full, the compiler was killed
 
     def message(self) -> str:
         return f"{self.block} could not be compiled and runs eager: {self.reason} {self.cure}"
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """The error and all it was raised from, outermost first."""
+    """The error and all errors that caused it, outermost first."""
     errors: list[BaseException] = []
     current: BaseException | None = error
     while current is not None and current not in errors:
@@ -60,12 +55,11 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def is_limit_hit(error: BaseException) -> bool:
-    """Whether the limit of compiled variants was reached."""
     return isinstance(error, private.FailOnRecompileLimitHit)
 
 
 def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:
-    """Name the cause, and the cure for `machine`: this one if left out."""
+    """Name the cause, and the cure for `machine` or this machine."""
     errors = chain(error)
     # Without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))

@@ -24,23 +24,15 @@ OLDEST = (7, 0)
 
 @dataclass(frozen=True)
 class Machine:
-    """What a cure depends on.
+    """What a cure depends on."""
 
-    Args:
-        system: Windows, Linux or Darwin.
-        gpu: the maker of the GPUs that this PyTorch is for: NVIDIA, AMD, Intel, Apple, or an empty text.
-        pytorch, python, triton: major and minor version; None if there is no Triton.
-        folder: of Python.
-        missing: files of Python's that C compilers need and that are not there.
-    """
-
-    system: str
-    gpu: str
+    system: str  # Windows, Linux, Darwin
+    gpu: str  # the maker of the GPUs that this PyTorch is for: NVIDIA, AMD, Intel, Apple, or empty
     pytorch: tuple[int, int]
     python: tuple[int, int]
     triton: tuple[int, int] | None
-    folder: str
-    missing: tuple[str, ...] = ()
+    folder: str  # of Python
+    missing: tuple[str, ...] = ()  # files of Python that C compilers need
 
     @classmethod
     def this(cls) -> Machine:
@@ -70,7 +62,7 @@ class Machine:
         names["wanted"] = _dotted(table.TRITON_FOR.get(self.pytorch, ()))
         names["index"] = "rocm" if self.gpu == "AMD" else "xpu"
         names["package"] = "triton-windows" if self.system == "Windows" else "triton"
-        # The portable ComfyUI has a Python of its own.
+        # The portable ComfyUI brings Python.
         names["executable"] = r"python_embeded\python.exe" if "python_embeded" in self.folder else "python"
         names["install"] = self._choose(table.INSTALL_TRITON).format(**names)
         return cure if isinstance(cure, str) else self._choose(cure).format(**names)
@@ -81,20 +73,15 @@ class Machine:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that models run on.
-
-    Args:
-        capability: of an NVIDIA GPU, such as (9, 0).
-        has_code: whether this PyTorch is made for it.
-    """
+    """The GPU that models run on."""
 
     name: str
-    capability: tuple[int, int] | None
-    has_code: bool = True
+    capability: tuple[int, int] | None  # of an NVIDIA GPU, such as (9, 0)
+    has_code: bool = True  # whether this PyTorch is built for the GPU
 
     @classmethod
     def this(cls) -> Gpu | None:
-        """The first; None where PyTorch sees none that Triton is for."""
+        """The first GPU that PyTorch sees and Triton is for."""
         if torch.cuda.is_available():
             capability = None if torch.version.hip else torch.cuda.get_device_capability()
             return cls(torch.cuda.get_device_name(), capability, _has_code(capability))
@@ -102,12 +89,7 @@ class Gpu:
 
 
 def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None] | None = None) -> tuple[str, list[str]]:
-    """What this machine has, in a line, and what it lacks, each with its cure.
-
-    Args:
-        gpu: None: models run on the CPU, for which C++ is compiled.
-        compilers: the C and C++ compilers by language; searched if left out.
-    """
+    """What this machine has, in a line, and the cures of what it lacks; without a GPU models run on the CPU and need C++."""
     if compilers is None:
         compilers = {"C": _on_path("CC", "gcc", "clang", "cc"), "C++": _on_path("CXX", "g++", "clang++", "cl")}
     triton = f"Triton {_dotted(machine.triton)}" if machine.triton else "no Triton"
@@ -121,11 +103,9 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     ]
     if gpu is not None:
         capability, is_misfit = gpu.capability or OLDEST, machine.gpu == "NVIDIA" and "misfit" in machine.traits
-        too_old = (
-            f"{gpu.name} has compute capability {_dotted(capability)}, and Triton needs {_dotted(OLDEST)}: set backend to "
-        )
+        too_old = f"{gpu.name} has compute capability {_dotted(capability)}, and Triton needs {_dotted(OLDEST)}"
         lacks += [
-            (capability < OLDEST, f"{too_old}aot_eager or cudagraphs, which need no Triton."),
+            (capability < OLDEST, f"{too_old}: set backend to aot_eager or cudagraphs, which need no Triton."),
             (not gpu.has_code, table.NO_CODE_FOR_GPU),
             (machine.triton is None or is_misfit, table.NO_TRITON),
             # Triton for Windows brings a C compiler.
@@ -157,7 +137,7 @@ def _version(text: str) -> tuple[int, int]:
 
 
 def _has_code(capability: tuple[int, int] | None) -> bool:
-    """Whether PyTorch's own kernels are for this GPU: those of the same major version, or PTX of an older one."""
+    """Whether PyTorch brings kernels for this GPU: of the same major version, or PTX of an older one."""
     targets = torch.cuda.get_arch_list()
     if capability is None:
         return torch.cuda.get_device_properties(0).gcnArchName.partition(":")[0] in targets
