@@ -1,4 +1,4 @@
-"""The nodes of the pack."""
+"""Register the nodes of the pack."""
 
 from comfy_api.latest import ComfyExtension, io
 

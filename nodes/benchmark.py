@@ -1,4 +1,4 @@
-"""The node Torch Compile Benchmark."""
+"""Define the node Torch Compile Benchmark."""
 
 from comfy_api.latest import io, ui
 

@@ -1,11 +1,9 @@
-"""The node Block Swap."""
+"""Define the node Block Swap."""
 
 from comfy_api.latest import io
 
 from ..engine.host.weights.swap import MOST_BLOCKS, swap_blocks
 from ..engine.notices.words import say
-
-GIB = 2**30
 
 
 class BlockSwap(io.ComfyNode):
@@ -36,7 +34,7 @@ class BlockSwap(io.ComfyNode):
         swap = swap_blocks(model, blocks_to_swap)
         if swap.size is None:
             return io.NodeOutput(swap.patcher, ui={"text": [say("swapDynamic")]})
-        text = say("swapped", swap.swapped, swap.blocks, f"{swap.size / GIB:.1f}")
+        text = say("swapped", swap.swapped, swap.blocks, f"{swap.size / 2**30:.1f}")
         if blocks_to_swap > swap.swapped:
             text = say("swappedAll", text, blocks_to_swap)
         return io.NodeOutput(swap.patcher, ui={"text": [text]})

@@ -1,4 +1,4 @@
-"""What the page and scripts can ask about the cache on disk and its files."""
+"""Answer what the page and scripts ask about the cache on disk and its files."""
 
 import asyncio
 import json
@@ -15,11 +15,7 @@ CACHE = "/torch-compile-kit/cache"
 
 
 def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
-    """A route that changes something: takes JSON, which no page of another site can send without asking, and answers in JSON.
-
-    Args:
-        answer: called with the object that was sent; empty if nothing was.
-    """
+    """Register a route that changes something: JSON to JSON, which no page of another site can send without a preflight."""
     from aiohttp import web
 
     @routes.post(path)
@@ -27,20 +23,19 @@ def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
         if request.content_type != "application/json":
             return web.json_response({"error": "send it with the header Content-Type: application/json"}, status=415)
         try:
-            given = json.loads(await request.read() or b"{}")
+            body = json.loads(await request.read() or b"{}")
         except (ValueError, RecursionError) as error:
             return web.json_response({"error": f"the body is no JSON in UTF-8: {error}"}, status=400)
         try:
-            return web.json_response(await answer(given if isinstance(given, dict) else {}))
+            return web.json_response(await answer(body if isinstance(body, dict) else {}))
         except (InvalidSetting, CacheFileError) as error:
             return web.json_response({"error": str(error)}, status=400)
 
 
 def register_cache_routes(routes) -> None:
-    """GET of CACHE (folder, bytes, limit, entries, files); POST of CACHE/clear (answers with the bytes removed), of CACHE/limit
-    ({"gib": 4}, or null for the default; the environment variable goes before it), of CACHE/save ({"filename": "mine"}) and of
-    CACHE/load ({"file": "mine.tckcache"}), which answer with a sentence.
-    """
+    """Register GET of CACHE (folder, bytes, limit, entries, files) and POST of CACHE/clear (answers with the bytes removed),
+    CACHE/limit ({"gib": 4}, or null for the default; the environment variable overrides it), CACHE/save
+    ({"filename": "mine"}) and CACHE/load ({"file": "mine.tckcache"}), which answer with a sentence."""
     from aiohttp import web
 
     @routes.get(CACHE)
@@ -50,21 +45,21 @@ def register_cache_routes(routes) -> None:
             return web.json_response({"error": "no cache folder can be written; see the log"}, status=503)
         return web.json_response({**await asyncio.to_thread(cache.usage), "files": await asyncio.to_thread(cache_files)})
 
-    async def clear(_given: dict) -> dict:
+    async def clear(_body: dict) -> dict:
         cache = await asyncio.to_thread(open_users_cache)
         return {"removed": await asyncio.to_thread(cache.clear) if cache is not None else 0}
 
-    async def limit(given: dict) -> dict:
-        if "gib" not in given:
+    async def limit(body: dict) -> dict:
+        if "gib" not in body:
             raise InvalidSetting("gib", None, 'it is missing; send {"gib": 4}, or null for the default.')
         cache = await asyncio.to_thread(open_users_cache)
-        return await asyncio.to_thread(_limit, cache, given.get("gib")) if cache is not None else {"limit": 0}
+        return await asyncio.to_thread(_limit, cache, body["gib"]) if cache is not None else {"limit": 0}
 
-    async def save(given: dict) -> dict:
-        return {"text": await asyncio.to_thread(save_all, given.get("filename", ""))}
+    async def save(body: dict) -> dict:
+        return {"text": await asyncio.to_thread(save_all, body.get("filename", ""))}
 
-    async def load(given: dict) -> dict:
-        return {"text": await asyncio.to_thread(load_cache, str(given.get("file", "")))}
+    async def load(body: dict) -> dict:
+        return {"text": await asyncio.to_thread(load_cache, str(body.get("file", "")))}
 
     for name, answer in (("clear", clear), ("limit", limit), ("save", save), ("load", load)):
         post(routes, f"{CACHE}/{name}", answer)

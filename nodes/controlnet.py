@@ -1,4 +1,4 @@
-"""The node Torch Compile ControlNet."""
+"""Define the node Torch Compile ControlNet."""
 
 from comfy_api.latest import io
 
@@ -38,7 +38,7 @@ class CompileControlNet(io.ComfyNode):
                 )
             ],
             hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
+            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
         )
 
     @classmethod

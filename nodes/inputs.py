@@ -1,4 +1,4 @@
-"""Inputs that several nodes have in common."""
+"""Define the inputs that several nodes have in common."""
 
 from comfy_api.latest import io
 
@@ -6,7 +6,6 @@ from ..engine.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS
 
 
 def size_inputs() -> list:
-    """Width, height, length, batch_size and cfg of what the sampler that follows makes."""
     return [
         io.Int.Input("width", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image width in pixels."),
         io.Int.Input("height", default=1024, min=16, max=MAX_PIXELS, step=8, tooltip="Image height in pixels."),
@@ -24,7 +23,6 @@ def size_inputs() -> list:
 
 
 def latent_input():
-    """A latent that takes the place of the size."""
     return io.Latent.Input(
         "latent_image",
         optional=True,

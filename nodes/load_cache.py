@@ -1,4 +1,4 @@
-"""The node Load Compile Cache."""
+"""Define the node Load Compile Cache."""
 
 from comfy_api.latest import io
 
@@ -16,7 +16,7 @@ class LoadCache(io.ComfyNode):
             "Compile Warmup and the sampler. A file of another GPU or PyTorch, or a damaged one, is refused and blocks compile "
             "as ever. Such files hold code that runs on your machine: use only your own and those of people you trust.",
             search_aliases=["import compile cache", "torch.compile", "mega cache"],
-            is_output_node=True,  # or a page that is loaded anew is not sent the report when all behind it is cached
+            is_output_node=True,  # or ComfyUI sends no report to a reloaded page when all nodes after it are cached
             inputs=[
                 io.Model.Input("model", tooltip="Any model; it passes through."),
                 io.Combo.Input(

@@ -1,4 +1,4 @@
-"""The node Repair Compiled File."""
+"""Define the node Repair Compiled File."""
 
 from comfy_api.latest import io
 

@@ -1,4 +1,4 @@
-"""What the page and scripts can ask the server."""
+"""Answer what the page and scripts ask the server, and tell pages what was compiled."""
 
 import asyncio
 import sys
@@ -19,20 +19,15 @@ EVENT = "torch-compile-kit.compiled"
 STATUS = "torch-compile-kit.status"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
-# Seconds, at the least: by then the other packs are loaded.
-IDLE = 5.0
+IDLE = 5.0  # seconds from the start of the server's loop, by when the other packs are loaded
 
 
 def register_routes() -> None:
-    """What is compiled right now, the cache on disk, and events: a run compiled something unexpected, news of a node.
+    """Register the routes, send events to pages, and get ready to compile before a prompt waits for it.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node; ?client_id= and ?workflow= leave one
-    client's, one workflow's), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST
-    /torch-compile-kit/wait (sampling stands still until what is being compiled is there), and those of the cache:
-    `cache_routes.py`.
-
-    Has the process get ready to compile when a prompt is queued that will wait for it, and soon after the server's start where
-    this user has compiled before and nothing is queued.
+    GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node, of all clients or those of ?client_id= and
+    ?workflow=), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the
+    sampler waits for the code that is being compiled), and the routes of `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
     """
@@ -53,7 +48,7 @@ def register_routes() -> None:
         here, missing = await asyncio.to_thread(preflight_here, device_type() != "cpu")
         return web.json_response({"here": here, "missing": missing})
 
-    async def wait(_given: dict) -> dict:
+    async def wait(_body: dict) -> dict:
         return {"waiting": compiler.have_awaited()}
 
     post(server.routes, "/torch-compile-kit/wait", wait)
@@ -92,16 +87,15 @@ def register_routes() -> None:
     server.loop.call_soon(server.loop.call_later, IDLE, when_idle)  # from when the loop runs
 
 
-def _text_in(found: object, *names: str) -> str | None:
-    """A text inside of what a prompt brings along; None where there is none."""
+def _text_in(data: object, *names: str) -> str | None:
+    """The text at a path of keys in what a client sent, which may be anything."""
     for name in names:
-        found = found.get(name) if isinstance(found, dict) else None
-    return found if isinstance(found, str) else None
+        data = data.get(name) if isinstance(data, dict) else None
+    return data if isinstance(data, str) else None
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued: speak the page's language, and, if it will wait for compiling, get ready while its models load.
-    Returns the request unchanged."""
+    """When a prompt is queued, use the page's language, and get ready to compile while the prompt's models load."""
     words.speak(users_settings().get("Comfy.Locale"))
     prompt = request.get("prompt") if isinstance(request, dict) else None
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
@@ -111,9 +105,9 @@ def prepare_for(request: dict) -> dict:
         if node.get("class_type") != COMPILES or not isinstance(inputs, dict):
             continue
         try:
-            # What is linked is known when it runs.
-            given = {name: inputs[name] for name in ("backend", "mode", "compile") if isinstance(inputs.get(name), str)}
-            get_ready(CompileSettings(**{**given, **({"compile": "at once"} if warms else {})}))
-        except Exception as error:  # the prompt is the host's to judge, and the first compilation gets ready anyway
+            # A linked input has no value yet.
+            typed = {name: inputs[name] for name in ("backend", "mode", "compile") if isinstance(inputs.get(name), str)}
+            get_ready(CompileSettings(**{**typed, **({"compile": "at once"} if warms else {})}))
+        except Exception as error:  # ComfyUI refuses invalid prompts, and the first compilation gets ready anyway
             logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
     return request

@@ -1,4 +1,4 @@
-"""The node Save Compile Cache."""
+"""Define the node Save Compile Cache."""
 
 from comfy_api.latest import io
 
@@ -34,7 +34,7 @@ class SaveCache(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, filename) -> bool | str:
-        return filename is None or refusal(lambda: plain_name(filename))  # None: linked, not known yet
+        return filename is None or refusal(lambda: plain_name(filename))  # None: linked
 
     @classmethod
     def execute(cls, model, filename) -> io.NodeOutput:

@@ -1,4 +1,4 @@
-"""The node Torch Compile Model."""
+"""Define the node Torch Compile Model."""
 
 from comfy_api.latest import io
 
@@ -112,10 +112,10 @@ class TorchCompileModel(io.ComfyNode):
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
             hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
+            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
         )
 
-    # Without `validate_inputs`: the host puts what that says on each input that it names, also on innocent and hidden ones.
+    # No `validate_inputs`: ComfyUI shows its error on each input that it names, also on valid and hidden ones.
     @classmethod
     def execute(cls, model, **inputs) -> io.NodeOutput:
         check_model(model)

@@ -1,4 +1,4 @@
-"""The node VAE Channels Last."""
+"""Define the node VAE Channels Last."""
 
 from comfy_api.latest import io
 
@@ -20,7 +20,7 @@ class CompileVAE(io.ComfyNode):
                 io.Vae.Output(display_name="vae", tooltip="The same VAE; what is connected to the first one stays plain.")
             ],
             hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or the host takes what a node of another id has made, whose line it is then
+            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The node Torch Compile Warmup."""
+"""Define the node Torch Compile Warmup."""
 
 from comfy_api.latest import io
 
@@ -42,7 +42,7 @@ class Warmup(io.ComfyNode):
 
     @classmethod
     def validate_inputs(cls, extra_sizes) -> bool | str:
-        return extra_sizes is None or refusal(lambda: parse_extra_sizes(extra_sizes))  # None: what is linked is not known yet
+        return extra_sizes is None or refusal(lambda: parse_extra_sizes(extra_sizes))  # None: linked
 
     @classmethod
     def execute(
