@@ -5,6 +5,7 @@ forks for each that is wanted. It reads a line of JSON for each: {"base", "actio
 What a fork does is in `ACTIONS`; its answer lies in BASE/answer-PID.json, also that of one that is killed.
 """
 
+import functools
 import importlib
 import json
 import logging
@@ -74,6 +75,13 @@ class Process:
 
     def module(self, name):
         return importlib.import_module(f".{name}", self.pack.__name__)
+
+    def put(self, path, replacement):
+        """Replace a function that is reached from the pack: engine.cache.archive.zipfile.ZipFile.extractall."""
+        *owners, name = path.split(".")
+        owner = functools.reduce(getattr, owners, self.pack)
+        assert hasattr(owner, name), f"no {path}: it would never be called"
+        setattr(owner, name, replacement)
 
     def act(self, actions):
         from comfy.model_management import InterruptProcessingException
@@ -181,11 +189,10 @@ class Process:
         shutil.rmtree(self.base / "user" / "torch-compile-kit" / "cache")
 
     def fail(self, where):
-        """From now on that function of the engine raises: FUNCTION:ERROR."""
+        """From now on that function of the engine, or of a module that it imports, raises: FUNCTION:ERROR."""
         name, _, error = where.partition(":")
-        module, _, function = name.rpartition(".")
         made = {"memory": MemoryError("no memory"), "io": OSError(5, "Input/output error")}[error]
-        setattr(self.module(module), function, lambda *_args, **_kwargs: (_ for _ in ()).throw(made))
+        self.put(name, lambda *_args, **_kwargs: (_ for _ in ()).throw(made))
 
     def cancel(self):
         """The user's cancel: taken up at the next place where the host looks."""
@@ -236,8 +243,7 @@ class Process:
 
             subprocess.Popen.__init__ = started
         else:
-            module, _, function = where.rpartition(".")
-            setattr(self.module(module), function, die)
+            self.put(where, die)
 
     def reset(self):
         """Another pack's thread resets Dynamo whenever something is compiled: each reset begins while it is."""

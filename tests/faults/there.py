@@ -150,7 +150,7 @@ def next_process(machine):
 
 def cannot_save(machine):
     before = machine.saved.read_bytes()
-    assert refused(machine.process("run", "fail=engine.cache.archive._copy:io", "save=mine"), "save=mine", "cannot be written")
+    assert refused(machine.process("run", "fail=engine.cache.archive._pack:io", "save=mine"), "save=mine", "cannot be written")
     assert machine.saved.read_bytes() == before and not machine.leftovers()
     right(machine.process("run", "save=mine"))
 
@@ -163,7 +163,7 @@ def reset_meanwhile(machine):
 
 def no_memory_to_load(machine):
     shutil.rmtree(machine.folder)
-    answer = machine.process("fail=engine.cache.archive._unpack:memory", "load=mine.tckcache")
+    answer = machine.process("fail=engine.cache.archive.zipfile.ZipFile.extractall:memory", "load=mine.tckcache")
     assert refused(answer, "load=mine.tckcache", error="MemoryError") and not machine.leftovers()
     assert read(machine.process("load=mine.tckcache", "run"))
 
@@ -299,7 +299,7 @@ def killed_saving(machine):
 
 def killed_loading(machine):
     shutil.rmtree(machine.folder)
-    machine.killed("kill=engine.cache.archive._unpack", "load=mine.tckcache")
+    machine.killed("kill=engine.cache.archive.zipfile.ZipFile.extractall", "load=mine.tckcache")
     assert [f.name for f in machine.cache.iterdir() if not f.name.startswith("incoming-")] == [OTHER]
     _later(machine)
     answer = machine.process("load=mine.tckcache", "run", "trim")
