@@ -43,10 +43,12 @@ def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
 
 def _run(steps: list[Callable[[], object]]) -> None:
     for step in steps:
+        began = time.perf_counter()
         try:
             step()
         except Exception as error:  # the compilation does the same, and tells what is wrong
             logger.debug("%s: %s", step.__name__, error)
+        logger.debug("%s: %.2f s", step.__name__, time.perf_counter() - began)
 
 
 def start_workers() -> None:

@@ -21,6 +21,17 @@ def test_once_a_process(prepare):
     assert done == ["start_workers", "first", "import_inductor", "trim_cache"], "workers start while this process imports"
 
 
+def test_the_log_says_what_each_step_took(prepare, caplog):
+    def first():
+        pass
+
+    module, _ = prepare
+    with caplog.at_level("DEBUG", "torch-compile-kit"):
+        module.prepare(on_gpu=False, first=first)
+        module.wait_until_prepared()
+    assert "first: " in caplog.text, "tests/server/test_prepare.py waits for such a line, benchmarks/steps.py shows it"
+
+
 def test_without_a_gpu_there_are_no_workers(prepare):
     module, done = prepare
     module.prepare(on_gpu=False)
