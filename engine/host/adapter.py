@@ -45,7 +45,7 @@ class Host:
 
     Args:
         pages: None where dynamic VRAM is not there, or is not as we know it.
-        traceable_cast: `comfy.ops.cast_bias_weight` takes what `host/weights/quantized.py` gives it.
+        traceable_cast: `comfy.ops.cast_bias_weight` takes what `host/weights/traceable_layers.py` gives it.
         list_of_layers: `ModelPatcher._load_list` takes what `host/weights/placement.py` gives it.
         unknown: for the log, what is not used and what that means.
     """

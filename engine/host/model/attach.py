@@ -26,10 +26,9 @@ from ..weights import blocks as weights
 from ..weights.partial_load import release_buffers
 from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
-from .second_model import bring_wrapper, take_wrapper
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import BlockCompiler
+from .wrapper import BlockCompiler, bring_wrapper, take_wrapper
 
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)

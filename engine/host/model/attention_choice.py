@@ -17,9 +17,10 @@ from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSu
 from ...options.patches import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
-from .call_info import OPTIONS_AT
 
 logger = logging.getLogger("torch-compile-kit")
+# transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
+OPTIONS_AT = 5
 
 # Per model, what the input asked for -> the kernel. A kernel that changed with the length of the prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})

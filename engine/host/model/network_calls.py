@@ -23,7 +23,7 @@ from ..graphs import policy
 from ..graphs.policy import Way, note, way_of_call
 from ..graphs.replay import graphed
 from ..weights.blocks import Loaded, weights_of
-from ..weights.quantized import traceable_casts
+from ..weights.traceable_layers import traceable_casts
 
 
 class NetworkCalls:

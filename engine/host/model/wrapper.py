@@ -5,19 +5,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
+from comfy.patcher_extension import WrappersMP
 
 from ...background.thread import compiler
+from ...compile.binding import blocks_of
+from ...compile.call_shapes import shapes_of
 from ...compile.events import monitor
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...notices.recompile_log import is_warming, report_compilation, watch_of
+from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
 from ...notices.status import Status, use_of
 from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
-from .attention_choice import with_attention
-from .call_info import OPTIONS_AT, call_info_of
+from .attention_choice import OPTIONS_AT, with_attention
 from .network_calls import NetworkCalls, eager
 from .training import TRAINING, begin_step
 
@@ -86,3 +91,87 @@ class BlockCompiler:
                 return
             info = call_info_of(base_model, settings, args, kwargs)
             report_compilation(network, type(base_model).__name__, info, added, settings)
+
+
+def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:
+    """Read off the arguments of `apply_model`.
+
+    Args:
+        args: x, t, c_concat, c_crossattn, control, transformer_options.
+        kwargs: everything else the conditioning gives the model.
+    """
+    shape = args[0].shape
+    ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
+    frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
+    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+    prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
+    context = args[3] if len(args) > 3 else None
+    inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
+    shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
+    shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in found) for name, found in shapes.items()}
+    return CallInfo(
+        width=shape[-1] * ratio if len(shape) >= 4 else 0,
+        height=shape[-2] * ratio if len(shape) >= 4 else 0,
+        length=(shape[2] - 1) * frames + 1 if len(shape) == 5 else 1,
+        batch=shape[0] // prompts_per_call,
+        prompts_per_call=prompts_per_call,
+        tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
+        controlnet=len(args) > 4 and args[4] is not None,
+        inputs=tuple(sorted((name, found) for name, found in shapes.items() if found)),
+        patches=tuple(sorted({*_filled(options.get("patches")), *_filled(options.get("patches_replace"))})),
+        layers=_exchanged_layers(base_model.diffusion_model, settings),
+    )
+
+
+def _filled(patches: dict | None) -> list[str]:
+    return [name for name, value in (patches or {}).items() if value]
+
+
+def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
+    """Names of the forwards that other nodes have given to layers inside blocks."""
+    states = [state for block in blocks_of(network, settings) if (state := code_of(network).state_of(block)) is not None]
+    codes = {code for state in states for _, code in state.forwards}
+    return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))
+
+
+APPLY = "apply_model"
+
+
+class _Applied:
+    """In place of the base model's `apply_model` for a run: calls that lack our wrapper get the patcher's.
+
+    Args:
+        patcher: the model is its own as long as no other patcher of the same model samples.
+        found: what was in its place on the instance, or None.
+    """
+
+    def __init__(self, patcher: Any, key: str, found: Any):
+        self._patcher, self._key, self.found = patcher, key, found
+
+    def __call__(self, *args: object, **kwargs: Any) -> object:
+        patcher, key, options = self._patcher, self._key, kwargs.get("transformer_options") or {}
+        wrappers = options.get("wrappers", {})
+        known, base_model = wrappers.get(WrappersMP.APPLY_MODEL, {}), patcher.model
+        if key not in known and getattr(base_model, "current_patcher", patcher) is patcher:
+            ours = {**known, key: patcher.get_wrappers(WrappersMP.APPLY_MODEL, key)}
+            kwargs["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: ours}}
+        if self.found is not None:
+            return self.found(*args, **kwargs)
+        return type(base_model).apply_model(base_model, *args, **kwargs)
+
+
+def bring_wrapper(patcher: Any, key: str) -> None:
+    """From now on, until `take_wrapper`, calls of the patcher's model are wrapped by what the patcher has under `key`."""
+    take_wrapper(patcher)
+    table = patcher.model.__dict__
+    table[APPLY] = _Applied(patcher, key, table.get(APPLY))
+
+
+def take_wrapper(patcher: Any) -> None:
+    """The run is over, or has never begun."""
+    table = patcher.model.__dict__
+    applied = table.get(APPLY)
+    if isinstance(applied, _Applied):
+        del table[APPLY]
+        if applied.found is not None:
+            table[APPLY] = applied.found

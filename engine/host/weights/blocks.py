@@ -20,8 +20,7 @@ from ...errors import InvalidSetting
 from ..adapter import host
 from . import dynamic_vram as paging
 from . import partial_load as streaming
-from .eager_layers import EagerLayers, linears
-from .packed import PackedWeights, can_be_traced, is_packed, untraceable
+from .traceable_layers import EagerLayers, PackedWeights, can_be_traced, is_packed, linears, untraceable
 
 # What tells the host's layers where their weights come from. Hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")

@@ -45,7 +45,7 @@ class Elsewhere:
 
 
 def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]:
-    """The parameters of `block` that must be put in place; those of other packs' classes (GGUF) see `packed.py`."""
+    """The parameters of `block` that must be put in place; those of other packs' classes (GGUF) see `traceable_layers.py`."""
     found = []
     for module in block.modules():
         if "_v" in module.__dict__:

@@ -45,7 +45,7 @@ def test_code_is_made_for_them_in_the_background(flux, engine):
 @pytest.mark.parametrize("compile", MODES)
 def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the_block_compiled(flux, engine, compile):
     pack(flux.patcher, layer_class=StubbornLinear)
-    packed = engine("host.weights.packed")
+    packed = engine("host.weights.traceable_layers")
     expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile=compile)
     try:
         assert relative_error(flux.run(compiled), expected) < 1e-6
@@ -58,7 +58,7 @@ def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the
 
 @pytest.mark.parametrize("compile", MODES)
 def test_where_a_block_cannot_be_lowered_with_its_packed_layers_it_is_traced_without_them(flux, engine, compile):
-    packed, calls = engine("host.weights.packed"), []
+    packed, calls = engine("host.weights.traceable_layers"), []
 
     def backend(graph, _inputs):
         calls.append(graph)
@@ -83,8 +83,8 @@ def test_where_a_block_cannot_be_lowered_with_its_packed_layers_it_is_traced_wit
 def test_a_limit_on_variants_says_nothing_against_the_layers(flux, engine):
     expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, cache_limit=1)
     assert relative_error(flux.run(compiled), expected) < 1e-6
-    untraceable = set(engine("host.weights.packed").untraceable)
-    engine("host.weights.packed").untraceable.clear()
+    untraceable = set(engine("host.weights.traceable_layers").untraceable)
+    engine("host.weights.traceable_layers").untraceable.clear()
     assert any(group.limit_reached for group in flux.groups) and not untraceable
 
 
@@ -112,12 +112,12 @@ def test_a_lora_that_such_a_tensor_carries(flux):
 def test_what_is_elsewhere_arrives_as_packed_as_it_is(engine):
     layer = PackedLinear(64, 8)
     layer.weight = nn.Parameter(packed(layer.weight.detach(), "over"), requires_grad=False)
-    weights = engine("host.weights.packed").PackedWeights([layer], torch.device("meta"))
+    weights = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("meta"))
     ((module, found),) = weights.resolve()
     assert weights.move and module is layer and isinstance(found["weight"], Packed)
     assert found["weight"].is_meta and found["weight"].kind == "over" and found["weight"].shape == (8, 64)
     assert found["weight"].untyped_storage().nbytes() == layer.weight.untyped_storage().nbytes()
-    here = engine("host.weights.packed").PackedWeights([layer], torch.device("cpu"))
+    here = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"))
     assert not here.move and here.resolve() == []
 
 

@@ -1,0 +1,150 @@
+"""Keep layers of a block traceable (quantised, packed as GGUF), or out of its graph.
+
+Quantised: with native fp8, mxfp8 or nvfp4 matrix products the host's cast reads `input.params` of a tensor that was quantised
+inside the graph (comfy/ops.py, `cast_bias_weight`), which PyTorch cannot trace: a graph break at every layer. The tensor's own
+dtype and device say the same, so while blocks run compiled they are read first.
+
+Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. A class that only adds
+attributes and methods to PyTorch's tensor is traced like any other: the unpacking becomes a kernel of the graph, with a guard
+on what kind of packing it is. A class that takes part in how operations run is left alone, and so are layers whose unpacking
+turned out not to compile: they run eager.
+
+Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import comfy.ops
+import torch
+from torch import nn
+
+from ...compile import compiled_code
+from ...forwards import exchanged
+from ...torch_settings import SharedScope
+from ..adapter import host
+from .dynamic_vram import parameter
+from .partial_load import is_known
+
+logger = logging.getLogger("torch-compile-kit")
+# Classes of layers in which tracing has failed.
+untraceable: set[type] = set()
+_DISPATCH = ("__torch_function__", "__torch_dispatch__")
+
+
+def is_packed(module: nn.Module) -> bool:
+    """Whether some weight of the layer is of another pack's class."""
+    return not all(is_known(p) for p in module._parameters.values() if p is not None)
+
+
+def can_be_traced(module: nn.Module) -> bool:
+    """Whether PyTorch can look into the layer's unpacking."""
+    if type(module) in untraceable:
+        return False
+    classes = {type(p) for p in module._parameters.values() if p is not None and not is_known(p)}
+    return all(_function(cls, name) is _function(torch.Tensor, name) for cls in classes for name in _DISPATCH)
+
+
+def _function(cls: type, name: str) -> object:
+    method = getattr(cls, name)
+    return getattr(method, "__func__", method)
+
+
+def _leave_out(block: nn.Module) -> bool:
+    """A block could not be compiled: perhaps for its packed layers, which are not tried again; whether there are any."""
+    found = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
+    untraceable.update(found)
+    if found:
+        logger.info("%s could not be compiled with its packed layers: they run eager", type(block).__name__)
+    return bool(found)
+
+
+compiled_code.on_compile_failure.append(_leave_out)
+
+
+class PackedWeights:
+    """The packed weights of one block that are not on the device: copied there for a call, as packed as they are.
+
+    Args:
+        modules: layers that `can_be_traced`.
+        device: where the model computes.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device):
+        self._device = device
+        self._modules = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
+
+    @property
+    def move(self) -> bool:
+        return bool(self._modules)
+
+    def resolve(self) -> list[tuple[nn.Module, dict]]:
+        """The parameters per module, on the device."""
+        return [
+            (m, {name: p if p is None or p.device == self._device else parameter(p.to(self._device)) for name, p in found})
+            for m in self._modules
+            for found in [list(m._parameters.items())]
+        ]
+
+
+_QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
+_host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
+
+
+def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):
+    """The host's function; for a quantised `input` called with what it would read off it."""
+    if _QUANTIZED and isinstance(input, _QUANTIZED):
+        dtype = input.dtype if dtype is None else dtype
+        bias_dtype = dtype if bias_dtype is None else bias_dtype
+        device = input.device if device is None else device
+        input = None
+    return _host_cast(s, input, dtype, device, bias_dtype, **kwargs)
+
+
+def _set_cast(function) -> None:
+    comfy.ops.cast_bias_weight = function
+
+
+_scope = SharedScope({"cast": (lambda: comfy.ops.cast_bias_weight, _set_cast)})
+_quantized: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+
+
+def traceable_casts(network) -> AbstractContextManager:
+    """While it lasts, casts of quantised layers can be traced; nothing for a model that has none."""
+    if network not in _quantized:
+        _quantized[network] = bool(_QUANTIZED) and any(isinstance(p, _QUANTIZED) for p in network.parameters())
+    # Another pack's replacement of the function stays in charge.
+    if _quantized[network] and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
+        return _scope.applied(cast=cast_bias_weight)
+    return nullcontext()
+
+
+class EagerLayers:
+    """Some layers of one block, kept out of its graphs while it runs.
+
+    Args:
+        layers: whose forward stays eager.
+    """
+
+    def __init__(self, layers: list[nn.Module]):
+        self._eager = [(layer, torch.compiler.disable(layer.forward)) for layer in layers]
+        self._scopes = ExitStack()
+
+    def place(self) -> None:
+        self._scopes.enter_context(exchanged(dict(self._eager)))
+
+    def release(self) -> None:
+        self._scopes.close()
+
+    def drop(self) -> None:
+        """Nothing is fetched ahead."""
+
+
+def linears(block: nn.Module) -> list[nn.Module]:
+    """The layers that hold most weights; by name, since quantised ones are no nn.Linear (comfy/ops.py)."""
+    return [m for m in block.modules() if type(m).__name__.endswith("Linear")]
