@@ -1,7 +1,7 @@
-"""What this host is: the internals of ComfyUI that we call, looked at once, by what they take.
+"""Check once which internals of this ComfyUI can be called, by the arguments that they take.
 
-A function that is not there, or takes other arguments than those known here, is not called: the host then does that work in its
-own way, and one line in the log says so. An unknown host costs speed, never an image.
+A function that is missing, or takes other arguments than those listed here, is not called: ComfyUI then does that work in its
+own way, and one line in the log says so. An untested ComfyUI costs speed, never an image.
 """
 
 from __future__ import annotations
@@ -12,52 +12,36 @@ import inspect
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import comfy.cli_args
 import comfy.model_management
 import torch
 
-from ..torch_settings import SharedScope
+from ..torch_settings import SharedScope, attribute
 
 logger = logging.getLogger("torch-compile-kit")
 
 
-@dataclass(frozen=True)
-class PageCalls:
-    """How layers under dynamic VRAM get their weights (comfy/ops.py, comfy/model_prefetch.py).
+class PageCalls(NamedTuple):
+    """How layers under dynamic VRAM get their weights (comfy/ops.py, comfy/model_prefetch.py)."""
 
-    Args:
-        cast: `(layers, dtype, device, bias_dtype, non_blocking)`, starts the transfers and returns their stream or None.
-        resolve: `(layer, dtype, device, bias_dtype, compute_dtype, want_requant)`, returns weight and bias.
-        clean_up: `(layers)`, unpins their pages.
-    """
-
-    cast: Callable
-    resolve: Callable
-    clean_up: Callable
+    cast: Callable  # (layers, dtype, device, bias_dtype, non_blocking): starts the transfers, returns their stream or None
+    resolve: Callable  # (layer, dtype, device, bias_dtype, compute_dtype, want_requant): returns weight and bias
+    clean_up: Callable  # (layers): unpins their pages
 
 
-@dataclass(frozen=True)
-class Host:
-    """What of the host we know how to use.
+class Host(NamedTuple):
+    """What of this ComfyUI can be used."""
 
-    Args:
-        pages: None where dynamic VRAM is not there, or is not as we know it.
-        traceable_cast: `comfy.ops.cast_bias_weight` takes what `host/weights/traceable_layers.py` gives it.
-        list_of_layers: `ModelPatcher._load_list` takes what `host/weights/placement.py` gives it.
-        unknown: for the log, what is not used and what that means.
-    """
-
-    pages: PageCalls | None
-    traceable_cast: bool
-    list_of_layers: bool
-    unknown: tuple[str, ...]
+    pages: PageCalls | None  # None: no dynamic VRAM, or other functions than those of PageCalls
+    traceable_cast: bool  # `comfy.ops.cast_bias_weight` takes the arguments of `weights/traceable_layers.py`
+    list_of_layers: bool  # `ModelPatcher._load_list` takes the arguments of `weights/placement.py`
+    unknown: tuple[str, ...]  # for the log: what is not used, and what that means
 
 
 def takes(function: object, *names: str) -> bool:
-    """Whether the first parameters of `function` are these, all others may be left out."""
+    """Whether the first parameters of `function` are `names`, and all others may be left out."""
     if not callable(function):
         return False
     try:
@@ -65,24 +49,25 @@ def takes(function: object, *names: str) -> bool:
     except (TypeError, ValueError):  # no Python function
         return False
     others = [p for p in parameters[len(names) :] if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    given = [p.name for p in parameters[: len(names)] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return given == list(names) and all(p.default is not p.empty for p in others)
+    first = [p.name for p in parameters[: len(names)] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return first == list(names) and all(p.default is not p.empty for p in others)
 
 
 @functools.cache
 def host() -> Host:
-    """Looked at when first asked, and said in the log if something is not as known."""
-    found = look()
-    for text in found.unknown:
-        logger.warning("this ComfyUI (%s) is none that this pack knows: %s", _version(), text)
-    return found
+    """The result of `look`, with a line in the log for each part that is not used."""
+    checked = look()
+    version = getattr(_module("comfyui_version"), "__version__", "of an unknown version")
+    for text in checked.unknown:
+        logger.warning("this ComfyUI (%s) is none that this pack knows: %s", version, text)
+    return checked
 
 
 def look() -> Host:
-    """What the loaded `comfy` offers, without remembering it."""
+    """Check the loaded `comfy`, without a cache."""
     ops, patcher = _module("comfy.ops"), _module("comfy.model_patcher")
     pages, unknown = _page_calls(), []
-    if pages is None and _has_pages():
+    if pages is None and hasattr(patcher, "ModelPatcherDynamic"):  # dynamic VRAM of some kind
         unknown.append("weights under dynamic VRAM are fetched by ComfyUI, layer by layer, which breaks the graphs of blocks.")
     cast = takes(getattr(ops, "cast_bias_weight", None), "s", "input", "dtype", "device", "bias_dtype")
     if not cast:
@@ -109,7 +94,7 @@ def _page_calls() -> PageCalls | None:
         return None
     management = _module("comfy.model_management")
     page = _module("comfy_aimdo.model_vbar")
-    known = (
+    complete = (
         takes(cast, "comfy_modules", "dtype", "device", "bias_dtype", "non_blocking")
         and takes(resolve, "s", "dtype", "device", "bias_dtype", "compute_dtype", "want_requant")
         and takes(getattr(management, "sync_stream", None), "device", "stream")
@@ -117,16 +102,11 @@ def _page_calls() -> PageCalls | None:
         and all(callable(getattr(management, name, None)) for name in ("get_offload_stream", "current_stream"))
         and isinstance(getattr(ops, "QuantizedTensor", None), type)
     )
-    return PageCalls(cast, resolve, clean_up) if known else None
-
-
-def _has_pages() -> bool:
-    """Whether the host has dynamic VRAM of any kind."""
-    return hasattr(_module("comfy.model_patcher"), "ModelPatcherDynamic")
+    return PageCalls(cast, resolve, clean_up) if complete else None
 
 
 def device_type() -> str:
-    """Of where models run: "cuda", "cpu" or another of PyTorch's."""
+    """Where models run: "cuda", "cpu" or another of PyTorch's."""
     return comfy.model_management.get_torch_device().type
 
 
@@ -151,33 +131,34 @@ def _module(name: str) -> object | None:
         return None
 
 
-def _version() -> str:
-    return getattr(_module("comfyui_version"), "__version__", "of an unknown version")
+def is_dynamic(patcher: Any) -> bool:
+    """Whether the weights of the patcher's model are under dynamic VRAM; older hosts have no such method."""
+    return getattr(patcher, "is_dynamic", bool)()
+
+
+def set_callbacks(patcher: Any, key: str, callbacks: dict[str, Any]) -> None:
+    """Have the patcher call `callbacks`, by their event, in place of those that it has for these events under `key`."""
+    for event, callback in callbacks.items():
+        patcher.remove_callbacks_with_key(event, key)
+        patcher.add_callback_with_key(event, key, callback)
 
 
 # ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and records CUDA graphs around its blocks, from
 # which ours would be missing: allocations that it did not plan (compiling, autotuning) end in "aimdo memory compile error". It
 # looks at this option in each call of a model (comfy/model_prefetch.py, `malloc_graph_enabled`).
-_compiler_scope = SharedScope(
-    {
-        "off": (
-            lambda: comfy.cli_args.args.disable_comfy_compiler,
-            lambda value: setattr(comfy.cli_args.args, "disable_comfy_compiler", value),
-        )
-    }
-)
+_compiler_scope = SharedScope({"off": attribute(comfy.cli_args.args, "disable_comfy_compiler")})
 
 
 def without_hosts_compiler() -> AbstractContextManager:
-    """While it lasts, ComfyUI's own compiler starts for no model call; nothing on a host that has none."""
+    """A context in which ComfyUI's own compiler starts for no model call; does nothing on a host without that compiler."""
     if not hasattr(comfy.cli_args.args, "disable_comfy_compiler"):
         return nullcontext()
     return _compiler_scope.applied(off=True)
 
 
 def without_prefetch(network: torch.nn.Module) -> AbstractContextManager:
-    """While it lasts, the host fetches no block of `network` ahead (comfy/model_prefetch.py): our weights do, and what both
-    fetch is copied twice. The host sets the option anew in each call (comfy/model_base.py, `_apply_model`)."""
+    """A context in which the host prefetches no block of `network` (comfy/model_prefetch.py): `BlockWeights` does, and weights
+    that both fetch are copied twice. The host sets the option anew in each call (comfy/model_base.py, `_apply_model`)."""
 
     def switch_off(_network: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
         options = kwargs.get("transformer_options")

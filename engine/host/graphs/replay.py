@@ -274,7 +274,7 @@ def _forget_graphs(model: Any) -> None:
             graphs.drop()
 
 
-def new_run(network: nn.Module, *_: object) -> None:
+def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last."""
     graphs = graphs_of(network)
     graphs.new_run()

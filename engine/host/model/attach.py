@@ -9,7 +9,6 @@ from collections import Counter
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ...background.gate import gate
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
@@ -21,14 +20,15 @@ from ...notices.status import Line, Status, tell_all
 from ...notices.words import told
 from ...settings import CompileSettings
 from ...torch_compat import private
+from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
-from ..weights import blocks as weights
-from ..weights.partial_load import release_buffers
+from ..weights.blocks import notes_on
 from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
+from .network_calls import begin_run, end_run
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import BlockCompiler, bring_wrapper, take_wrapper
+from .wrapper import BlockCompiler, install_apply, uninstall_apply
 
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
@@ -37,8 +37,7 @@ logger = logging.getLogger(KEY)
 def attach(patcher, settings: CompileSettings, node: str | None = None):
     """A clone of `patcher` whose blocks run compiled; `patcher` itself when the backend is `none`.
 
-    Args:
-        node: the id of the node that wants it, to which the page is told how it goes.
+    The page shows the progress in the node whose id is `node`.
 
     Raises:
         InvalidSetting: the machine lacks what a setting needs, or a pattern of `only_blocks` matches nothing.
@@ -50,30 +49,26 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         return _uncompiled(patcher, lacking, node)
     plan = compile_plan(patcher, settings)
     prepare_compiling(settings)
-    clone = patcher.clone()
-    clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
+    clone = eager_clone(patcher)
     status = Status(node) if node is not None else None
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
-    clone.remove_callbacks_with_key(CallbacksMP.ON_CLEANUP, KEY)
-    clone.add_callback_with_key(CallbacksMP.ON_CLEANUP, KEY, _clean_up)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
         override_methods(clone, EvenLoad)
-    events = {
-        CallbacksMP.ON_PRE_RUN: _new_run,
-        CallbacksMP.ON_LOAD: _loaded,
+    callbacks = {
+        CallbacksMP.ON_CLEANUP: _clean_up,
+        CallbacksMP.ON_PRE_RUN: _begin_run,
+        CallbacksMP.ON_LOAD: _on_load,
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
-    for event, action in events.items():
-        clone.remove_callbacks_with_key(event, KEY)
-        clone.add_callback_with_key(event, KEY, action)
+    set_callbacks(clone, KEY, callbacks)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
 
 
 def _uncompiled(patcher, lacking: str, node: str | None):
-    """A clone of `patcher` as it is; the node's line says why."""
+    """A clone that runs as `patcher` does; the node's line says why."""
     clone, line = patcher.clone(), Line(node)
     clone.set_attachments(KEY, line)  # the page's list holds lines weakly
     line.put("pytorch", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
@@ -88,11 +83,7 @@ def check_machine(settings: CompileSettings) -> None:
 
 
 def prepare_compiling(settings: CompileSettings) -> None:
-    """Whatever is to be compiled under `settings`; costs nothing the second time.
-
-    Raises:
-        InvalidSetting: the machine, or the host as it was started, lacks what a setting needs.
-    """
+    """Check the machine, and get ready to compile under `settings`; costs nothing the second time."""
     check_machine(settings)
     opened_kernels.register()
     compiler.after_work = tell_all
@@ -102,8 +93,8 @@ def prepare_compiling(settings: CompileSettings) -> None:
 def eager_clone(patcher):
     """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
 
-    LoRA, patches and whatever else it carries stay. So does what places the weights: under partial loading two orders in turn
-    would have the host load the weights anew at each change (see `host/weights/placement.py`).
+    LoRA and patches stay. So does what places the weights: under partial loading two orders in turn would have the host load
+    the weights anew at each change (see `host/weights/placement.py`).
     """
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
@@ -111,44 +102,34 @@ def eager_clone(patcher):
 
 
 def _clean_up(patcher) -> None:
-    """After each sampling run, also after one that failed."""
-    gate.close()
-    take_wrapper(patcher)
-    release_buffers()
-    weights.forget_weights(patcher.model)
+    uninstall_apply(patcher)
+    end_run(patcher.model)
 
 
-def _new_run(patcher, *args: object) -> None:
-    gate.close()
-    network = diffusion_model(patcher)
-    code_of(network).new_run()
-    new_run(network, *args)
-    bring_wrapper(patcher, KEY)
-    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-        if wrapper.status is not None:
-            wrapper.status.new_run()
+def _begin_run(patcher, *_: object) -> None:
+    begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)))
+    install_apply(patcher, KEY)
 
 
-def _loaded(patcher, *_: object) -> None:
+def _on_load(patcher, *_: object) -> None:
     """Weights may have moved, also in the middle of a run, where a ControlNet's VAE needs room."""
     new_run(diffusion_model(patcher))
 
 
 def notes_about(patcher) -> list[str]:
     """What the report says beside the counts: weights, attention, CUDA graphs."""
-    network = diffusion_model(patcher)
-    notes = list(weights.notes_on(patcher.model))
-    settings = attached_settings(patcher)
+    network, settings = diffusion_model(patcher), attached_settings(patcher)
+    notes = [*notes_on(patcher.model)]
     chosen = chosen_kernel(network, settings.attention) if settings is not None else None
     if chosen is not None:
         notes.append(f"Attention: {in_words(chosen)}.")
     notes += graphs_summary(network)
     code = code_of(network)
     if code.left_out:
-        turned = graphs_of(network).captures and runs_channels_last(network)
+        channels_last = graphs_of(network).captures and runs_channels_last(network)
         notes.append(
             f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time"
-            f"{'; in CUDA graphs they run channels_last' if turned else ''}."
+            f"{'; in CUDA graphs they run channels_last' if channels_last else ''}."
         )
     if code.left_out and code.too_small:
         notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
@@ -168,9 +149,7 @@ def _counted(classes: Counter[str]) -> str:
 
 def attached_settings(patcher) -> CompileSettings | None:
     """The settings of the Torch Compile Model node upstream, if there is one."""
-    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-        return wrapper.settings
-    return None
+    return next((wrapper.settings for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
 
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
@@ -179,7 +158,6 @@ def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
 
 
 def diffusion_model(patcher):
-    """The network inside the host's model."""
     return patcher.model.diffusion_model
 
 

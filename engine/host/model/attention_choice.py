@@ -49,15 +49,10 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
 
 
 def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool) -> tuple[tuple, Callable | None]:
-    """The arguments of the host's `apply_model` with our kernel in the options, where it may be.
+    """The arguments of the host's `apply_model`, with a kernel in the options where that is allowed, and a function or None.
 
-    Args:
-        wanted: the `attention` input.
-        executor: of an APPLY_MODEL wrapper; called once more to measure, if the user `waits`.
-
-    Returns:
-        The arguments, and a function to call after an eager call with them, which measures what the model has asked for:
-        nothing is compiled before a kernel is chosen.
+    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments. If
+    the user `waits`, `executor` is called once more instead.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
     if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
@@ -82,7 +77,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
 
 
 def _can_measure(device: torch.device) -> bool:
-    """Where calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
+    """Whether calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
     return device.type == "cuda"
 
 
@@ -103,7 +98,6 @@ def _is_kept(wanted: str) -> bool:
 
 
 def _choose(base_model, survey: AttentionSurvey) -> None:
-    """Measure, and keep what is best."""
     network, cache, best = base_model.diffusion_model, current(), survey.best()
     _keep(base_model, survey.wanted, best)
     if cache is not None and _is_kept(survey.wanted) and survey.complete:

@@ -23,11 +23,11 @@ from ...notices.status import Line, Status
 from ...notices.words import told
 from ...settings import CompileSettings
 from ...torch_compat import private
-from ..graphs.replay import graphs_summary, new_run
-from ..weights import blocks as weights
-from ..weights.partial_load import release_buffers
+from ..adapter import set_callbacks
+from ..graphs.replay import graphs_summary
+from ..weights.blocks import Loaded
 from .attach import KEY, prepare_compiling
-from .network_calls import NetworkCalls, eager
+from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 
 logger = logging.getLogger(KEY)
 # Networks whose sampling run has begun; until the host cleans up after it.
@@ -37,11 +37,8 @@ _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 class CompiledControl:
     """In place of a ControlNet's network, which stays as it is; all but calls is the network's own.
 
-    The host's copies of a ControlNet take it along (comfy/controlnet.py, `copy`), its deep copies for other GPUs do not.
-
-    Args:
-        network: of the ControlNet.
-        status: of the node in the page.
+    The host's copies of a ControlNet take a CompiledControl along (comfy/controlnet.py, `copy`), its deep copies for other GPUs
+    do not.
     """
 
     def __init__(self, network: nn.Module, settings: CompileSettings, status: Status | None):
@@ -50,10 +47,9 @@ class CompiledControl:
         self._calls = NetworkCalls(settings)
 
     def __getattr__(self, name: str) -> Any:
-        network = self.__dict__.get("network")
-        if network is None:
+        if "network" not in self.__dict__:
             raise AttributeError(name)
-        return getattr(network, name)
+        return getattr(self.network, name)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
         return copy.deepcopy(self.network, memo)
@@ -61,33 +57,26 @@ class CompiledControl:
     def __call__(self, x, **inputs: Any) -> object:
         network = self.network
         run = functools.partial(network, x, **inputs)
-        if self._calls.are_training(network, x):
+        if are_training(network, x):
             return eager(network, run)
         if network not in _running:
             _running.add(network)
-            gate.close()
-            code_of(network).new_run()
-            new_run(network)
-            if self._status is not None:
-                self._status.new_run()
-        loaded = weights.Loaded(network, network, x.dtype, x.device)
+            begin_run(network, self._status)
         with self._told(x), self._calls.prepared() as call:
-            result = self._calls.run(loaded, call, run)
+            result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, run)
         gate.close()  # a replay has opened it, and the model's own call comes next
         return result
 
     @contextmanager
     def _told(self, x: torch.Tensor) -> Iterator[None]:
         """Around a call: the line of the node. Its steps are not timed: they are parts of the model's."""
-        status = self._status
-        if status is None:
-            yield
-            return
-        status.begins(self.network, None, x.shape)
+        if self._status is not None:
+            self._status.begins(self.network, None, x.shape)
         try:
             yield
         finally:
-            status.stopped()
+            if self._status is not None:
+                self._status.stopped()
 
     def notes(self) -> list[str]:
         """For the report of a warmup that ran it."""
@@ -104,69 +93,57 @@ class CompiledControl:
 
 
 def attach_control(control: Any, settings: CompileSettings, node: str | None = None) -> Any:
-    """The ControlNet with its blocks compiled; the one given stays as it is, its weights are shared.
+    """A copy of `control` (comfy.controlnet.ControlBase) whose blocks run compiled; weights are shared.
 
-    Args:
-        control: of the host (comfy.controlnet.ControlBase).
-        node: whose line in the page tells how it goes.
+    The page shows the progress in the node whose id is `node`.
 
     Raises:
-        InvalidSetting: it is no ControlNet of the host.
+        InvalidSetting: `control` is no ControlNet of the host.
     """
     if not isinstance(control, comfy.controlnet.ControlBase):
         raise InvalidSetting("control_net", control, "connect a ControlNet, such as that of Load ControlNet Model.")
     network = getattr(control, "control_model", None)
     if isinstance(network, CompiledControl):  # of a node before
         network = network.network
-    found = control.copy()
-    lacking = private.unsupported()
-    if settings.enabled and lacking is not None:
-        found.torch_compile_kit_line = line = Line(node)
-        line.put("control", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
-        return found
-    if not settings.enabled or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
-        if settings.enabled:
-            found.torch_compile_kit_line = line = Line(node)
-            line.put("control", told("controlLeft", type(control).__name__))
-            logger.info(
-                "%s: its network runs once an image, or is made anew for each; it is left uncompiled", type(control).__name__
-            )
-        return found
+    compiled = control.copy()
+    if not settings.enabled:
+        return compiled
+    kind, lacking = type(control).__name__, private.unsupported()
+    if lacking is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
+        compiled.torch_compile_kit_line = line = Line(node)
+        if lacking is not None:
+            line.put("control", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
+        else:
+            line.put("control", told("controlLeft", kind))
+            logger.info("%s: its network runs once an image, or is made anew for each; it is left uncompiled", kind)
+        return compiled
     prepare_compiling(settings)
-    found.control_model = CompiledControl(network, settings, Status(node) if node is not None else None)
-    found.control_model_wrapped = patcher = control.control_model_wrapped.clone()
-    events = {
-        CallbacksMP.ON_CLEANUP: _run_is_over,
-        CallbacksMP.ON_LOAD: _loaded,
-    }
-    for event, action in events.items():
-        patcher.remove_callbacks_with_key(event, KEY)
-        patcher.add_callback_with_key(event, KEY, action)
+    compiled.control_model = CompiledControl(network, settings, Status(node) if node is not None else None)
+    compiled.control_model_wrapped = patcher = control.control_model_wrapped.clone()
+    set_callbacks(patcher, KEY, {CallbacksMP.ON_CLEANUP: _end_run, CallbacksMP.ON_LOAD: _on_load})
     logger.info("%s: %s; %s", type(network).__name__, settings.describe(), plan_for(network).summary())
-    return found
+    return compiled
 
 
 def controls_in(conditioning: list) -> list[CompiledControl]:
-    """Those that a sampler's conditioning brings along, each once."""
-    found: dict[int, CompiledControl] = {}
+    """The compiled ControlNets in a sampler's conditioning, each network once."""
+    controls: dict[int, CompiledControl] = {}
     for _tensor, options in conditioning:
         control = options.get("control")
         while control is not None:
             network = getattr(control, "control_model", None)
             if isinstance(network, CompiledControl):
-                found[id(network.network)] = network
+                controls[id(network.network)] = network
             control = getattr(control, "previous_controlnet", None)
-    return list(found.values())
+    return list(controls.values())
 
 
-def _run_is_over(patcher: Any) -> None:
-    gate.close()
+def _end_run(patcher: Any) -> None:
     _running.discard(patcher.model)
-    release_buffers()
-    weights.forget_weights(patcher.model)
+    end_run(patcher.model)
 
 
-def _loaded(patcher: Any, *_: object) -> None:
+def _on_load(patcher: Any, *_: object) -> None:
     """Weights may have moved. The host cleans up after no run that was cancelled (comfy/samplers.py, `outer_sample`), and loads
     anew in the middle of one where a VAE needs room."""
     _running.discard(patcher.model)

@@ -1,99 +1,104 @@
-"""How each call of a network that the host has loaded runs: compiled, replayed from a CUDA graph, or uncompiled."""
+"""Run each call of a network that the host has loaded: compiled, replayed from a CUDA graph, or uncompiled."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import comfy.model_management
 import torch
 from torch import nn
 
+from ...background.gate import gate
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
 from ...compile.events import watching
 from ...compile.registry import code_of
 from ...notices.recompile_log import is_warming
+from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
 from ..graphs import policy
 from ..graphs.policy import Way, note, way_of_call
-from ..graphs.replay import graphed
-from ..weights.blocks import Loaded, weights_of
+from ..graphs.replay import graphed, new_run
+from ..weights.blocks import Loaded, forget_weights, weights_of
+from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
+
+DEBUG_LOG = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager bears no thread in the background."
 
 
 class NetworkCalls:
-    """The calls under the settings of one node.
-
-    Args:
-        settings: of that node.
-    """
+    """The calls under the settings of one node."""
 
     def __init__(self, settings: CompileSettings):
         self.settings = settings
         self.notes: list[str] = []
 
-    def are_training(self, network: nn.Module, x: torch.Tensor) -> bool:
-        """Whether it is a trainer's call (comfy_extras/nodes_train.py): settings of sampling keep nothing for a backward."""
-        return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
-
     @contextmanager
     def prepared(self) -> Iterator[ModelCall]:
-        """A call, and while it lasts what holds for PyTorch and the host, also where it runs uncompiled."""
+        """A context for one call, with the settings of PyTorch and of the host that hold also for an uncompiled call."""
         if compiler.awaited:
             compiler.wait(poll=raise_if_interrupted)
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
         with watching, without_hosts_compiler(), sampling_scope.applied(**switches) if switches else nullcontext():
-            yield ModelCall(self.settings.waits or is_warming() or self._must_wait(), raise_if_interrupted)
+            synchronous = self.settings.waits or is_warming()
+            if not synchronous and forbids_threads():
+                synchronous = True
+                note(self.notes, DEBUG_LOG)
+            yield ModelCall(synchronous, raise_if_interrupted)
 
     def run(
         self, loaded: Loaded, call: ModelCall, run: Callable[[], object], told: AbstractContextManager | None = None
     ) -> object:
-        """Make the call.
-
-        Args:
-            run: the call itself.
-            told: entered while it runs; not while it is only measured.
-        """
+        """Make the call `run`, within the context `told` unless the call is only measured."""
         network = loaded.network
         with traceable_casts(network):
             way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
                 return eager(network, functools.partial(policy.measure, network, run))
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings.block_swap))
-            with self._bound(way, loaded, binding), told or nullcontext():
+            with ExitStack() as scopes:
+                if way is Way.REPLAYED:
+                    scopes.enter_context(graphed(network, binding, loaded.device, self.notes))
+                else:
+                    scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
+                    scopes.enter_context(binding.bound())
+                scopes.enter_context(told or nullcontext())
                 result = run()
                 code_of(network).eager_calls += call.uncompiled
             return result
 
-    @contextmanager
-    def _bound(self, way: Way, loaded: Loaded, binding: Binding) -> Iterator[None]:
-        """While it lasts, the network runs that way."""
-        network = loaded.network
-        if way is Way.REPLAYED:
-            with graphed(network, binding, loaded.device, self.notes):
-                yield
-            return
-        with without_prefetch(network) if binding.paged else nullcontext(), binding.bound():
-            yield
 
-    def _must_wait(self) -> bool:
-        if not forbids_threads():
-            return False
-        note(self.notes, "Compiled at once: with --verbose DEBUG ComfyUI's memory manager bears no thread in the background.")
-        return True
+def are_training(network: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a trainer makes the call (comfy_extras/nodes_train.py): settings of sampling keep nothing for a backward."""
+    return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
 
 
-def eager(network: nn.Module, run: Callable[[], object], afterwards: Callable[[], None] = lambda: None) -> object:
+def eager(network: nn.Module, run: Callable[[], object]) -> object:
     """A call in which nothing is compiled."""
     result = run()
-    afterwards()
     code_of(network).eager_calls += 1
     return result
+
+
+def begin_run(network: nn.Module, *statuses: Status | None) -> None:
+    """A sampling run begins; `statuses` are the lines of its nodes."""
+    gate.close()
+    code_of(network).new_run()
+    new_run(network)
+    for status in filter(None, statuses):
+        status.new_run()
+
+
+def end_run(base_model: nn.Module) -> None:
+    """A sampling run of the patcher's model is over, also one that failed."""
+    gate.close()
+    release_buffers()
+    forget_weights(base_model)
 
 
 def raise_if_interrupted() -> None:

@@ -1,8 +1,8 @@
 """Compile the blocks of a model that a trainer makes of ours (comfy_extras/nodes_train.py, `TrainLoraNode`).
 
-It trains a model of its own, loaded again from the file, whose modules it wraps for gradient checkpointing before the first
-call: what is compiled must be in the blocks by then, and stay there until the trainer is done, since its backward runs them
-again. So their forwards are exchanged when the trainer's model is made, and go with it.
+The node trains a model loaded again from the file, whose modules it wraps for gradient checkpointing before the first call:
+the compiled forwards must be in the blocks by then, and stay there until training ends, since the backward runs them again.
+So forwards are exchanged when the trainer's model is cloned, and go with that model.
 """
 
 from __future__ import annotations
@@ -29,27 +29,20 @@ from .network_calls import raise_if_interrupted
 
 @dataclass
 class Trained:
-    """The blocks of one trainer's model.
-
-    Args:
-        code: of the model.
-        settings: of Torch Compile Model.
-        compiles: a step's blocks, as decided before it begins.
-        threads: how many PyTorch uses in the thread that trains; that of a backward has its own number, which guards compare.
-    """
+    """The blocks of one trainer's model."""
 
     code: ModelCode
     settings: CompileSettings
-    compiles: bool = False
+    compiles: bool = False  # in this step
+    # Of the thread that trains; that of a backward has another number, which guards compare.
     threads: int = field(default_factory=torch.get_num_threads)
 
 
-# By the trainer's network.
 _trained: weakref.WeakKeyDictionary[nn.Module, Trained] = weakref.WeakKeyDictionary()
 
 
 def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
-    """An ON_CLONE callback: where the clone's model is another one, its blocks run compiled while gradients are wanted."""
+    """An ON_CLONE callback: blocks of a clone with another model run compiled while gradients are wanted."""
     network = clone.model.diffusion_model
     if network is patcher.model.diffusion_model:
         return
@@ -59,8 +52,7 @@ def train_compiled(settings: CompileSettings, patcher: Any, clone: Any) -> None:
             block.__dict__["forward"] = OwnForward(_run_trained, trained, weakref.ref(block))
 
 
-# Begins what is said of a trainer's calls.
-TRAINING = "Training: "
+TRAINING = "Training: "  # begins each note on a trainer's calls
 
 
 def begin_step(network: nn.Module, x: torch.Tensor) -> str:
@@ -82,7 +74,6 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
 
 
 def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: object, **kwargs: object) -> object:
-    """A block's forward."""
     block: Any = reference()  # alive: this is called as its method
     group = None
     if trained.compiles and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
@@ -94,13 +85,13 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
         if before != trained.threads:
             torch.set_num_threads(trained.threads)
         with watching, without_hosts_compiler():
-            given = tuple(map(_no_view, args)), {name: _no_view(value) for name, value in kwargs.items()}
-            return group(block, ModelCall(True, raise_if_interrupted), *given)
+            inputs = tuple(map(_no_view, args)), {name: _no_view(value) for name, value in kwargs.items()}
+            return group(block, ModelCall(True, raise_if_interrupted), *inputs)
     finally:
         if before != trained.threads:
             torch.set_num_threads(before)
 
 
 def _no_view(value: Any) -> Any:
-    """What the first block is given lies in a layer's output, which guards would ask of all others too."""
+    """The first block's input is a view of a layer's output; guards would ask all other inputs to be views too."""
     return value.clone() if isinstance(value, torch.Tensor) and value.requires_grad and value._is_view() else value

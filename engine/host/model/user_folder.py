@@ -1,4 +1,4 @@
-"""Where the host's user keeps compiled code and cache files."""
+"""Open the cache of the host's user, and get ready to compile."""
 
 from __future__ import annotations
 
@@ -24,30 +24,27 @@ def kit_folder() -> Path:
 
 
 def open_users_cache() -> DiskCache | None:
-    """The cache of this user; see `disk.open_cache`."""
     compile_for(device_type())
     return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
 
 
 def users_settings() -> dict:
-    """What the user has set in the page (app/user_manager.py, app/app_settings.py); of several users the first."""
+    """The settings of the page (app/user_manager.py, app/app_settings.py); of several users those of the first."""
     try:
-        found = json.loads((Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json").read_text("utf-8"))
+        settings = json.loads((Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json").read_text("utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return settings if isinstance(settings, dict) else {}
 
 
 def get_ready_again() -> None:
-    """After a restart, while nobody asks for anything: who has compiled here with these versions will do so again."""
-    if was_opened_before(kit_folder() / CACHE):
-        cache = open_users_cache()
-        if cache is not None and cache.has_current():
-            _prepare()
+    """After a restart, before the first prompt: who has compiled here with these versions will do so again."""
+    if was_opened_before(kit_folder() / CACHE) and (cache := open_users_cache()) is not None and cache.has_current():
+        _prepare()
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the cache, and prepare for the first trace; for lowering too if somebody will wait for it. Once a process."""
+    """Open the cache, and prepare for the first trace; for lowering too if the sampler will wait for it. Once a process."""
     open_users_cache()
     if settings.backend == "inductor" and settings.waits:
         _prepare()

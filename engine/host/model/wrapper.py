@@ -1,4 +1,4 @@
-"""The wrapper around the host's `apply_model`: how each call of a diffusion model runs."""
+"""Wrap the host's `apply_model`: choose how each call of a diffusion model runs, and tell what it compiled."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
-from .network_calls import NetworkCalls, eager
+from .network_calls import NetworkCalls, are_training, eager
 from .training import TRAINING, begin_step
 
 
@@ -63,22 +63,24 @@ class BlockCompiler:
     def _call(self, executor, *args, **kwargs):
         base_model = executor.class_obj
         network = base_model.diffusion_model
-        if self._calls.are_training(network, args[0]):
-            said = begin_step(network, args[0])
-            self.notes[:] = [known for known in self.notes if known == said or not known.startswith(TRAINING)]
-            note(self.notes, said)
+        if are_training(network, args[0]):
+            text = begin_step(network, args[0])
+            self.notes[:] = [other for other in self.notes if other == text or not other.startswith(TRAINING)]
+            note(self.notes, text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
-                return eager(network, run, measure_attention)
-            where = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
-            return self._calls.run(where, call, run, self._told(base_model, args, kwargs, call.synchronous))
+                result = eager(network, run)
+                measure_attention()
+                return result
+            loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
+            return self._calls.run(loaded, call, run, self._told(base_model, args, kwargs, call.synchronous))
 
     @contextmanager
     def _told(self, base_model, args: tuple, kwargs: dict, synchronous: bool) -> Iterator[None]:
-        """What is compiled meanwhile is told, and noted for the warmup that runs."""
+        """Around a call: what it compiles is told, and noted for the warmup that runs."""
         network, settings, compilations = base_model.diffusion_model, self.settings, monitor.compilations
         try:
             yield
@@ -94,12 +96,7 @@ class BlockCompiler:
 
 
 def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:
-    """Read off the arguments of `apply_model`.
-
-    Args:
-        args: x, t, c_concat, c_crossattn, control, transformer_options.
-        kwargs: everything else the conditioning gives the model.
-    """
+    """Describe a call in units of the nodes, by `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`."""
     shape = args[0].shape
     ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
@@ -108,7 +105,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
     context = args[3] if len(args) > 3 else None
     inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
-    shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in found) for name, found in shapes.items()}
+    shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in sizes) for name, sizes in shapes.items()}
     return CallInfo(
         width=shape[-1] * ratio if len(shape) >= 4 else 0,
         height=shape[-2] * ratio if len(shape) >= 4 else 0,
@@ -117,7 +114,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         prompts_per_call=prompts_per_call,
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
         controlnet=len(args) > 4 and args[4] is not None,
-        inputs=tuple(sorted((name, found) for name, found in shapes.items() if found)),
+        inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
         patches=tuple(sorted({*_filled(options.get("patches")), *_filled(options.get("patches_replace"))})),
         layers=_exchanged_layers(base_model.diffusion_model, settings),
     )
@@ -140,38 +137,39 @@ APPLY = "apply_model"
 class _Applied:
     """In place of the base model's `apply_model` for a run: calls that lack our wrapper get the patcher's.
 
+    The host's guider of two models calls both with the options of the first (comfy_extras/nodes_custom_sampler.py,
+    `Guider_DualModel`), so that the wrapper of the second one would never run.
+
     Args:
-        patcher: the model is its own as long as no other patcher of the same model samples.
-        found: what was in its place on the instance, or None.
+        original: the `apply_model` that was set on the instance, or None.
     """
 
-    def __init__(self, patcher: Any, key: str, found: Any):
-        self._patcher, self._key, self.found = patcher, key, found
+    def __init__(self, patcher: Any, key: str, original: Any):
+        self._patcher, self._key, self.original = patcher, key, original
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
         patcher, key, options = self._patcher, self._key, kwargs.get("transformer_options") or {}
-        wrappers = options.get("wrappers", {})
-        known, base_model = wrappers.get(WrappersMP.APPLY_MODEL, {}), patcher.model
-        if key not in known and getattr(base_model, "current_patcher", patcher) is patcher:
-            ours = {**known, key: patcher.get_wrappers(WrappersMP.APPLY_MODEL, key)}
+        wrappers, base_model = options.get("wrappers", {}), patcher.model
+        of_call = wrappers.get(WrappersMP.APPLY_MODEL, {})
+        # Not while another patcher of the same model samples.
+        if key not in of_call and getattr(base_model, "current_patcher", patcher) is patcher:
+            ours = {**of_call, key: patcher.get_wrappers(WrappersMP.APPLY_MODEL, key)}
             kwargs["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: ours}}
-        if self.found is not None:
-            return self.found(*args, **kwargs)
+        if self.original is not None:
+            return self.original(*args, **kwargs)
         return type(base_model).apply_model(base_model, *args, **kwargs)
 
 
-def bring_wrapper(patcher: Any, key: str) -> None:
-    """From now on, until `take_wrapper`, calls of the patcher's model are wrapped by what the patcher has under `key`."""
-    take_wrapper(patcher)
-    table = patcher.model.__dict__
-    table[APPLY] = _Applied(patcher, key, table.get(APPLY))
+def install_apply(patcher: Any, key: str) -> None:
+    """Until `uninstall_apply`, wrap calls of the patcher's model by the patcher's wrappers under `key`."""
+    uninstall_apply(patcher)
+    attributes = patcher.model.__dict__
+    attributes[APPLY] = _Applied(patcher, key, attributes.get(APPLY))
 
 
-def take_wrapper(patcher: Any) -> None:
-    """The run is over, or has never begun."""
-    table = patcher.model.__dict__
-    applied = table.get(APPLY)
-    if isinstance(applied, _Applied):
-        del table[APPLY]
-        if applied.found is not None:
-            table[APPLY] = applied.found
+def uninstall_apply(patcher: Any) -> None:
+    attributes = patcher.model.__dict__
+    if isinstance(applied := attributes.get(APPLY), _Applied):
+        del attributes[APPLY]
+        if applied.original is not None:
+            attributes[APPLY] = applied.original
