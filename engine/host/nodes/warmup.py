@@ -25,6 +25,7 @@ from ...settings import CompileSettings
 from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
 from ...warmup_plan import MemoryPeaks, Size
+from ..adapter import is_dynamic
 from ..model.attach import KEY, attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
@@ -82,7 +83,7 @@ class _Warmup:
         self.steps = STEPS
 
     def run(self, sizes: list[Size], latent: dict | None, node_id: str | None) -> str:
-        paged = self.patcher.loaded_size if getattr(self.patcher, "is_dynamic", bool)() else int
+        paged = self.patcher.loaded_size if is_dynamic(self.patcher) else int
         memory = MemoryPeaks(self.patcher.load_device, paged)
         in_each = STEPS * ranges_of(self.conditioning)
         classes = list(dict.fromkeys(block.class_name for block in self.report.plan.blocks))

@@ -2,8 +2,19 @@
 
 ComfyUI keeps weights where memory allows: on the device, in RAM, or paged by its dynamic VRAM, with LoRA applied on the way
 (comfy/ops.py, `cast_bias_weight`). Inside compiled code that machinery breaks the graph at each layer, or costs a graph per
-layer. Here it runs outside: the compiled block sees plain parameters on the device, the same in every mode, and the transfer of
-the next block's weights overlaps this block's work.
+layer. Here that machinery runs outside: the compiled block sees plain parameters on the device, the same in every mode, and the
+transfer of the next block's weights overlaps this block's work.
+
+Life cycle of a `BlockWeights`, in each call of the model:
+
+1. `fetch` starts the transfer, from `place` of the block before if its order was right, else from its own `place`.
+2. `place` waits for the transfer on the device, sets plain parameters on all layers, hides where they come from, and starts
+   the transfer for `following`.
+3. The compiled block runs.
+4. `release` puts all attributes back, and gives up the memory (`drop`).
+
+`ModelWeights` is made anew when the host has loaded, unloaded or patched weights (`_load_token`). `forget_weights`, after a
+sampling run, takes off the layers what `_settle` wrote.
 """
 
 from __future__ import annotations
@@ -29,50 +40,38 @@ _DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
 
 @dataclass
 class Order:
-    """In which order blocks run, learned as they do: by a list of them at first, which a model need not follow.
+    """The order in which blocks run, learned as they do: that of the list at first, which a model need not follow."""
 
-    Args:
-        last: the block that was put in place last.
-        ahead: the one that has been fetched for its turn; one at a time, since there are two buffers.
-    """
+    last: BlockWeights | None = None  # put in place last
+    prefetched: BlockWeights | None = None  # one at a time, since there are two buffers
 
-    last: BlockWeights | None = None
-    ahead: BlockWeights | None = None
-
-    def turn_of(self, weights: BlockWeights) -> None:
-        """It is to be put in place now: what was fetched for another's turn is given up."""
-        if self.ahead is not None and self.ahead is not weights:
-            self.ahead.drop()
-        self.ahead = None
+    def begin_block(self, weights: BlockWeights) -> None:
+        """Before `weights` are put in place: drop what was prefetched for another block, and learn what follows `last`."""
+        if self.prefetched is not None and self.prefetched is not weights:
+            self.prefetched.drop()
+        self.prefetched = None
         if self.last is not None and self.last is not weights:
             self.last.following = weights
         self.last = weights
 
-    def over(self) -> None:
-        """The call of the model is."""
-        if self.last is not None and self.ahead is not None:
+    def end_call(self) -> None:
+        if self.last is not None and self.prefetched is not None:
             self.last.following = None
-        self.last = self.ahead = None
+        self.last = self.prefetched = None
 
 
 class BlockWeights:
-    """The weights of one block, and how they get in place.
-
-    Args:
-        block: may hold layers of any kind; the host's own are known by `comfy_cast_weights`.
-        device: where the model computes.
-        dtype: what it computes in.
-    """
+    """The weights of one block, for a model that computes in `dtype` on `device`."""
 
     def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype):
-        layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]
+        layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]  # of the host
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
         calls = host().pages
         self._paged = paging.PagedLayers(paged, device, dtype, calls) if paged and calls is not None else None
         tensors = streaming.tensors_elsewhere(block, device)
         self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
-        # On a host that pages in a way we do not know, its layers look after themselves, outside the graph.
+        # On a host without the functions of PageCalls paged layers run the host's code, outside the graph.
         unknown = [] if calls is not None else paged
         packed = {m for m in block.modules() if is_packed(m)}
         traced = {m for m in packed.difference(unknown) if can_be_traced(m)}
@@ -87,7 +86,7 @@ class BlockWeights:
 
     @property
     def moves(self) -> bool:
-        """Whether weights travel, as opposed to being on the device."""
+        """Whether weights are transferred, as opposed to being on the device."""
         return self._paged is not None or self._streamed is not None or self._packed.move
 
     @property
@@ -97,7 +96,7 @@ class BlockWeights:
 
     @property
     def in_pages(self) -> bool:
-        """Whether nothing travels as long as the pages are in memory."""
+        """Whether nothing is transferred as long as the pages are in memory."""
         return self._streamed is None and self._eager is None and not self._packed.move
 
     @property
@@ -105,7 +104,7 @@ class BlockWeights:
         return self.moves or bool(self._recast) or self._eager is not None
 
     def fetch(self) -> None:
-        """Start the transfer on a stream of its own, if it has not been."""
+        """Start the transfer on another stream, unless it was started."""
         if self._paged is not None:
             self._paged.fetch()
         if self._streamed is not None:
@@ -114,7 +113,7 @@ class BlockWeights:
     def place(self) -> None:
         """Make all layers plain, and start the transfer for the block that follows."""
         if self.order is not None:
-            self.order.turn_of(self)
+            self.order.begin_block(self)
         self.fetch()
         if self._eager is not None:
             self._eager.place()
@@ -134,12 +133,12 @@ class BlockWeights:
             self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
         if self.order is not None and self.following is not None:
             self.following.fetch()
-            self.order.ahead = self.following
+            self.order.prefetched = self.following
 
     def release(self) -> None:
-        """Put everything back as `place` found it; the memory may be used again once the block's work is done."""
-        for target, found in reversed(self._undo):
-            for name, value in found.items():
+        """Undo `place`; the memory may be used again once the block's work is done."""
+        for target, originals in reversed(self._undo):
+            for name, value in originals.items():
                 if value is _ABSENT:
                     target.pop(name, None)
                 else:
@@ -150,35 +149,29 @@ class BlockWeights:
         self.drop()
 
     def drop(self) -> None:
-        """Give up what was fetched, used or not."""
+        """Give up the fetched weights, used or not."""
         if self._paged is not None:
             self._paged.drop()
         if self._streamed is not None:
             self._streamed.drop()
 
     def _swap(self, target: dict, changes: dict, hidden: tuple[str, ...]) -> None:
-        found = {name: target.get(name, _ABSENT) for name in changes}
-        for name in hidden:
-            if name in target:
-                found[name] = target.pop(name)
+        originals = {name: target.get(name, _ABSENT) for name in changes}
+        originals |= {name: target.pop(name) for name in hidden if name in target}
         target.update(changes)
-        self._undo.append((target, found))
+        self._undo.append((target, originals))
 
 
 _ABSENT = object()
 
 
 def _casts(layer: nn.Module) -> bool:
-    """Whether the layer casts its weights when they are at home on the device: a matter of its class, or forced."""
+    """Whether the layer casts weights that are on the device: its class does, or casting is forced."""
     return type(layer).comfy_cast_weights or getattr(layer, "comfy_force_cast_weights", False)
 
 
 def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
-    """Write down on each layer what it has from its class, since guards tell the two apart; changes no behaviour.
-
-    Returns:
-        What was written, see `forget_weights`.
-    """
+    """Set attributes of a layer's class on the layer, since guards tell the two apart; returns what was set."""
     missing = [(m, name) for m in layers for name in _DEFAULTS if name not in m.__dict__ and hasattr(type(m), name)]
     for layer, name in missing:
         value = getattr(type(layer), name)
@@ -187,31 +180,28 @@ def _settle(layers: list[nn.Module]) -> list[tuple[nn.Module, str]]:
 
 
 class ModelWeights:
-    """How the blocks of a model get their weights; made anew whenever the host has loaded or unloaded something.
-
-    Args:
-        blocks: in the order in which they run.
-        block_swap: the node's input.
+    """How the blocks of a model get their weights.
 
     Raises:
         InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
     """
 
-    def __init__(self, token: tuple, blocks: list[nn.Module], dtype: torch.dtype, device: torch.device, block_swap: str):
+    def __init__(self, token: tuple, loaded: Loaded, block_swap: str, blocks: list[nn.Module]):
         self.token: tuple | None = token
-        found = [BlockWeights(block, device, dtype) for block in blocks]
-        self._settled = [entry for weights in found for entry in weights.settled]
-        moving = [weights for weights in found if weights.moves]
-        foreign = sorted({type(m).__name__ for weights in found for m in weights.foreign})
+        device = loaded.device
+        of_blocks = [BlockWeights(block, device, loaded.dtype) for block in blocks]
+        self._settled = [entry for weights in of_blocks for entry in weights.settled]
+        moving = [weights for weights in of_blocks if weights.moves]
+        foreign = sorted({type(m).__name__ for weights in of_blocks for m in weights.foreign})
         self.notes: list[str] = []
         self._order = Order()
-        used: list[BlockWeights | EagerLayers] = [*found]
+        used: list[BlockWeights | EagerLayers] = [*of_blocks]
         if moving and block_swap == "off":
             raise InvalidSetting(
                 "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
             )
         if block_swap == "eager linears":
-            used = [EagerLayers(linears(b)) if g.moves else g for b, g in zip(blocks, found, strict=True)]
+            used = [EagerLayers(linears(b)) if w.moves else w for b, w in zip(blocks, of_blocks, strict=True)]
             if moving:
                 self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
         elif moving:
@@ -223,27 +213,26 @@ class ModelWeights:
                     here.following = following
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
-        self.of_block = {id(b): g for b, g in zip(blocks, used, strict=True) if getattr(g, "needed", True)}
+        self.of_block = {id(b): weights for b, weights in zip(blocks, used, strict=True) if weights.needed}
 
     @property
     def paged(self) -> bool:
-        """Whether the host pages some of the weights."""
-        return any(getattr(weights, "paged", False) for weights in self.of_block.values())
+        return any(weights.paged for weights in self.of_block.values())
 
     @property
     def may_stay(self) -> bool:
         """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
-        return all(getattr(weights, "in_pages", False) for weights in self.of_block.values())
+        return all(weights.in_pages for weights in self.of_block.values())
 
-    def leave(self) -> None:
-        """Take off the layers what `_settle` has written."""
+    def undo_settling(self) -> None:
+        """Take off the layers what `_settle` has set, unless another value was set since."""
         for layer, name in self._settled:
-            if layer.__dict__.get(name) in ([], getattr(type(layer), name)):  # nobody has made another thing of it
+            if layer.__dict__.get(name) in ([], getattr(type(layer), name)):
                 layer.__dict__.pop(name, None)
 
     def drop(self) -> None:
-        """The call is over: give up what was fetched ahead and not used."""
-        self._order.over()
+        """The call is over: give up what was prefetched and not used."""
+        self._order.end_call()
         for weights in self.of_block.values():
             weights.drop()
 
@@ -252,16 +241,10 @@ _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDi
 
 
 class Loaded(NamedTuple):
-    """A network as the host has loaded it.
+    """A network as the host has loaded it, and what it computes in and where."""
 
-    Args:
-        model: what its patcher has as model.
-        network: in it or the same, whose blocks are compiled.
-        dtype, device: what it computes in, and where.
-    """
-
-    model: nn.Module
-    network: nn.Module
+    model: nn.Module  # of the patcher
+    network: nn.Module  # in `model` or the same; its blocks are compiled
     dtype: torch.dtype
     device: torch.device
 
@@ -269,24 +252,23 @@ class Loaded(NamedTuple):
 def weights_of(loaded: Loaded, block_swap: str, blocks: list[nn.Module]) -> ModelWeights:
     """How the blocks get their weights, as the host has them loaded now."""
     token = (block_swap, *_load_token(loaded.model, blocks, loaded.device))
-    known = _weights.get(loaded.model)
-    if known is None or known.token != token:
-        known = _weights[loaded.model] = ModelWeights(token, blocks, loaded.dtype, loaded.device, block_swap)
-    return known
+    weights = _weights.get(loaded.model)
+    if weights is None or weights.token != token:
+        weights = _weights[loaded.model] = ModelWeights(token, loaded, block_swap, blocks)
+    return weights
 
 
 def forget_weights(base_model) -> None:
-    """A sampling run is over: leave the model as the host has made it."""
-    known = _weights.get(base_model)
-    if known is not None:
-        known.leave()
-        known.token = None
+    """A sampling run is over: leave the model as the host made it."""
+    weights = _weights.get(base_model)
+    if weights is not None:
+        weights.undo_settling()
+        weights.token = None
 
 
 def notes_on(base_model) -> list[str]:
     """What the report says about the weights of a model that has run."""
-    known = _weights.get(base_model)
-    return known.notes if known is not None else []
+    return _weights[base_model].notes if base_model in _weights else []
 
 
 def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tuple:

@@ -1,6 +1,17 @@
-"""Weights under ComfyUI's dynamic VRAM: faulted in, or copied through its cast buffers, block by block.
+"""Fetch weights under ComfyUI's dynamic VRAM, block by block: faulted into their pages, or copied through a cast buffer.
 
-Everything goes through the host's own functions (comfy/ops.py, comfy/model_prefetch.py), so that memory stays its to manage.
+All of it goes through the host's functions (comfy/ops.py, comfy/model_prefetch.py), so that the host goes on managing memory.
+Life cycle of the weights of one block (`PagedLayers`):
+
+1. `fetch`: the host faults the pages in and pins them; weights without a page are copied on a stream of `_Streams`.
+2. `resolve`: the computing stream waits for the copies; the host applies LoRA and casts.
+3. `drop`: pages are unpinned; the stream waits for the block's work before its buffer is written again.
+
+Life cycle of a whole model's pages, for CUDA graphs (`AllPages`):
+
+1. `learn`, after a call that fetched weights: which layers the model uses.
+2. `pin`, before a capture or a replay: all of these layers' pages are faulted in; None where a weight would have to be fetched.
+3. `unpin`, after it; `clean_up` where a call failed halfway.
 """
 
 from __future__ import annotations
@@ -14,7 +25,7 @@ import comfy.ops
 import torch
 from torch import nn
 
-from ...torch_settings import SharedScope
+from ...torch_settings import SharedScope, attribute
 from ..adapter import PageCalls, host
 
 try:
@@ -35,19 +46,19 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _Streams:
-    """Two streams of our own a device, in turn: one for the block that runs, one for the block after it.
+    """Two streams of this pack a device, in turn: one for the block that runs, one for the block after it.
 
-    What has no page comes through a buffer that belongs to its stream, and the host's two are everybody's: whatever it brings
-    meanwhile, for a layer between blocks or for another model, would be written over what is waiting there.
+    Weights without a page come through a buffer that belongs to the stream. The buffers of the host's two streams are shared:
+    the host would write weights of a layer between blocks, or of another model, over weights that are waiting there.
     """
 
     def __init__(self) -> None:
         self._pairs: dict[torch.device, list] = {}
         self._taken = threading.local()
-        self._scope = SharedScope({"stream": (lambda: comfy.model_management.get_offload_stream, _write)})
+        self._scope = SharedScope({"stream": attribute(comfy.model_management, "get_offload_stream")})
 
     def of(self, device: torch.device) -> list:
-        """The two, that to be used next in front; nothing where there are none."""
+        """The pair, the one used last in front; empty where the host makes no streams."""
         if device not in self._pairs:
             pair = [new_stream(device), new_stream(device)]
             self._pairs[device] = [] if None in pair else pair
@@ -55,7 +66,7 @@ class _Streams:
 
     @contextmanager
     def next(self, device: torch.device) -> Iterator[None]:
-        """While it lasts, what this thread asks the host to bring comes on ours."""
+        """A context in which weights that this thread asks the host for come on the pair's next stream."""
         pair = self.of(device)
         if not pair:
             yield
@@ -74,26 +85,18 @@ class _Streams:
         return lambda device: getattr(self._taken, "stream", None) or hosts(device)
 
 
-def _write(function: Callable) -> None:
-    comfy.model_management.get_offload_stream = function
-
-
 _streams = _Streams()
 
 
 def comes_apart(device: torch.device) -> bool:
-    """Whether what is fetched ahead waits where nobody else writes: on streams of ours, or in memory of its own."""
+    """Whether prefetched weights wait where nobody else writes: in the buffers of `_Streams`, or in memory of their own."""
     return bool(_streams.of(device)) or comfy.model_management.get_offload_stream(device) is None
 
 
 class PagedLayers:
-    """The layers of one block whose weights are paged.
+    """The layers of one block whose weights are paged: modules with the host's `_v`, `weight` and `bias`.
 
-    Args:
-        layers: modules with the host's `_v`, `weight` and `bias`.
-        device: where to.
-        dtype: what layers compute in that cast their weights.
-        calls: the host's functions for it.
+    Layers that cast their weights compute in `dtype`.
     """
 
     def __init__(self, layers: list[nn.Module], device: torch.device, dtype: torch.dtype, calls: PageCalls):
@@ -105,7 +108,6 @@ class PagedLayers:
         self._fetched = False
 
     def fetch(self) -> None:
-        """Fault the pages in, and start the copies of what has no page, on a stream of our own."""
         if not self._fetched:
             self._fetched = True
             with _streams.next(self._device):
@@ -121,7 +123,6 @@ class PagedLayers:
         return placed
 
     def drop(self) -> None:
-        """Unpin the pages; the copies' buffer is free again when the work queued so far is done."""
         if self._fetched:
             self._fetched = False
             try:
@@ -149,7 +150,7 @@ class AllPages:
         return host().pages is not None and bool(self._layers)
 
     def new_run(self, network: nn.Module) -> None:
-        """The host may want other weights in the pages (a LoRA): look at each layer again."""
+        """The host may want other weights in the pages (a LoRA): check each layer again."""
         self._layers = [m for m in network.modules() if "_v" in m.__dict__]
         self._end = max((m._v[1] + m._v[2] for m in self._layers), default=0)
         self._used &= set(self._layers)
@@ -163,17 +164,16 @@ class AllPages:
         return self._end - vbar.base_addr <= vbar.get_watermark() * PAGE
 
     def learn(self, anew: bool = False) -> None:
-        """After a call that fetched what it needed: which layers it uses; all of them only if there was room.
+        """After a call that fetched its weights: note which layers it used, if all had room.
 
-        Args:
-            anew: forget layers that nothing has fetched since the run began.
+        `anew` forgets layers that nothing has fetched since the run began.
         """
         if self.have_room():
             fetched = {m for m in self._layers if m._v_signature is not None}
             self._used = fetched if anew else self._used | fetched
 
     def pin(self) -> tuple | None:
-        """What to give to `unpin`, all used pages being kept until then; None if a layer's weights would have to be fetched."""
+        """Pin all used pages, for `unpin`; None if a layer's weights would have to be fetched."""
         if not self.have_room():
             return None
         if self._whole is None:
@@ -184,10 +184,10 @@ class AllPages:
             if self._signature is not None:
                 self._whole = whole
             return self._whole
-        found = model_vbar.vbar_fault(self._whole)
-        if found is not None and model_vbar.vbar_signature_compare(found, self._signature):
+        signature = model_vbar.vbar_fault(self._whole)
+        if signature is not None and model_vbar.vbar_signature_compare(signature, self._signature):
             return self._whole
-        if found is not None:
+        if signature is not None:
             model_vbar.vbar_unpin(self._whole)
         self._whole = None
         return None
@@ -196,7 +196,7 @@ class AllPages:
         model_vbar.vbar_unpin(pinned)
 
     def clean_up(self) -> None:
-        """After a call that has failed halfway: the host leaves a layer that it was fetching as it is, pin and all."""
+        """After a call that failed halfway: the host leaves a layer that it was fetching pinned."""
         calls = host().pages
         if calls is not None:
             calls.clean_up(self._layers)
@@ -223,13 +223,11 @@ def address_of(layer: nn.Module) -> object:
 
 
 def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple:
-    """What the layer's forward asks of the host's cast (comfy/ops.py): dtype of the weight, device, dtype of the bias, dtype in
-    which LoRA are added, and whether the sum is rounded to the weight's format again, as a product in that format needs it.
-
-    Args:
-        dtype: of the layer's input.
+    """What the layer's forward gives to the host's cast (comfy/ops.py) for an input in `dtype`: dtype of the weight, device,
+    dtype of the bias, dtype in which LoRA are added, and whether the sum is rounded to the weight's format, as a product needs.
     """
-    stored, unchanged = _stored_dtype(layer), not layer.weight_function and not layer.bias_function
+    stored = getattr(layer, "weight_comfy_model_dtype", None) or layer.weight.dtype
+    unchanged = not layer.weight_function and not layer.bias_function
     if isinstance(layer.weight, comfy.ops.QuantizedTensor):
         product = hasattr(layer, "forward_comfy_cast_weights") and not getattr(layer, "_full_precision_mm", True)
         forced = getattr(layer, "comfy_force_cast_weights", False)
@@ -240,10 +238,6 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
     return cast_to, device, cast_to, dtype, False
 
 
-def _stored_dtype(layer: nn.Module) -> torch.dtype:
-    return getattr(layer, "weight_comfy_model_dtype", None) or layer.weight.dtype
-
-
 def parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
-    """Guards tell tensors and parameters apart; blocks that are at home on the device have parameters."""
+    """Guards tell tensors and parameters apart; blocks on the device have parameters."""
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

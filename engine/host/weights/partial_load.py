@@ -1,17 +1,22 @@
-"""Weights that ComfyUI's partial loading left in RAM: streamed through two buffers on the device.
+"""Stream weights that ComfyUI's partial loading left in RAM through two buffers on the device.
 
-One block computes from one buffer while the next block's weights arrive in the other. Events order the two streams; the CPU
-waits for nothing. Each use of a buffer waits for the end of its last use, so any number of blocks and steps may share the two.
+One block computes from one buffer while the next block's weights arrive in the other. Life cycle of a buffer (`Slot`):
+
+1. `Slots.take`, for a block that fetches: a block that still holds the buffer, its turn skipped, loses it. `grow` makes room.
+2. `copy`: the copying stream waits for the end of the last use (`_free`), copies, and records `_ready`.
+3. `wait`, when the block runs: the computing stream waits for `_ready`.
+4. `free`, after the block, or when the run was cancelled: the computing stream waits for the copy and records `_free`.
+5. `finish`, after the run: the CPU waits until no copy is under way. Nowhere else does the CPU wait.
 
 A copy that nobody waits for (the run was cancelled, a block's turn was skipped) still runs: a buffer is given up only after the
-computing stream has been told to wait for it, and what is copied is kept alive until the copy has ended. The host registers its
-pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads it.
+computing stream has been told to wait for the copy, and the sources are kept alive until the copy has ended. The host registers
+its pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads that memory.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import comfy.ops
 import torch
@@ -20,17 +25,11 @@ from torch import nn
 from .dynamic_vram import parameter
 
 _ALIGNMENT = 256  # compiled kernels assume the alignment that the allocator gives
-_QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
+QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
 
 
-@dataclass(frozen=True)
-class Elsewhere:
-    """A parameter that is not ready to be used where it is: on another device, or with functions (LoRA) to apply.
-
-    Args:
-        module: its owner.
-        name: in the owner's `_parameters`.
-    """
+class Elsewhere(NamedTuple):
+    """A parameter of `module` that is on another device, or has functions (LoRA) to apply."""
 
     module: nn.Module
     name: str
@@ -45,53 +44,49 @@ class Elsewhere:
 
 
 def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]:
-    """The parameters of `block` that must be put in place; those of other packs' classes (GGUF) see `traceable_layers.py`."""
-    found = []
+    """The parameters of `block` that must be put in place; those of other packs' classes (GGUF) are left to `PackedWeights`."""
+    elsewhere = []
     for module in block.modules():
         if "_v" in module.__dict__:
             continue
-        # What is on `meta` has no values that could travel: the block uses it without, or not at all.
+        # A tensor on `meta` has no values that could be copied: the block uses it without, or not at all.
         tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None and not p.is_meta]
         if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
-            found += tensors
-    return found
+            elsewhere += tensors
+    return elsewhere
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is PyTorch's or the host's own, so that we know what copying it means."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) or bool(_QUANTIZED and isinstance(tensor, _QUANTIZED))
+    """Whether the tensor's class is PyTorch's or the host's: other packs' may do more than copy in `to`."""
+    return type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, QUANTIZED)
 
 
 class StreamedTensors:
-    """The parameters of one block that travel.
+    """The parameters of one block that are copied to `device`.
 
-    Args:
-        tensors: what to place, see `tensors_elsewhere`.
-        device: where to.
-        dtype: what layers compute in that cast their weights, and LoRA is applied in.
+    Layers that cast their weights compute in `dtype`, and LoRA is applied in `dtype`.
     """
 
     def __init__(self, tensors: list[Elsewhere], device: torch.device, dtype: torch.dtype):
-        self.modules = {t.module for t in tensors}
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
         self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id` of the source: it and its copy
         self._slot: Slot | None = None
-        self.bytes = sum(_room(t) for t in self._travelling())
+        self.bytes = sum(_aligned_bytes(t) for t in self._sources())
 
-    def _travelling(self) -> list[torch.Tensor]:
+    def _sources(self) -> list[torch.Tensor]:
         plain = (t.tensor for t in self._tensors if type(t.tensor) in (torch.Tensor, nn.Parameter))
         return [t for t in plain if t.device != self._device]
 
     def fetch(self) -> None:
         if self._slot is None and self.bytes and self._device.type == "cuda":
-            travelling = self._travelling()
-            if not travelling:  # somebody else has moved the block: another pack's block swap
+            sources = self._sources()
+            if not sources:  # another pack's block swap has moved the block
                 self.bytes = 0
                 return
             self._slot = _slots_on(self._device).take(self, self.bytes)
-            pairs = zip(travelling, self._slot.copy(travelling), strict=True)
+            pairs = zip(sources, self._slot.copy(sources), strict=True)
             self._arrived = {id(source): (source, copy) for source, copy in pairs}
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
@@ -113,7 +108,7 @@ class StreamedTensors:
         """As the host does on the way (comfy/ops.py, `cast_bias_weight`)."""
         casts = getattr(type(item.module), "comfy_cast_weights", False)
         tensor = tensor.to(dtype=self._dtype if casts else tensor.dtype, copy=True)
-        if _QUANTIZED and isinstance(tensor, _QUANTIZED):
+        if isinstance(tensor, QUANTIZED):
             tensor = tensor.dequantize()
         for function in item.functions:
             tensor = function(tensor)
@@ -165,23 +160,21 @@ class Slot:
                     copy = self._buffer[offset : offset + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
                     copy.copy_(tensor, non_blocking=True)
                     copies.append(copy)
-                    offset += _room(tensor)
+                    offset += _aligned_bytes(tensor)
             finally:
                 self._ready.record(self._stream)
         return copies
 
     def wait(self) -> None:
-        """Have the current stream wait for the last copy."""
         torch.cuda.current_stream(self._device).wait_event(self._ready)
 
     def free(self) -> None:
-        """Its owner needs it no more, or never did: then the copy may be under way."""
-        self.wait()
+        self.wait()  # a copy that was never used may be under way
         self._free.record(torch.cuda.current_stream(self._device))
         self.owner = None
 
     def finish(self) -> None:
-        """Wait, here too, until no copy is under way: the host may unregister and free the memory in RAM next."""
+        """Wait on the CPU: the host may unregister and free the memory in RAM next."""
         self.wait()
         for event, _sources in self._reading:
             event.synchronize()
@@ -227,5 +220,5 @@ def release_buffers() -> None:
     _slots.clear()
 
 
-def _room(tensor: torch.Tensor) -> int:
+def _aligned_bytes(tensor: torch.Tensor) -> int:
     return (tensor.nbytes + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT

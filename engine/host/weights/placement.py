@@ -19,9 +19,9 @@ from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
-from ..adapter import host
+from ..adapter import host, is_dynamic
 
-KEY = "torch-compile-kit.placement"  # of the mark on a model
+KEY = "torch-compile-kit.placement"  # of the tag on a model
 # Models whose pages were allocated in our order, by device.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
@@ -32,7 +32,7 @@ def spread_weights(executor, patcher, *args, **kwargs):
     if not host().list_of_layers:
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
-    if getattr(patcher, "is_dynamic", bool)():
+    if is_dynamic(patcher):
         if device not in _paged(base_model):
             # Pages are allocated once; afterwards the host only moves the line between kept and paged.
             _forget_pages(base_model, device)
@@ -66,13 +66,13 @@ class EvenLoad:
     def partially_load(self, *args, **kwargs) -> int:
         """The host's, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
         load = functools.partial(super().partially_load, *args, **kwargs)  # type: ignore[misc]
-        if getattr(self, "is_dynamic", bool)() or not _is_spread(self):
+        if is_dynamic(self) or not _is_spread(self):
             return load()
         _load_anew_after_others(self.model)
         try:
             return load()
         finally:
-            _mark(self.model)
+            _tag_load_order(self.model)
 
     def _load_list(self, *args, **kwargs) -> list:
         """The host's list (comfy/model_patcher.py) in our order."""
@@ -81,7 +81,7 @@ class EvenLoad:
             return items
         if args[0] if args else kwargs.get("for_dynamic"):
             return _even_by_rank(_ranks(self.model), items)
-        _mark(self.model)  # a part may be about to be unloaded; loading writes its own note at the end
+        _tag_load_order(self.model)  # a part may be about to be unloaded; loading writes its own note at the end
         return _even_by_size(_ranks(self.model), items)
 
 
@@ -89,11 +89,11 @@ def _is_spread(patcher: Any) -> bool:
     return host().list_of_layers and spread_weights in patcher.get_all_wrappers(WrappersMP.PREPARE_SAMPLING)
 
 
-def _mark(base_model) -> None:
-    """Note that the loaded part is ours, where the host notes the LoRA that are in it.
+def _tag_load_order(base_model) -> None:
+    """Note that the loaded part is in our order, where the host notes the LoRA in the loaded part.
 
-    Another order on top of it would leave both parts on the device. A patcher that is not ours finds LoRA that are not its
-    own, and has the host load anew (`partially_load`); our own take the mark away first.
+    Another order on top would leave both parts on the device. For a patcher without `EvenLoad` the tag is another set of LoRA,
+    so that the host loads anew (`partially_load`); `EvenLoad` takes the tag away first.
     """
     current = getattr(base_model, "current_weight_patches_uuid", None)
     if current is not None and not isinstance(current, tuple) and base_model.model_lowvram:
@@ -129,8 +129,6 @@ def even_ranks(base_model) -> dict[str, tuple[int, int]]:
 
 
 _ranks = PerModel(even_ranks)
-
-
 _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before all others
 
 
@@ -172,7 +170,7 @@ def _even_by_size(ranks: dict, items: list) -> list:
 
 
 def _forget_pages(base_model, device: torch.device) -> None:
-    """Let the host allocate the pages anew; nothing runs now, and weights come from RAM or file again."""
+    """Let the host allocate the pages anew: no model runs now, and weights come from RAM or file again."""
     if base_model.dynamic_vbars.pop(device, None) is None:
         return
     for module in base_model.modules():
@@ -184,18 +182,16 @@ def _forget_pages(base_model, device: torch.device) -> None:
 
 @contextmanager
 def _buffers_announced(patcher) -> Iterator[None]:
-    """While it lasts, the host counts our two stream buffers as memory that sampling needs, if not all weights fit."""
-    base_model, device = patcher.model, patcher.load_device
-    network = base_model.diffusion_model
-    size = patcher.model_size()
-    room = comfy.model_management.get_free_memory(device) + patcher.loaded_size()
-    room -= comfy.model_management.minimum_inference_memory()
-    away = min(1.0, max(0.0, 1 - room / max(1, size)))
+    """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, if not all weights fit."""
+    base_model, network = patcher.model, patcher.model.diffusion_model
+    free_bytes = comfy.model_management.get_free_memory(patcher.load_device) + patcher.loaded_size()
+    free_bytes -= comfy.model_management.minimum_inference_memory()
+    share_in_ram = min(1.0, max(0.0, 1 - free_bytes / max(1, patcher.model_size())))
     largest = max(map(comfy.model_management.module_size, modules_at(network, plan_for(network))), default=0)
     original = base_model.memory_required
 
     def memory_required(*args, **kwargs):
-        return original(*args, **kwargs) + 2 * away * largest
+        return original(*args, **kwargs) + 2 * share_in_ram * largest
 
     base_model.__dict__["memory_required"] = memory_required
     try:

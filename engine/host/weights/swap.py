@@ -1,7 +1,7 @@
 """Keep some of a model's blocks out of the GPU's memory, as `--blocks_to_swap` of musubi-tuner does.
 
-The host's partial loading keeps what fits; here it is told that less does. Which layers stay is decided as ever
-(`host/weights/placement.py`), and what is not there is put in place block by block (`host/weights/blocks.py`).
+The host's partial loading keeps what fits; here the host is told that less does. `host/weights/placement.py` decides which
+layers stay, and `host/weights/blocks.py` puts the others in place block by block.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from comfy.patcher_extension import WrappersMP
 
 from ...compile.binding import modules_at, plan_for
 from ...user_input import check_model, check_whole
+from ..adapter import is_dynamic
 from .placement import override_methods
 
 KEY = "torch-compile-kit.swap"
@@ -21,33 +22,26 @@ MOST_BLOCKS = 1000
 
 
 class Swap(NamedTuple):
-    """What was asked of a patcher.
+    """What `swap_blocks` did."""
 
-    Args:
-        patcher: a clone of the given one, or that one where the host pages weights.
-        blocks: how many the model has.
-        swapped: of so many the weights are kept out of the GPU's memory; all, where more were asked for.
-        size: bytes that are kept out of the GPU's memory; None where the host pages weights, which does better.
-    """
-
-    patcher: Any
-    blocks: int
-    swapped: int
-    size: int | None
+    patcher: Any  # a clone; where the host pages weights, the patcher itself
+    blocks: int  # of the model
+    swapped: int  # of these; at most all
+    size: int | None  # bytes kept out of the GPU's memory; None where the host pages weights, which does better
 
 
 def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     """A clone that keeps as many bytes out of the GPU's memory as `blocks_to_swap` average blocks have.
 
     Raises:
-        InvalidSetting: it is no diffusion model, or the number is none.
+        InvalidSetting: `patcher` is no diffusion model, or `blocks_to_swap` is out of range.
     """
     check_model(patcher)
     check_whole("blocks_to_swap", blocks_to_swap, 0, MOST_BLOCKS)
     network = patcher.model.diffusion_model
     blocks = list(modules_at(network, plan_for(network)))
     swapped = min(blocks_to_swap, len(blocks))
-    if getattr(patcher, "is_dynamic", bool)():
+    if is_dynamic(patcher):
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of a node before

@@ -15,7 +15,6 @@ Eager: the layers break the graph, the rest of the block is compiled, as musubi-
 from __future__ import annotations
 
 import logging
-import weakref
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -26,10 +25,11 @@ from torch import nn
 
 from ...compile import compiled_code
 from ...forwards import exchanged
-from ...torch_settings import SharedScope
+from ...per_model import PerModel
+from ...torch_settings import SharedScope, attribute
 from ..adapter import host
 from .dynamic_vram import parameter
-from .partial_load import is_known
+from .partial_load import QUANTIZED, is_known
 
 logger = logging.getLogger("torch-compile-kit")
 # Classes of layers in which tracing has failed.
@@ -55,25 +55,20 @@ def _function(cls: type, name: str) -> object:
     return getattr(method, "__func__", method)
 
 
-def _leave_out(block: nn.Module) -> bool:
-    """A block could not be compiled: perhaps for its packed layers, which are not tried again; whether there are any."""
-    found = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
-    untraceable.update(found)
-    if found:
+def _exclude_packed_layers(block: nn.Module) -> bool:
+    """After a block failed to compile: have its packed layers run eager from now on; whether there are any."""
+    classes = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
+    untraceable.update(classes)
+    if classes:
         logger.info("%s could not be compiled with its packed layers: they run eager", type(block).__name__)
-    return bool(found)
+    return bool(classes)
 
 
-compiled_code.on_compile_failure.append(_leave_out)
+compiled_code.on_compile_failure.append(_exclude_packed_layers)
 
 
 class PackedWeights:
-    """The packed weights of one block that are not on the device: copied there for a call, as packed as they are.
-
-    Args:
-        modules: layers that `can_be_traced`.
-        device: where the model computes.
-    """
+    """The packed weights, in layers that `can_be_traced`, that are not on the device: copied there for a call, still packed."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device):
         self._device = device
@@ -86,19 +81,18 @@ class PackedWeights:
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """The parameters per module, on the device."""
         return [
-            (m, {name: p if p is None or p.device == self._device else parameter(p.to(self._device)) for name, p in found})
+            (m, {n: p if p is None or p.device == self._device else parameter(p.to(self._device)) for n, p in weights})
             for m in self._modules
-            for found in [list(m._parameters.items())]
+            for weights in [list(m._parameters.items())]
         ]
 
 
-_QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
 _host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
 
 
 def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):
-    """The host's function; for a quantised `input` called with what it would read off it."""
-    if _QUANTIZED and isinstance(input, _QUANTIZED):
+    """The host's function; a quantised `input` is replaced by its dtype and device."""
+    if isinstance(input, QUANTIZED):
         dtype = input.dtype if dtype is None else dtype
         bias_dtype = dtype if bias_dtype is None else bias_dtype
         device = input.device if device is None else device
@@ -106,30 +100,22 @@ def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **
     return _host_cast(s, input, dtype, device, bias_dtype, **kwargs)
 
 
-def _set_cast(function) -> None:
-    comfy.ops.cast_bias_weight = function
-
-
-_scope = SharedScope({"cast": (lambda: comfy.ops.cast_bias_weight, _set_cast)})
-_quantized: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
+_scope = SharedScope({"cast": attribute(comfy.ops, "cast_bias_weight")})
+_has_quantized = PerModel(lambda network: any(isinstance(p, QUANTIZED) for p in network.parameters()))
 
 
 def traceable_casts(network) -> AbstractContextManager:
-    """While it lasts, casts of quantised layers can be traced; nothing for a model that has none."""
-    if network not in _quantized:
-        _quantized[network] = bool(_QUANTIZED) and any(isinstance(p, _QUANTIZED) for p in network.parameters())
+    """A context in which casts of quantised layers can be traced; does nothing for a model without such layers."""
     # Another pack's replacement of the function stays in charge.
-    if _quantized[network] and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
+    if _has_quantized(network) and host().traceable_cast and comfy.ops.cast_bias_weight in (_host_cast, cast_bias_weight):
         return _scope.applied(cast=cast_bias_weight)
     return nullcontext()
 
 
 class EagerLayers:
-    """Some layers of one block, kept out of its graphs while it runs.
+    """Some layers of one block, kept out of its graphs while the block runs."""
 
-    Args:
-        layers: whose forward stays eager.
-    """
+    needed, paged, in_pages = True, False, False  # as of `BlockWeights`
 
     def __init__(self, layers: list[nn.Module]):
         self._eager = [(layer, torch.compiler.disable(layer.forward)) for layer in layers]
@@ -146,5 +132,5 @@ class EagerLayers:
 
 
 def linears(block: nn.Module) -> list[nn.Module]:
-    """The layers that hold most weights; by name, since quantised ones are no nn.Linear (comfy/ops.py)."""
+    """The layers that hold most weights; by name, since quantised layers are no nn.Linear (comfy/ops.py)."""
     return [m for m in block.modules() if type(m).__name__.endswith("Linear")]
