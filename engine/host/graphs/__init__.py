@@ -1,4 +1,1 @@
-"""When a call of the host's model may be replayed from a CUDA graph, and whether that pays.
-
-May import: `host/weights`, `host/`, `cuda_graphs` and what is below it. Door: `replay.graphed`.
-"""
+"""Replay calls of the host's model from CUDA graphs where that pays. May import: `host/weights` and what is below it."""

@@ -1,4 +1,4 @@
-"""The Triton kernels for channels_last, and getting them ready where nobody waits."""
+"""Compile the Triton kernels for channels_last on the worker thread."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MOST_TRIES = 3
 
 
 class _NormKernels:
-    """Triton compiles the kernels for channels_last when they first run: on the worker, where nobody waits."""
+    """Triton compiles a kernel when it first runs: `prepare` runs all of them on the worker, where no call waits."""
 
     def __init__(self) -> None:
         self.ready = False
@@ -34,7 +34,6 @@ class _NormKernels:
         self._tries = 0
 
     def prepare(self, device: torch.device) -> None:
-        """Have them made for that device in the background, unless they are or will be."""
         if self.ready or kernels() is None or is_capturing(device):
             return
         if self._job is not None and (not self._job.over or self._tries == MOST_TRIES):

@@ -21,7 +21,7 @@ from ...per_model import PerModel
 from ...settings import CompileSettings
 
 # Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
-SHARE = 0.3
+MAX_BACKLOG = 0.3
 # Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture
 # that fails can end the process, so other versions run without graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
@@ -42,9 +42,8 @@ def way_of_call(
 ) -> Way:
     """How the next call of the network runs; the answer changes once `measure` has timed a call.
 
-    Args:
-        synchronous: the call waits for code that is not compiled yet.
-        notes: gets the reason when the user has asked for graphs and there can be none.
+    `synchronous` calls wait for code that is not compiled yet. `notes` gets the reason why there can be no graphs, if the user
+    has asked for graphs.
     """
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
@@ -84,15 +83,10 @@ def no_graphs(device: torch.device) -> str | None:
 
 @dataclass
 class Payoff:
-    """Whether CUDA graphs pay for a model.
+    """Whether CUDA graphs pay for a model."""
 
-    Args:
-        calls: eager calls so far; the first also loads weights.
-        pays: None until `measure` has timed a call.
-    """
-
-    calls: int = 0
-    pays: bool | None = None
+    calls: int = 0  # eager calls so far; the first also loads weights
+    pays: bool | None = None  # None until `measure` has timed a call
 
 
 payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
@@ -107,7 +101,7 @@ def recall(network: nn.Module) -> bool | None:
 
 
 def measure(network: nn.Module, call: Callable[[], object]) -> object:
-    """Make an eager call, and see from the second on whether the GPU is still busy when all of it has been launched."""
+    """Make an eager call, and measure from the second on how long the GPU is busy after all of the call was launched."""
     payoff = payoff_of(network)
     payoff.calls += 1
     if payoff.calls == 1:
@@ -117,13 +111,13 @@ def measure(network: nn.Module, call: Callable[[], object]) -> object:
     result = call()
     launched = time.perf_counter()
     torch.cuda.synchronize()
-    behind = (time.perf_counter() - launched) / (launched - began)
-    payoff.pays = behind < SHARE
+    backlog = (time.perf_counter() - launched) / (launched - began)
+    payoff.pays = backlog < MAX_BACKLOG
     logger.info(
         "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
         "pay" if payoff.pays else "would not pay",
-        100 * behind,
+        100 * backlog,
     )
     cache = current()
     if cache is not None:
@@ -132,7 +126,7 @@ def measure(network: nn.Module, call: Callable[[], object]) -> object:
 
 
 def note(notes: list[str], text: str) -> None:
-    """Say it once, in the log and in the report."""
+    """Put `text` into the log and the report, once."""
     if text not in notes:
         notes.append(text)
         logger.info("%s", text)

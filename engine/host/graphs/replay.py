@@ -1,4 +1,17 @@
-"""Run the host's diffusion model, or a ControlNet, through CUDA graphs where that is safe, and say why where it is not."""
+"""Run the host's diffusion model, or a ControlNet, through CUDA graphs where that is safe, and say why where it is not.
+
+Life cycle of a call within `graphed`:
+
+1. `_run_inside` finds the function to capture: the network's forward, or `_forward` where a cache of steps wraps it.
+2. `_obstacle` and `value_key` decide whether the call can have a graph, and name the graph by all that the call depends on:
+   settings, options that the code reads, inputs, values on the modules. Without a key the call runs block by block.
+3. `ModelGraphs.call` runs the call plainly, captures it, or replays it. A plain call or a capture binds the blocks
+   (`run_bound`); a replay runs no Python of the model.
+4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
+
+Graphs go when weights or modules change (`ModelGraphs.check_model`), when memory is short (`Residency`), and when the host
+unloads the model (`watch_unloading`).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +25,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import comfy.model_management
 import comfy.model_patcher
 import torch
 from torch import nn
@@ -37,25 +49,18 @@ from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
 logger = logging.getLogger("torch-compile-kit")
-# What the `forward` of the host's models runs inside the wrappers of other nodes.
-INNER = "_forward"
-# So many calls of a model, one after the other, may be waited for until they are captured; seconds of each.
+INNER = "_forward"  # the `forward` of the host's models runs it inside the wrappers of other nodes
+# The gate holds the worker thread back for so many calls in a row that no graph was captured for, so many seconds each.
 PLAIN_CALLS, CALL_SECONDS = 3, 2.0
-# Entries that no code below `apply_model` can depend on but through the patcher's own machinery.
+# Entries that no code below `apply_model` can depend on but through the patcher's machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 # File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.
-_KNOWN_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper")}
+_HARMLESS_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper")}
 
 
 @contextmanager
 def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: list[str]) -> Iterator[None]:
-    """While it lasts, calls of `network` are captured and replayed.
-
-    Args:
-        binding: its blocks, bound only for calls that run them: a replay does not.
-        device: where it computes.
-        notes: gets the reason when a call cannot be captured.
-    """
+    """A context in which calls of `network` are captured and replayed; `notes` gets the reason where a call cannot be."""
     watch_unloading()
     # Also a method that its forward calls, for the length of a call (TeaCache).
     if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
@@ -72,7 +77,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
     if not code_of(network).look(network, look, False):
         graphs.model.obstacle = "the model cannot be looked at"
-    keep = functools.partial(_kept, pages, graphs, crowding_of(network)) if pages else lambda: nullcontext(True)
+    pinned = functools.partial(_pinned, pages, graphs, residency_of(network)) if pages else lambda: nullcontext(True)
 
     def graphed_call(forward, args, kwargs, wrapped=False):
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
@@ -80,7 +85,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         reason, key = _obstacle(network, options, wrapped), None
         code = code_of(network)
         generation = functools.partial(code.generation, norm_kernels.ready)
-        # Part of the key: a capture bears no kernel that has never run.
+        # Part of the key: a kernel that has never run cannot be captured.
         fast = has_convolutions(network) and (binding.call.synchronous or generation()[1])
         if reason is None:
             try:
@@ -109,7 +114,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
         if graphs.plain_calls < PLAIN_CALLS and key not in graphs.graphs and key not in graphs.failures:
             gate.hold(CALL_SECONDS)  # launching kernel by kernel beside the worker takes several times as long
-        result = graphs.call(key, run_bound, args, kwargs, fixed, keep, generation, lambda: binding.call.uncompiled)
+        result = graphs.call(key, run_bound, args, kwargs, fixed, pinned, generation, lambda: binding.call.uncompiled)
         if key in graphs.graphs:  # a replay needs no Python to speak of
             gate.open()
         graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
@@ -121,12 +126,12 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
 
 def _run_inside(network: nn.Module, call: Callable, forward: Callable, *args, **kwargs) -> object:
-    """A call of the model through `call(forward, args, kwargs)`. Where a cache of steps wraps it, of what the host runs inside
-    of that (comfy/patcher_extension.py, `WrapperExecutor`): what the cache decides stays outside.
+    """A call of the model through `call(forward, args, kwargs)`. Where a cache of steps wraps the model, `call` gets the
+    function inside the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
     """
     kind: Any = type(network)
     wrappers = _wrappers(kwargs.get("transformer_options") or {})
-    names = _inner_names(kind) if wrappers and all(map(_is_known, wrappers)) else None
+    names = _inner_names(kind) if wrappers and all(map(_is_harmless, wrappers)) else None
     if names is None:
         return call(forward, args, kwargs)
     inner = getattr(network, INNER)
@@ -140,7 +145,7 @@ def _run_inside(network: nn.Module, call: Callable, forward: Callable, *args, **
 
 @functools.cache
 def _inner_names(kind: Any) -> tuple[str, ...] | None:
-    """Names of what the host's models take in `_forward`, which their `forward` hands to wrappers; None for other models."""
+    """Names of the parameters of `_forward`, which `forward` of the host's models hands to wrappers; None for other models."""
     forward: object = kind.forward
     inner: object = getattr(kind, INNER, None)
     if not isinstance(forward, types.FunctionType) or not isinstance(inner, types.FunctionType):
@@ -154,39 +159,34 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
 
 
 def _wrappers(options: dict) -> list[object]:
-    """Of other nodes, around the model."""
+    """Wrappers of other nodes around the model."""
     return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
 
 
-def _is_known(wrapper: object) -> bool:
+def _is_harmless(wrapper: object) -> bool:
     code = getattr(wrapper, "__code__", None)
-    return code is not None and (Path(code.co_filename).name, code.co_name) in _KNOWN_WRAPPERS
+    return code is not None and (Path(code.co_filename).name, code.co_name) in _HARMLESS_WRAPPERS
 
 
 @dataclass
-class Crowding:
-    """Whether there is room for all weights.
+class Residency:
+    """Whether all paged weights of a model fit into memory."""
 
-    Args:
-        absences: calls of this run, one after the other, for which not all paged weights were in memory.
-        crowded: they do not all fit.
-    """
-
-    absences: int = 0
+    missed_calls: int = 0  # of this run, in a row: not all weights were in memory
     crowded: bool = False
 
 
 @contextmanager
-def _kept(pages: AllPages, graphs: ModelGraphs, crowding: Crowding) -> Iterator[bool]:
-    """Keep the weights in memory during a capture or a replay; yields whether they are there."""
+def _pinned(pages: AllPages, graphs: ModelGraphs, residency: Residency) -> Iterator[bool]:
+    """Keep the weights in memory during a capture or a replay; yields whether all of them are there."""
     pinned = pages.pin()
     try:
-        crowding.absences = 0 if pinned else crowding.absences + 1
-        room = pages.have_room()
-        crowding.crowded = not pinned and (crowding.crowded or (crowding.absences > 1 and not room))
-        if crowding.crowded and graphs.graphs:
-            graphs.drop()  # their memory is better used for weights
-        elif crowding.absences > 1 and room:  # something that was used once is not used any more
+        residency.missed_calls = 0 if pinned else residency.missed_calls + 1
+        have_room = pages.have_room()
+        residency.crowded = not pinned and (residency.crowded or (residency.missed_calls > 1 and not have_room))
+        if residency.crowded and graphs.graphs:
+            graphs.drop()  # the graphs' memory is better used for weights
+        elif residency.missed_calls > 1 and have_room:  # a layer that was used once is not used any more
             graphs.drop()
             pages.learn(anew=True)
         yield pinned is not None
@@ -207,16 +207,15 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
 
 
 def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
-    """A call of the model with channels_last convolutions, unless something in it cannot work with them."""
+    """A call of the model with channels_last convolutions, unless a module cannot work with them."""
     if not runs_channels_last(network):
         return forward(*args, **kwargs)
-    options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # which it may write to
-    once, given = copied_containers((args, {name: value for name, value in kwargs.items() if name not in options}))
+    options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # the model may write to it
+    args_copy, kwargs_copy = copied_containers((args, {name: v for name, v in kwargs.items() if name not in options}))
     try:
-        return run_channels_last(kernels(), forward, once, given | options)
+        return run_channels_last(kernels(), forward, args_copy, kwargs_copy | options)
     except Exception as error:
-        passed_on = (BlockCompileError, comfy.model_management.InterruptProcessingException)
-        if never_swallowed(error) or isinstance(error, passed_on) or torch.cuda.is_current_stream_capturing():
+        if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise
         result = forward(*args, **kwargs)  # an error of the model itself comes again here
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
@@ -226,7 +225,7 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
 
 
 def runs_channels_last(network: nn.Module) -> bool:
-    """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with it."""
+    """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with them."""
     return kernels() is not None and not no_channels_last(network)
 
 
@@ -235,7 +234,7 @@ has_convolutions = PerModel(lambda network: any(map(is_convolutional, modules_at
 # Why a model cannot run channels_last.
 no_channels_last: PerModel[list[str]] = PerModel(lambda _network: [])
 pages_of = PerModel(AllPages)
-crowding_of = PerModel(lambda _network: Crowding())
+residency_of = PerModel(lambda _network: Residency())
 read_of = PerModel(lambda _network: Read())
 
 
@@ -244,10 +243,10 @@ _watchers: list[Callable] = []
 
 
 def watch_unloading() -> None:
-    """Until no model has graphs any more, they go when the host unloads their model, their memory being wanted elsewhere.
+    """Wrap `ModelPatcher.detach`, until no model has graphs any more: graphs go when the host unloads their model.
 
-    The host tells that to callbacks of the patcher by which the model was loaded last: where the node is bypassed, and in
-    another branch of the workflow, it is one that knows nothing of ours.
+    ON_DETACH callbacks do not do: the host calls those of the patcher by which the model was loaded last, which where the node
+    is bypassed, or in another branch of the workflow, has no callback of this pack.
     """
     hosts_detach = comfy.model_patcher.ModelPatcher.detach
     if hosts_detach in _watchers:
@@ -270,31 +269,30 @@ def watch_unloading() -> None:
 def _forget_graphs(model: Any) -> None:
     networks = model, getattr(model, "diffusion_model", None)
     for network, graphs in graphs_of.items():
-        if any(network is one for one in networks):
+        if any(network is unloaded for unloaded in networks):
             graphs.drop()
 
 
 def new_run(network: nn.Module) -> None:
-    """A sampling run begins: the host has loaded the model, weights may have moved since the last."""
+    """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
     graphs.new_run()
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     pages_of(network).new_run(network)
-    crowding_of(network).absences = 0
+    residency_of(network).missed_calls = 0
 
 
 def graphs_summary(network: nn.Module) -> list[str]:
-    """For the report."""
     graphs = graphs_of(network)
     lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
-    if crowding_of(network).crowded:
+    if residency_of(network).crowded:
         lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
 
 def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
-    """Why a replay might not do what a call does; `inside`: the call is one that the model's wrappers make."""
+    """Why a replay might not do what a call does; `inside`: the model's wrappers make the call."""
     if _wrappers(options) and not inside:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
@@ -309,21 +307,19 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
 
 
 def kept_options(network: nn.Module, options: dict) -> dict:
-    """What of the options a call depends on."""
-    read = read_of(network).keys
-    return {
-        name: value for name, value in options.items() if name not in _MACHINERY and (name not in BOOKKEEPING or name in read)
-    }
+    """The options that a call depends on."""
+    ignored = _MACHINERY | (BOOKKEEPING - read_of(network).keys)
+    return {name: value for name, value in options.items() if name not in ignored}
 
 
 @dataclass
 class Read:
-    """What the code of a network reads of the options, and the functions that were looked at for it."""
+    """The options that the code of a network reads, and the functions whose code that is."""
 
     functions: list | None = None
     keys: frozenset[str] = BOOKKEEPING
 
     def look(self, network: nn.Module, functions: list | None) -> None:
-        """Again when one has been replaced; not while our own are in the blocks."""
+        """Look again when a function was replaced; not while blocks are bound."""
         if functions != self.functions:
             self.functions, self.keys = functions, keys_read(network)

@@ -1,4 +1,1 @@
-"""The faster memory layout for a workflow's VAE, kept where it was measured to pay.
-
-May import: `host/graphs` and what is below it. Door: `attach.attach_vae`.
-"""
+"""Run a workflow's VAE in the faster memory layout. May import: `host/graphs` and what is below it."""

@@ -1,7 +1,8 @@
-"""A VAE whose images lie channels_last in memory while it decodes and encodes, where that is faster.
+"""Decode and encode with images channels_last in memory, where that is faster for a VAE.
 
 cuDNN's convolutions for 16-bit numbers want that layout and else convert at each call. Nothing is compiled: compiling the whole
-decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61).
+decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61). `Trial` measures which layout is
+faster on calls that are made anyway: nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -28,18 +29,16 @@ from ...forwards import is_of_class
 from ...notices.status import Line
 from ...notices.words import told
 from ...torch_compat import private
-from ..adapter import forbids_threads
+from ..adapter import forbids_threads, set_callbacks
 from ..graphs.norm_kernels import kernels, norm_kernels
 
 KEY = "torch-compile-kit"
 logger = logging.getLogger(KEY)
-# What of a VAE's network the host calls (comfy/sd.py), by the word for it.
+# The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
-
-# The ways of the first calls of a shape: the plain one first, for which nobody waits, and each once before it is timed.
+# Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.
 TURNS = (False, True, True, False)
-# Taken only where it needs at most this share of the plain way's time.
-WORTH = 0.95
+WORTH = 0.95  # channels_last stays if it needs at most this share of the plain way's time
 _TEXTS: dict[str, tuple[Callable[..., list], Callable[..., list]]] = {
     "decoding": (lambda *values: told("decodingFaster", *values), lambda *values: told("decodingSame", *values)),
     "encoding": (lambda *values: told("encodingFaster", *values), lambda *values: told("encodingSame", *values)),
@@ -47,7 +46,7 @@ _TEXTS: dict[str, tuple[Callable[..., list], Callable[..., list]]] = {
 
 
 class Timer:
-    """Seconds on the device between two moments of its stream, once it has passed both; the CPU is not made to wait."""
+    """Seconds between two moments of the device's stream; the CPU does not wait."""
 
     def __init__(self, device: torch.device):
         self._on_gpu = device.type == "cuda"
@@ -64,9 +63,7 @@ class Timer:
         self._marks.append(self._mark())
 
     def seconds(self) -> float | None:
-        """None: it is not there yet, or the call ended with an error."""
-        if len(self._marks) < 2:
-            return None
+        """None: the stream has not passed the end."""
         begin, end = self._marks
         if not self._on_gpu:
             return end - begin
@@ -74,82 +71,58 @@ class Timer:
 
 
 @dataclass
-class _Shape:
-    turn: int = 0
-    timers: dict[bool, Timer] = field(default_factory=dict)
-
-
-@dataclass
 class Trial:
-    """Plain, other, other, plain: then the faster way, for all shapes.
-
-    Args:
-        other: whether the other way is taken; None: not known yet.
-        plain_seconds, other_seconds: what decided.
-        timer: starts a `Timer`.
-    """
+    """Plain, other, other, plain: then the faster way, for all shapes."""
 
     timer: Callable[[], Timer]
-    other: bool | None = None
+    other: bool | None = None  # whether the other way is taken; None: not decided
     plain_seconds: float = 0.0
     other_seconds: float = 0.0
-    _shapes: dict[Hashable, _Shape] = field(default_factory=dict)
+    _timers: dict[Hashable, list[Timer]] = field(default_factory=dict)  # of each shape, in the order of TURNS
 
     def next(self, shape: Hashable, possible: bool) -> bool:
-        """Whether this call goes the other way.
-
-        Args:
-            possible: it can; else its turn comes later.
-        """
+        """Whether this call goes the other way; where that is not `possible`, its turn comes later."""
         if self.other is None:
             self._decide()
         if self.other is not None:
             return self.other and possible
-        seen = self._shapes.setdefault(shape, _Shape())
-        return possible and seen.turn < len(TURNS) and TURNS[seen.turn]
+        turn = len(self._timers.setdefault(shape, []))
+        return possible and turn < len(TURNS) and TURNS[turn]
 
     @contextmanager
     def timed(self, shape: Hashable, way: bool) -> Iterator[None]:
-        """Around that call; one that ends with an error is not counted."""
-        seen = self._shapes.get(shape)
-        if self.other is not None or seen is None or seen.turn >= len(TURNS) or TURNS[seen.turn] != way:
+        """Around a call; a call that ends with an error is not counted."""
+        timers = self._timers.get(shape)
+        if self.other is not None or timers is None or len(timers) >= len(TURNS) or TURNS[len(timers)] != way:
             yield
             return
         timer = self.timer()
         yield
         timer.stop()
-        seen.timers[way] = timer  # the second of each way replaces the first
-        seen.turn += 1
+        timers.append(timer)
 
     def give_up(self) -> None:
         """The other way does not work here."""
         self.other = False
-        self._shapes.clear()
+        self._timers.clear()
 
     def _decide(self) -> None:
-        for seen in self._shapes.values():
-            if seen.turn < len(TURNS):
+        for timers in self._timers.values():
+            if len(timers) < len(TURNS):
                 continue
-            plain, other = (seen.timers[way].seconds() for way in (False, True))
+            other, plain = (timer.seconds() for timer in timers[2:])
             if plain is not None and other is not None:
                 self.plain_seconds, self.other_seconds = plain, other
                 self.other = other <= WORTH * plain
-                self._shapes.clear()
+                self._timers.clear()
                 return
 
 
 class LaidOut:
-    """One function of a VAE's network, in whichever layout is faster.
-
-    Args:
-        name: of `FUNCTIONS`.
-        function: of the network, as it was. A method is held without the network, on which this object is set: a circle would
-            keep that in memory until garbage is collected.
-        device: where the VAE runs.
-        line: of the node in the page.
-    """
+    """One function of a VAE's network, in whichever layout is faster."""
 
     def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
+        # This object is set on the network: a reference to the network would keep both until garbage is collected.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
         self._word, self.line = FUNCTIONS[name], line
         self.trial = Trial(lambda: Timer(device))
@@ -165,10 +138,10 @@ class LaidOut:
         shape = (tuple(x.shape), x.dtype)
         # Our kernels have no backward.
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
-        way = self.trial.next(shape, possible)
+        channels_last = self.trial.next(shape, possible)
         self._tell()
         why = None
-        if way:
+        if channels_last:
             try:
                 with self.trial.timed(shape, True):
                     return run_channels_last(kernels(), self.function, (x, *args), kwargs, video=True)
@@ -187,7 +160,6 @@ class LaidOut:
         return result
 
     def _tell(self) -> None:
-        """Once it is known."""
         trial = self.trial
         if self._told or trial.other is None or not trial.plain_seconds:
             return
@@ -199,45 +171,35 @@ class LaidOut:
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:
-    """The VAE with its functions laid out; the one given stays as it is, its weights are shared.
+    """A copy of `vae` (comfy.sd.VAE) with its functions laid out; weights are shared.
 
-    Args:
-        vae: of the host (comfy.sd.VAE).
-        node: whose line in the page tells what was found.
+    The page shows in the node whose id is `node` which layout is faster.
 
     Raises:
-        InvalidSetting: it is no VAE of the host.
+        InvalidSetting: `vae` is no VAE of the host.
     """
     network: Any = getattr(vae, "first_stage_model", None)
     patcher: Any = getattr(vae, "patcher", None)
     if not isinstance(network, nn.Module) or not hasattr(patcher, "add_object_patch"):
         raise InvalidSetting("vae", vae, "connect a VAE, such as that of Load VAE.")
-    found = copy.copy(vae)
-    found.torch_compile_kit_line = line = Line(node)
+    clone = copy.copy(vae)
+    clone.torch_compile_kit_line = line = Line(node)
     reason = left_alone(vae)
     if reason is not None:
         line.put("decoding", told("vaeLeft", reason))
-        return found
-    prepare_kernels(vae.device)
-    found.patcher = patcher.clone()
-    found.patcher.remove_callbacks_with_key(CallbacksMP.ON_CLONE, KEY)
-    found.patcher.add_callback_with_key(CallbacksMP.ON_CLONE, KEY, _bind_to_copy)
-    found.patcher.remove_callbacks_with_key(CallbacksMP.ON_DETACH, KEY)
-    found.patcher.add_callback_with_key(CallbacksMP.ON_DETACH, KEY, _forget_own_methods)
+        return clone
+    if not forbids_threads():
+        norm_kernels.prepare(vae.device)
+    clone.patcher = patcher.clone()
+    set_callbacks(clone.patcher, KEY, {CallbacksMP.ON_CLONE: _bind_to_copy, CallbacksMP.ON_DETACH: _remove_own_methods})
     for name in FUNCTIONS:
         function = patcher.object_patches.get(name) or getattr(network, name, None)
         if isinstance(function, LaidOut):  # of a node before
             function = function.function
         if callable(function):
-            found.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
+            clone.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
     line.put("decoding", told("vaeReady"))
-    return found
-
-
-def prepare_kernels(device: torch.device) -> None:
-    """Have them made, if a thread may."""
-    if not forbids_threads():
-        norm_kernels.prepare(device)
+    return clone
 
 
 def _bind_to_copy(patcher: Any, clone: Any) -> None:
@@ -250,16 +212,16 @@ def _bind_to_copy(patcher: Any, clone: Any) -> None:
             clone.add_object_patch(name, LaidOut(name, getattr(clone.model, name), clone.load_device, laid_out.line))
 
 
-def _forget_own_methods(patcher: Any, *_: object) -> None:
-    """An ON_DETACH callback, also called when a patcher is freed: taking ours back, the host leaves a method on its network,
-    which keeps that in memory until garbage is collected."""
+def _remove_own_methods(patcher: Any, *_: object) -> None:
+    """An ON_DETACH callback, also called when a patcher is freed: where the host takes a LaidOut off a network, a bound method
+    stays on the network and keeps it in memory until garbage is collected."""
     for name in FUNCTIONS:
         if is_of_class(patcher.model, name, vars(patcher.model).get(name)):
             delattr(patcher.model, name)
 
 
 def left_alone(vae: Any) -> list | None:
-    """Why such a VAE runs as it is (see `words.told`); None: it need not."""
+    """Why channels_last is not tried for the VAE (see `words.told`), or None."""
     if vae.device.type != "cuda" or kernels() is None:
         return told("vaeNoGpu")
     if vae.vae_dtype not in DTYPES:
