@@ -1,4 +1,1 @@
-"""What the nodes do: sample, warm up, measure, save and load caches.
-
-May import: everything of the engine. Doors: the functions that `nodes/` calls.
-"""
+"""Sample, warm up, measure, save and load caches, for `nodes/`. May import: everything of the engine."""

@@ -50,19 +50,13 @@ def benchmark(
     trace: bool = False,
     latent: dict | None = None,
 ) -> BenchmarkResult | None:
-    """Sample in alternating eager and compiled rounds after warming both.
+    """Sample in alternating eager and compiled rounds after warming both; None if the model is not compiled.
 
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
-
-    Args:
-        size: what to sample, unless there is a `latent`.
-        trace: record one step of each, into the output folder.
-
-    Returns:
-        None if the model is not compiled.
+    A `latent` is sampled in place of `size`; `trace` records one step of each into the output folder.
 
     Raises:
-        InvalidSetting: an input is nothing that can be sampled, or the model cannot take the size.
+        InvalidSetting: an input cannot be sampled, or the model cannot take the size.
     """
     check_model(patcher)
     check_sampling(positive, negative, cfg, latent)
@@ -82,7 +76,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
     patcher, (_, cfg, latent) = session.patcher, session.inputs
     shape = latent["samples"].shape
     network = diffusion_model(patcher)
-    session.run("eager", WARM_STEPS)  # first, so that loading the weights is not held against compiling
+    session.run("eager", WARM_STEPS)  # first: loads the weights
     before, hits = stats_for(network, settings), _hits()
     first_steps, _ = session.run("compiled", WARM_STEPS)
     warm = stats_for(network, settings)
@@ -118,7 +112,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
 
 
 class _Session:
-    """Both ways to run one model, with the same inputs: conditioning (positive and negative), cfg and latent."""
+    """Both ways to run one model, with the same inputs: conditioning (positive and negative), cfg, latent."""
 
     def __init__(self, patcher, inputs: tuple[tuple[list, list], float, dict], progress: comfy.utils.ProgressBar):
         self.patcher, self.inputs, self._progress = patcher, inputs, progress
@@ -169,7 +163,7 @@ def _traced(session: _Session, label: str) -> Trace:
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
-    """What else the two sides have apart or in common, where a reader could think otherwise."""
+    """Settings that differ between the two sides or not, where a reader could expect otherwise."""
     on = [name for name in ("allow_tf32", "cudnn_benchmark") if getattr(settings, name)]
     notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile Model."] if on else []
     if settings.block_swap == "auto" and notes_on(patcher.model):

@@ -32,7 +32,7 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 
 
 def cache_files() -> list[str]:
-    """The cache files that the user has put or saved into the folder, newest first."""
+    """The names of the cache files in the folder, newest first."""
     try:
         files = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
     except OSError:
@@ -41,11 +41,7 @@ def cache_files() -> list[str]:
 
 
 def plain_name(filename: str) -> str:
-    """The name without its suffix.
-
-    Raises:
-        InvalidSetting: it is none for a file in the user's folder.
-    """
+    """The name without its suffix; raises InvalidSetting if no file of the user's folder can have that name."""
     check_text("filename", filename)
     name = filename.strip().removesuffix(SUFFIX)
     if not _PLAIN_NAME.fullmatch(name):
@@ -58,12 +54,8 @@ def plain_name(filename: str) -> str:
 def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """Write what has been compiled for a model into one file in the user's folder.
 
-    Args:
-        patcher: a model behind Torch Compile Model, warmed up.
-        filename: a plain name, with or without `.tckcache`.
-
     Returns:
-        The file, and a sentence about it; None where inductor is not to compile the model.
+        The file, or None where inductor does not compile the model, and a sentence.
 
     Raises:
         InvalidSetting: `filename` is no plain name, or inductor has compiled nothing for the model yet.
@@ -83,19 +75,12 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             model_name(patcher),
             "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
         )
-    return _write(
-        name, [(model_name(patcher), network, groups)], watch_of(network).compiled_for.get(settings.settings_key(), [])
-    )
+    infos = watch_of(network).compiled_for.get(settings.settings_key(), [])
+    return _write(name, [(model_name(patcher), network, groups)], infos)
 
 
 def save_all(filename: str) -> str:
-    """Write what inductor has compiled for all models in memory into one file in the user's folder.
-
-    Args:
-        filename: a plain name, with or without `.tckcache`.
-
-    Returns:
-        A sentence about the file.
+    """Write what inductor has compiled for all models in memory into one file; returns a sentence about the file.
 
     Raises:
         InvalidSetting: `filename` is no plain name.
@@ -116,14 +101,14 @@ def save_all(filename: str) -> str:
 
 
 def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
-    """A file for the code of some groups of each of these models, which have names."""
+    """Write the code of groups of models, each with a title for the file's header."""
     cache = open_users_cache()
     if cache is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     try:
-        with suppress(NoRightsError):  # nothing in it is run from there
+        with suppress(NoRightsError):  # nothing is run from this folder
             close_to_others(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
@@ -135,11 +120,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
 
 
 def load_cache(filename: str) -> str:
-    """Unpack a file of the user's folder into the cache. A file that cannot be used is no error: blocks compile as ever.
-
-    Returns:
-        What was loaded, or why not.
-    """
+    """Unpack a file of the user's folder into the cache; says what was loaded, or why not: blocks then compile as ever."""
     if filename == NO_FILE:
         return "No file chosen: blocks compile as ever."
     cache = open_users_cache()
@@ -165,7 +146,7 @@ def _load(file: Path, cache: DiskCache) -> CacheFile:
     """Raises: CacheFileError, see `load_cache_file`; OSError: the folder is another user's, or the file cannot be read."""
     try:
         close_to_others(file.parent)
-    except NoRightsError:  # what is checked must be what is used
+    except NoRightsError:  # check and use the same bytes: a private copy
         with tempfile.TemporaryDirectory(prefix="incoming-", dir=cache.root) as private:
             return load_cache_file(Path(shutil.copyfile(file, Path(private, file.name))), cache)
     if not file.exists():
@@ -180,7 +161,7 @@ def _untrusted(file: Path) -> CacheFileError:
 
 
 def state_of(filename: str) -> str:
-    """Changes when the file does."""
+    """A text that changes when the file does."""
     if filename not in cache_files():
         return ""
     stat = (kit_folder() / filename).stat()
@@ -188,6 +169,5 @@ def state_of(filename: str) -> str:
 
 
 def pack_version() -> str:
-    """As in pyproject.toml."""
     text = (Path(__file__).resolve().parents[3] / "pyproject.toml").read_text(encoding="utf-8")
     return re.findall(r'^version = "(.+)"', text, re.MULTILINE)[0]

@@ -18,15 +18,10 @@ SECONDS_BETWEEN_TEXTS = 1.0
 
 
 class WarmupProgress:
-    """A context: while it lasts, the node tells what is going on, which of how many, and for how long.
+    """A context in which the node shows what the warmup is doing, at which size of how many, and for how long.
 
-    Args:
-        sizes: how many sizes there are.
-        steps: of the sampler, for each size.
-        classes: of the blocks; the bar has a part for each, beside those of the steps.
-        inductor: compiles them.
-        node_id: of the node that shows the text, in the page that has queued the prompt: another workflow may have a node of
-            the same id. Without one, or where no page listens, nothing is shown.
+    The bar has a part for each step of a size and for each class of blocks. The text goes only to the page that has queued the
+    prompt: another workflow may have a node of the same id.
     """
 
     def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
@@ -59,7 +54,6 @@ class WarmupProgress:
         self._say(say("stopped" if exc[0] is not None else "warm"), compiled if self._graphs else say("noGraph"))
 
     def begin(self, label: str, index: int) -> None:
-        """A size begins: the `index`th from 0."""
         # Without "(latent_image)": the page has room for two lines.
         self._size = say("sizeOf", label.partition(" (")[0], index + 1, self._sizes)
         self._seen, self._part = [], 0
@@ -68,10 +62,10 @@ class WarmupProgress:
 
     def step(self) -> None:
         self._stepped = True
-        self._go_on()
+        self._advance()
 
     def end(self, index: int) -> None:
-        """A size is over, which may have taken fewer steps, or none if it was warm."""
+        """A size is over; it may have taken fewer steps, or none if it was warm."""
         self._bar.update_absolute((index + 1) * self._in_each)
 
     def _on_compile(self, block: str | None) -> None:
@@ -80,17 +74,17 @@ class WarmupProgress:
             self._graphs += 1
             if block not in self._seen:
                 self._seen.append(block)
-                self._go_on()
+                self._advance()
         self._tell()
 
-    def _go_on(self) -> None:
-        """A part more of this size, but for the last: a size may take more steps, and is not over before its end."""
+    def _advance(self) -> None:
+        """Fill one more part of this size, but never the last: a size may take more steps."""
         if self._part < self._in_each - 1:
             self._part += 1
             self._bar.update(1)
 
     def _tick(self) -> None:
-        """The seconds go on while PyTorch compiles on the other thread."""
+        """Update the seconds while PyTorch compiles on the other thread."""
         while not self._ended.wait(SECONDS_BETWEEN_TEXTS):
             self._tell()
 

@@ -1,6 +1,6 @@
-"""Files of trainers that saved a compiled model: their keys hold `_orig_mod`, which no loader of the host knows.
+"""Repair files of trainers that saved a compiled model: their keys hold `_orig_mod`, which no loader of the host accepts.
 
-PyTorch's wrapper of a compiled module is called so (torch/_dynamo/eval_frame.py, `OptimizedModule`). Renaming the keys is all
+PyTorch's wrapper of a compiled module has that name (torch/_dynamo/eval_frame.py, `OptimizedModule`). Renaming the keys is all
 that such a file needs: the header is written anew, the weights are copied as they are.
 """
 
@@ -18,32 +18,23 @@ from ...errors import InvalidSetting
 from ...notices.words import say
 
 KINDS = ("loras", "diffusion_models", "checkpoints")
-# In keys of modules, and in those of LoRA files, where dots are underscores.
-_WRAPPER = re.compile(r"_orig_mod[._]")
-# Longer than that of any model.
-_LONGEST_HEADER = 100 * 2**20
+_WRAPPER = re.compile(r"_orig_mod[._]")  # in keys of LoRA files dots are underscores
+_MAX_HEADER = 100 * 2**20  # bytes; longer than that of any model
 
 
 def files() -> list[str]:
-    """What can be chosen: `KIND/NAME` of each .safetensors file of the host's folders."""
+    """`KIND/NAME` of each .safetensors file of the host's folders."""
     return [
         f"{kind}/{name}" for kind in KINDS for name in folder_paths.get_filename_list(kind) if name.endswith(".safetensors")
     ]
 
 
 def plain_key(key: str) -> str:
-    """The key without what compiling has put into it."""
     return _WRAPPER.sub("", key)
 
 
 def repair(choice: str) -> tuple[Path, str]:
-    """Write a copy of the file with plain keys beside it, unless it has them.
-
-    Args:
-        choice: of `files`.
-
-    Returns:
-        The file that can be loaded, and a sentence.
+    """Write a copy with plain keys beside the file, unless the file has them; returns the file to load, and a sentence.
 
     Raises:
         InvalidSetting: no such file, no safetensors file, two of its keys would be one, or the copy is there already.
@@ -77,16 +68,16 @@ def repair(choice: str) -> tuple[Path, str]:
 
 def _path_of(choice: str) -> Path:
     kind, _, name = choice.partition("/")
-    found = folder_paths.get_full_path(kind, name) if kind in KINDS else None
-    if found is None or not name.endswith(".safetensors"):
+    path = folder_paths.get_full_path(kind, name) if kind in KINDS else None
+    if path is None or not name.endswith(".safetensors"):
         raise InvalidSetting("file", choice, f"use a .safetensors file of {', '.join(KINDS)}.")
-    return Path(found)
+    return Path(path)
 
 
 def _read_header(source, choice: str) -> dict[str, object]:
     try:
         length = int.from_bytes(source.read(8), "little")
-        header = json.loads(source.read(length)) if length <= _LONGEST_HEADER else None
+        header = json.loads(source.read(length)) if length <= _MAX_HEADER else None
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):

@@ -42,36 +42,36 @@ def latent_shape(patcher, size: Size) -> list[int]:
             raise InvalidSetting(name, value, f"too small for this model; use at least {ratio} pixels.")
     shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
     if dimensions == 3:
-        shape.insert(2, (size.length - 1) // _frames_in_one(patcher) + 1)
+        shape.insert(2, (size.length - 1) // _frames_per_latent(latent_format) + 1)
     elif size.length > 1:
         raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
     device = comfy.model_management.intermediate_device()
-    needed, there = 4 * math.prod(shape), comfy.model_management.get_total_memory(device)
-    if needed > there:  # an allocator that promises more than there is has the system end the process
+    needed, total = 4 * math.prod(shape), comfy.model_management.get_total_memory(device)
+    if needed > total:  # with overcommitted memory the system would end the process
         raise InvalidSetting(
-            "size", size.label(), f"its latent alone takes {needed / GIB:,.0f} GiB; {device} has {there / GIB:,.0f} GiB."
+            "size", size.label(), f"its latent alone takes {needed / GIB:,.0f} GiB; {device} has {total / GIB:,.0f} GiB."
         )
     return shape
 
 
-def _frames_in_one(patcher) -> int:
-    """Frames of a video for each of its latent after the first."""
-    return getattr(patcher.get_model_object("latent_format"), "temporal_downscale_ratio", 1)
+def _frames_per_latent(latent_format) -> int:
+    """Frames of a video for each frame of its latent after the first."""
+    return getattr(latent_format, "temporal_downscale_ratio", 1)
 
 
 def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
     """What to sample (`samples` and, or None, `noise_mask`) and its name for reports.
 
-    Args:
-        latent: a LATENT, sampled in place of `size`, and fitted to the model as by the host's KSampler (common_ksampler).
+    A `latent` is sampled in place of `size`, fitted to the model as by the host's KSampler (common_ksampler).
 
     Raises:
         InvalidSetting: the model cannot make that size.
     """
-    ratio = patcher.get_model_object("latent_format").spacial_downscale_ratio
-    if latent is None:  # latents are whole, so that a size between two is rounded, as by the host's nodes
+    latent_format = patcher.get_model_object("latent_format")
+    ratio = latent_format.spacial_downscale_ratio
+    if latent is None:  # a size between two latents is rounded, as by the host's nodes
         shape = latent_shape(patcher, size)
-        length = (shape[2] - 1) * _frames_in_one(patcher) + 1 if len(shape) == 5 else 1
+        length = (shape[2] - 1) * _frames_per_latent(latent_format) + 1 if len(shape) == 5 else 1
         sampled = Size(shape[-1] * ratio, shape[-2] * ratio, length, size.batch)
         label = sampled.label() if sampled == size else f"{sampled.label()} (rounded from {size.label().partition(' ')[0]})"
         samples = torch.zeros(shape, device=comfy.model_management.intermediate_device())
@@ -108,12 +108,9 @@ def sample(
     callback: Callable[..., None],
     sampler: comfy.samplers.Sampler | None = None,
 ) -> torch.Tensor:
-    """Sample with seed 0 and leave the random state as it was; returns the final latent, shaped as that of `latent`.
+    """Sample `latent` (see `labelled_latent`) with seed 0, and restore the random state; returns the final latent.
 
-    Args:
-        latent: see `labelled_latent`.
-        callback: called by the host after each step, the number of the step first; may raise to stop.
-        sampler: euler if None.
+    The host calls `callback` after each step, the number of the step first; it may raise to stop.
     """
     devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
@@ -134,17 +131,11 @@ def sample(
 
 @dataclass
 class Calls:
-    """What a run of the sampler did with the model.
+    """What a run of the sampler did with the model."""
 
-    Args:
-        joined: prompt and negative, or several prompts, ran as one batch.
-        early: the first call in a range of the schedule compiled something.
-        late: one of the calls after that did.
-    """
-
-    joined: bool = False
-    early: bool = False
-    late: bool = False
+    joined: bool = False  # several prompts ran as one batch
+    early: bool = False  # the first call in a range of the schedule compiled something
+    late: bool = False  # a later call did
 
     def __call__(self, executor, *args, **kwargs):
         """An APPLY_MODEL wrapper of the host."""
@@ -162,12 +153,9 @@ def sample_once(
     each_prompt_alone: bool = False,
     steps: int = STEPS,
 ) -> Calls:
-    """Sample `steps` steps for each range of the schedule.
+    """Sample `steps` steps for each range of the schedule; `on_step` may raise to stop.
 
-    Args:
-        latent: see `labelled_latent`.
-        on_step: called after each step; may raise to stop.
-        each_prompt_alone: run each prompt in a call of its own, as the sampler does when memory is too short for all at once.
+    With `each_prompt_alone` each prompt runs in a call by itself, as when memory is too short for all at once.
     """
     calls = Calls()
     patcher = patcher.clone()
@@ -190,7 +178,7 @@ def sample_once(
 
 
 def _one_by_one(executor, model, conditions: list, *args: object) -> list:
-    """A CALC_COND_BATCH wrapper of the host: each condition by itself, whatever memory there is."""
+    """A CALC_COND_BATCH wrapper of the host: each condition in a call by itself."""
     results = executor(model, [None] * len(conditions), *args)
     for at, entries in enumerate(conditions):
         for entry in entries or ():
@@ -216,7 +204,7 @@ def schedule(model_sampling, conditioning: tuple[list, list], steps: int) -> tor
 
 
 def ranges_of(conditioning: tuple[list, list]) -> int:
-    """In how many parts the conditioning divides the schedule."""
+    """Into how many parts the conditioning divides the schedule."""
     return len(_percents(conditioning)) + 1
 
 

@@ -32,11 +32,10 @@ from ..model.network_calls import raise_if_interrupted
 from .progress import WarmupProgress
 from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ranges_of, sample_once
 
-# Runs of the sampler that are remembered of a model.
-MAX_REMEMBERED = 200
-# Two lengths of a prompt have run, and the second needed no code of its own: a third needs none either.
+MAX_REMEMBERED = 200  # runs of the sampler, per model
+# Two lengths of a prompt have run, and the second compiled nothing: a third will not either.
 SETTLED = "any length"
-# What of a patcher, beside its options, can change compiled code. Values of weight patches cannot: blocks see plain weights.
+# Attributes of a patcher that can change compiled code. Values of weight patches cannot: blocks see plain weights.
 _PATCHER = ("object_patches", "weight_wrapper_patches", "injections", "wrappers", "callbacks", "attachments")
 _PLAIN = (bool, int, float, complex, str, bytes, enum.Enum, torch.dtype, torch.device, type(None))
 
@@ -50,15 +49,10 @@ def warm_up(
     latent: dict | None = None,
     node_id: str | None = None,
 ) -> str:
-    """Run the sampler at every size that is not warm yet, and report what was compiled.
-
-    Args:
-        patcher: a model that went through the Torch Compile Model node.
-        sizes: what to warm; the first is replaced by `latent`, if there is one.
-        node_id: of the node that shows the progress.
+    """Run the sampler at every size that is not warm yet, and report what was compiled; `latent` replaces the first size.
 
     Raises:
-        InvalidSetting: an input is nothing that can be sampled, or the model cannot take a size.
+        InvalidSetting: an input cannot be sampled, or the model cannot take a size.
     """
     check_model(patcher)
     check_sampling(positive, negative, cfg, latent)
@@ -78,7 +72,7 @@ class _Warmup:
         self.model = diffusion_model(patcher)
         self.code = code_of(self.model)
         self.report = CompileReport(model_name(patcher), settings, compile_plan(patcher, settings), [])
-        # For which kinds of batch (of one, of more) prompt and negative have been run apart from each other.
+        # Whether prompt and negative have run apart from each other, for batches of one (True) and of more.
         self.apart: set[bool] = set()
         self.steps = STEPS
 
@@ -106,7 +100,7 @@ class _Warmup:
         return self.report.text()
 
     def _at_size(self, label: str, latent: dict, on_step: Callable[[], None]) -> None:
-        """Sample, unless the same has been sampled before and PyTorch still has all the code of then."""
+        """Sample, unless the same was sampled before and PyTorch still has all the code that existed then."""
         began, before = time.perf_counter(), stats_for(self.model, self.settings)
         run, lengths = fingerprint(self.patcher, self.settings, self.conditioning, self.cfg, latent)
         another_length = self.settings.dynamic != "false" and self._is_warm(run)
@@ -130,7 +124,7 @@ class _Warmup:
 
     def _sample_at(self, latent: dict, on_step: Callable[[], None]) -> None:
         calls = sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step)
-        if calls.early:  # else it says nothing about whether the model's second call is another
+        if calls.early:  # else the run says nothing about whether the model's second call needs other code
             self.steps = STEPS if calls.late else 1
         # With shared code one size stands for all.
         if calls.joined and (self.settings.dynamic == "false" or (latent["samples"].shape[0] == 1) not in self.apart):
@@ -143,19 +137,17 @@ class _Warmup:
         return all(state is not None and key in state.groups and state.holds(block, now) for block, state in states)
 
     def _guards(self) -> set[Same]:
-        """Those of all compiled code that PyTorch holds for the model."""
+        """The guards of all compiled code that PyTorch holds for the model."""
         return {Same(guard) for group in groups_for(self.model, self.settings) for guard in group.code.variants()}
 
 
 def fingerprint(
     patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict
 ) -> tuple[Hashable, tuple[int, ...]]:
-    """Two runs of the sampler for which both are equal need the same compiled code.
+    """A run of the sampler as a key without the lengths of its prompts, and these lengths: equal runs need the same code.
 
-    What cannot be told apart by content is told apart by identity: a doubt costs a run, and never a compilation later.
-
-    Returns:
-        All but the lengths of the prompts, of which it tells only which are equal, and which can run as one batch; the lengths.
+    The key tells which lengths are equal, and which can run as one batch. Objects that cannot be compared by content are
+    compared by identity: a doubt costs a run, and never a compilation later.
     """
     others = [p.model for patchers in getattr(patcher, "additional_models", {}).values() for p in patchers]
     about_model = [getattr(patcher, name, None) for name in _PATCHER]
@@ -174,11 +166,7 @@ def fingerprint(
 
 
 def _described(value: Any, names: Mapping[int, str]) -> Hashable:
-    """Of tensors their shapes, not their numbers; other objects by identity.
-
-    Args:
-        names: stand for these sizes of tensors.
-    """
+    """Tensors by their shapes, with `names` in place of some sizes; other objects by identity."""
     if isinstance(value, _PLAIN):
         return type(value), value
     if getattr(value, "is_nested", False):  # of PyTorch or of the host (comfy/nested_tensor.py)
@@ -187,7 +175,7 @@ def _described(value: Any, names: Mapping[int, str]) -> Hashable:
         return tuple(names.get(size, size) for size in value.shape), value.dtype, value.device, value.is_contiguous()
     if isinstance(value, comfy.controlnet.ControlBase):  # copied at each execution of its node
         return type(value), _described(vars(value), names)
-    if isinstance(value, Mapping):  # without what we have registered ourselves, which is made anew each time the node runs
+    if isinstance(value, Mapping):  # without this pack's wrappers, which are new objects each time the node runs
         return "mapping", *((_described(name, {}), _described(item, names)) for name, item in value.items() if name != KEY)
     if isinstance(value, list | tuple | set | frozenset):
         return "items", *(_described(item, names) for item in value)
