@@ -111,15 +111,15 @@ def device_type() -> str:
 
 
 def makes_room() -> bool:
-    """Whether weights leave the device when anybody asks PyTorch for memory: comfy-aimdo is at work in its allocator."""
+    """Whether comfy-aimdo is at work in PyTorch's allocator: an allocation can move weights off the device."""
     return getattr(_module("comfy.memory_management"), "aimdo_enabled", False)
 
 
 def forbids_threads() -> bool:
-    """Whether a second thread that uses the GPU could stop the process for good.
+    """Whether a second thread that uses the GPU could deadlock the process.
 
-    With `--verbose DEBUG` comfy-aimdo logs each allocation, through Python, inside PyTorch's allocator: it waits there for
-    Python's lock, and whoever has that may wait for the allocator (`torch.cuda.memory_stats`, which the host calls).
+    With `--verbose DEBUG` comfy-aimdo logs each allocation, through Python, inside PyTorch's allocator: it waits there for the
+    GIL, whose holder may wait for the allocator (`torch.cuda.memory_stats`, which the host calls).
     """
     return makes_room() and logging.getLogger().isEnabledFor(logging.DEBUG)
 

@@ -158,7 +158,7 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
-def _wrappers(options: dict) -> list[object]:
+def _wrappers(options: dict) -> list[Any]:
     """Wrappers of other nodes around the model."""
     return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
 
@@ -256,7 +256,10 @@ def watch_unloading() -> None:
     def detach(patcher, unpatch_all=True):
         result = hosts_detach(patcher, unpatch_all)
         if unpatch_all:
-            _forget_graphs(patcher.model)
+            networks = patcher.model, getattr(patcher.model, "diffusion_model", None)
+            for network, graphs in graphs_of.items():
+                if any(network is unloaded for unloaded in networks):
+                    graphs.drop()
         if comfy.model_patcher.ModelPatcher.detach is detach and not any(graphs.graphs for _, graphs in graphs_of.items()):
             comfy.model_patcher.ModelPatcher.detach = hosts_detach
             _watchers.remove(detach)
@@ -264,13 +267,6 @@ def watch_unloading() -> None:
 
     _watchers.append(detach)
     comfy.model_patcher.ModelPatcher.detach = detach
-
-
-def _forget_graphs(model: Any) -> None:
-    networks = model, getattr(model, "diffusion_model", None)
-    for network, graphs in graphs_of.items():
-        if any(network is unloaded for unloaded in networks):
-            graphs.drop()
 
 
 def new_run(network: nn.Module) -> None:

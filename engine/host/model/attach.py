@@ -76,15 +76,14 @@ def _uncompiled(patcher, lacking: str, node: str | None):
     return clone
 
 
-def check_machine(settings: CompileSettings) -> None:
-    """Raise InvalidSetting when the machine, or the host as it was started, lacks what a setting needs."""
+def prepare_compiling(settings: CompileSettings) -> None:
+    """Get ready to compile under `settings`; costs nothing the second time.
+
+    Raises:
+        InvalidSetting: the machine, or the host as it was started, lacks what a setting needs.
+    """
     settings.check_backend()
     check_fullgraph(settings)
-
-
-def prepare_compiling(settings: CompileSettings) -> None:
-    """Check the machine, and get ready to compile under `settings`; costs nothing the second time."""
-    check_machine(settings)
     opened_kernels.register()
     compiler.after_work = tell_all
     get_ready(settings)

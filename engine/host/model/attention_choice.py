@@ -59,10 +59,11 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
         return args, None
     base_model = executor.class_obj
     chosen = _chosen(base_model.diffusion_model)
-    if wanted == "auto" and _prefers_its_own(base_model.diffusion_model):
+    network = base_model.diffusion_model
+    if wanted == "auto" and any(getattr(module, "function", None) is not None for module in _preferences(network)):
         _keep(base_model, wanted, CHECKPOINT)  # an override would come before it (`wrap_attn`)
     elif chosen.get(wanted) in (None, CHECKPOINT):
-        recalled = _recalled(wanted, base_model.diffusion_model)
+        recalled = _recalled(wanted, network)
         if recalled is None:
             survey = AttentionSurvey(wanted)
             if not waits:
@@ -79,10 +80,6 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool
 def _can_measure(device: torch.device) -> bool:
     """Whether calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
     return device.type == "cuda"
-
-
-def _prefers_its_own(network: nn.Module) -> bool:
-    return any(getattr(module, "function", None) is not None for module in _preferences(network))
 
 
 def _recalled(wanted: str, network: nn.Module) -> str | None:

@@ -91,10 +91,8 @@ def naming_the_size(label: str, model_name: str) -> Iterator[None]:
     """A size that the model cannot take becomes an InvalidSetting that names it; running out of memory stays as it is."""
     try:
         yield
-    except TorchCompileKitError:
-        raise
     except RuntimeError as error:
-        if never_swallowed(error):
+        if isinstance(error, TorchCompileKitError) or never_swallowed(error):
             raise
         raise InvalidSetting("size", label, f"{model_name} cannot sample it: {error}") from error
 

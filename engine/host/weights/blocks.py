@@ -80,28 +80,15 @@ class BlockWeights:
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
+        # Whether weights are transferred, as opposed to being on the device.
+        self.moves = self._paged is not None or self._streamed is not None or self._packed.move
+        # Whether nothing is transferred as long as the pages are in memory.
+        self.in_pages = self._streamed is None and self._eager is None and not self._packed.move
+        self.paged = self._paged is not None
+        self.needed = self.moves or bool(self._recast) or self._eager is not None
         self._undo: list[tuple[dict, dict]] = []
         self.following: BlockWeights | None = None
         self.order: Order | None = None
-
-    @property
-    def moves(self) -> bool:
-        """Whether weights are transferred, as opposed to being on the device."""
-        return self._paged is not None or self._streamed is not None or self._packed.move
-
-    @property
-    def paged(self) -> bool:
-        """Whether the host pages some of the weights, and would fetch them ahead itself."""
-        return self._paged is not None
-
-    @property
-    def in_pages(self) -> bool:
-        """Whether nothing is transferred as long as the pages are in memory."""
-        return self._streamed is None and self._eager is None and not self._packed.move
-
-    @property
-    def needed(self) -> bool:
-        return self.moves or bool(self._recast) or self._eager is not None
 
     def fetch(self) -> None:
         """Start the transfer on another stream, unless it was started."""
@@ -214,15 +201,9 @@ class ModelWeights:
         if foreign:
             self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
         self.of_block = {id(b): weights for b, weights in zip(blocks, used, strict=True) if weights.needed}
-
-    @property
-    def paged(self) -> bool:
-        return any(weights.paged for weights in self.of_block.values())
-
-    @property
-    def may_stay(self) -> bool:
-        """Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try."""
-        return all(weights.in_pages for weights in self.of_block.values())
+        self.paged = any(weights.paged for weights in self.of_block.values())
+        # Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try.
+        self.may_stay = all(weights.in_pages for weights in self.of_block.values())
 
     def undo_settling(self) -> None:
         """Take off the layers what `_settle` has set, unless another value was set since."""

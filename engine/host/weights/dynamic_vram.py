@@ -17,7 +17,7 @@ Life cycle of a whole model's pages, for CUDA graphs (`AllPages`):
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import comfy.model_management
@@ -76,13 +76,10 @@ class _Streams:
         stream.wait_stream(comfy.model_management.current_stream(device))  # the buffer's last user is queued there
         self._taken.stream = stream
         try:
-            with self._scope.wrapping(stream=self._of_this_thread):
+            with self._scope.wrapping(stream=lambda hosts: lambda of: getattr(self._taken, "stream", None) or hosts(of)):
                 yield
         finally:
             self._taken.stream = None
-
-    def _of_this_thread(self, hosts: Callable) -> Callable:
-        return lambda device: getattr(self._taken, "stream", None) or hosts(device)
 
 
 _streams = _Streams()
@@ -179,15 +176,17 @@ class AllPages:
         if self._whole is None:
             if not self._used or not all(map(_is_resident, self._used)):
                 return None
-            whole = _range_of(self._used)
+            # One allocation that covers those of all layers.
+            vbar, start = next(iter(self._used))._v[0], min(layer._v[1] for layer in self._used)
+            whole = vbar, start, max(layer._v[1] + layer._v[2] for layer in self._used) - start
             self._signature = model_vbar.vbar_fault(whole)
             if self._signature is not None:
                 self._whole = whole
             return self._whole
         signature = model_vbar.vbar_fault(self._whole)
-        if signature is not None and model_vbar.vbar_signature_compare(signature, self._signature):
-            return self._whole
         if signature is not None:
+            if model_vbar.vbar_signature_compare(signature, self._signature):
+                return self._whole
             model_vbar.vbar_unpin(self._whole)
         self._whole = None
         return None
@@ -208,13 +207,6 @@ def _is_resident(layer: nn.Module) -> bool:
         return False
     model_vbar.vbar_unpin(layer._v)
     return model_vbar.vbar_signature_compare(signature, layer._v_signature)
-
-
-def _range_of(layers: set[nn.Module]) -> tuple:
-    """One allocation that covers those of all layers."""
-    vbar = next(iter(layers))._v[0]
-    start = min(layer._v[1] for layer in layers)
-    return vbar, start, max(layer._v[1] + layer._v[2] for layer in layers) - start
 
 
 def address_of(layer: nn.Module) -> object:

@@ -73,10 +73,7 @@ class PackedWeights:
     def __init__(self, modules: Iterable[nn.Module], device: torch.device):
         self._device = device
         self._modules = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
-
-    @property
-    def move(self) -> bool:
-        return bool(self._modules)
+        self.move = bool(self._modules)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         """The parameters per module, on the device."""
