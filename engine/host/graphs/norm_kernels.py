@@ -34,9 +34,8 @@ class _NormKernels:
         self._tries = 0
 
     def prepare(self, device: torch.device) -> None:
-        if self.ready or kernels() is None or is_capturing(device):
-            return
-        if self._job is not None and (not self._job.over or self._tries == MOST_TRIES):
+        tried = self._job is not None and (not self._job.over or self._tries == MOST_TRIES)
+        if tried or self.ready or kernels() is None or is_capturing(device):
             return
         self._tries += 1
         self._job = Job(weakref.ref(self), functools.partial(self._make, device), device)

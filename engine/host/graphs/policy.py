@@ -40,11 +40,7 @@ class Way(enum.Enum):
 def way_of_call(
     settings: CompileSettings, network: nn.Module, device: torch.device, synchronous: bool, notes: list[str]
 ) -> Way:
-    """How the next call of the network runs; the answer changes once `measure` has timed a call.
-
-    `synchronous` calls wait for code that is not compiled yet. `notes` gets the reason why there can be no graphs, if the user
-    has asked for graphs.
-    """
+    """How the next call runs, which changes once `measure` has timed a call; `notes` gets why wanted graphs are impossible."""
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
         if obstacle and settings.wants_graphs:

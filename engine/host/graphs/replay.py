@@ -150,10 +150,8 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
     inner: object = getattr(kind, INNER, None)
     if not isinstance(forward, types.FunctionType) or not isinstance(inner, types.FunctionType):
         return None
-    if INNER not in forward.__code__.co_names:
-        return None
     parameters = list(inspect.signature(inner).parameters.values())[1:]
-    if any(p.kind is p.VAR_POSITIONAL for p in parameters):
+    if INNER not in forward.__code__.co_names or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return None
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 

@@ -6,8 +6,7 @@ import copy
 import functools
 import logging
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import comfy.controlnet
@@ -30,7 +29,7 @@ from .attach import KEY, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 
 logger = logging.getLogger(KEY)
-# Networks whose sampling run has begun; until the host cleans up after it.
+# Networks whose sampling run has begun, until the host cleans up after the run.
 _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
@@ -62,21 +61,14 @@ class CompiledControl:
         if network not in _running:
             _running.add(network)
             begin_run(network, self._status)
-        with self._told(x), self._calls.prepared() as call:
+        with ExitStack() as scopes:
+            if self._status is not None:
+                self._status.begins(network, None, x.shape)  # steps are not timed: they are parts of the model's
+                scopes.callback(self._status.stopped)
+            call = scopes.enter_context(self._calls.prepared())
             result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, run)
         gate.close()  # a replay has opened it, and the model's own call comes next
         return result
-
-    @contextmanager
-    def _told(self, x: torch.Tensor) -> Iterator[None]:
-        """Around a call: the line of the node. Its steps are not timed: they are parts of the model's."""
-        if self._status is not None:
-            self._status.begins(self.network, None, x.shape)
-        try:
-            yield
-        finally:
-            if self._status is not None:
-                self._status.stopped()
 
     def notes(self) -> list[str]:
         """For the report of a warmup that ran it."""

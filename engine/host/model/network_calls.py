@@ -21,8 +21,7 @@ from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs import policy
-from ..graphs.policy import Way, note, way_of_call
+from ..graphs.policy import Way, measure, note, way_of_call
 from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
@@ -59,7 +58,7 @@ class NetworkCalls:
         with traceable_casts(network):
             way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
-                return eager(network, functools.partial(policy.measure, network, run))
+                return eager(network, functools.partial(measure, network, run))
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings.block_swap))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:

@@ -102,7 +102,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
     prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
-    context = args[3] if len(args) > 3 else None
+    context, kinds = args[3] if len(args) > 3 else None, ("patches", "patches_replace")
     inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
     shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in sizes) for name, sizes in shapes.items()}
@@ -115,13 +115,9 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
         controlnet=len(args) > 4 and args[4] is not None,
         inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
-        patches=tuple(sorted({*_filled(options.get("patches")), *_filled(options.get("patches_replace"))})),
+        patches=tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch})),
         layers=_exchanged_layers(base_model.diffusion_model, settings),
     )
-
-
-def _filled(patches: dict | None) -> list[str]:
-    return [name for name, value in (patches or {}).items() if value]
 
 
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:

@@ -41,14 +41,7 @@ NOT_COMPILED = "Nothing to compare: put Torch Compile Model (backend other than 
 
 
 def benchmark(
-    patcher,
-    positive: list,
-    negative: list,
-    size: Size,
-    cfg: float,
-    steps: int,
-    trace: bool = False,
-    latent: dict | None = None,
+    patcher, positive: list, negative: list, size: Size, cfg: float, steps: int, trace: bool = False, latent: dict | None = None
 ) -> BenchmarkResult | None:
     """Sample in alternating eager and compiled rounds after warming both; None if the model is not compiled.
 

@@ -112,19 +112,10 @@ def sample(
     """
     devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        return comfy.sample.sample_custom(
-            patcher,
-            comfy.sample.prepare_noise(latent["samples"], seed=0),
-            cfg,
-            sampler or comfy.samplers.sampler_object("euler"),
-            sigmas,
-            *conditioning,
-            latent["samples"],
-            noise_mask=latent["noise_mask"],
-            callback=callback,
-            disable_pbar=True,
-            seed=0,
-        )
+        samples, sampler = latent["samples"], sampler or comfy.samplers.sampler_object("euler")
+        noise = comfy.sample.prepare_noise(samples, seed=0)
+        options = {"noise_mask": latent["noise_mask"], "callback": callback, "disable_pbar": True, "seed": 0}
+        return comfy.sample.sample_custom(patcher, noise, cfg, sampler, sigmas, *conditioning, samples, **options)
 
 
 @dataclass

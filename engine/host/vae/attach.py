@@ -184,8 +184,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
         raise InvalidSetting("vae", vae, "connect a VAE, such as that of Load VAE.")
     clone = copy.copy(vae)
     clone.torch_compile_kit_line = line = Line(node)
-    reason = left_alone(vae)
-    if reason is not None:
+    if (reason := left_alone(vae)) is not None:
         line.put("decoding", told("vaeLeft", reason))
         return clone
     if not forbids_threads():

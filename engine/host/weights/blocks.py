@@ -68,9 +68,13 @@ class BlockWeights:
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
         calls = host().pages
-        self._paged = paging.PagedLayers(paged, device, dtype, calls) if paged and calls is not None else None
+        self.paged = bool(paged) and calls is not None
+        self._fetched: list[paging.PagedLayers | streaming.StreamedTensors] = []
+        if paged and calls is not None:
+            self._fetched.append(paging.PagedLayers(paged, device, dtype, calls))
         tensors = streaming.tensors_elsewhere(block, device)
-        self._streamed = streaming.StreamedTensors(tensors, device, dtype) if tensors else None
+        if tensors:
+            self._fetched.append(streaming.StreamedTensors(tensors, device, dtype))
         # On a host without the functions of PageCalls paged layers run the host's code, outside the graph.
         unknown = [] if calls is not None else paged
         packed = {m for m in block.modules() if is_packed(m)}
@@ -81,10 +85,9 @@ class BlockWeights:
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         # Whether weights are transferred, as opposed to being on the device.
-        self.moves = self._paged is not None or self._streamed is not None or self._packed.move
+        self.moves = bool(self._fetched) or self._packed.move
         # Whether nothing is transferred as long as the pages are in memory.
-        self.in_pages = self._streamed is None and self._eager is None and not self._packed.move
-        self.paged = self._paged is not None
+        self.in_pages = not tensors and self._eager is None and not self._packed.move
         self.needed = self.moves or bool(self._recast) or self._eager is not None
         self._undo: list[tuple[dict, dict]] = []
         self.following: BlockWeights | None = None
@@ -92,10 +95,8 @@ class BlockWeights:
 
     def fetch(self) -> None:
         """Start the transfer on another stream, unless it was started."""
-        if self._paged is not None:
-            self._paged.fetch()
-        if self._streamed is not None:
-            self._streamed.fetch()
+        for weights in self._fetched:
+            weights.fetch()
 
     def place(self) -> None:
         """Make all layers plain, and start the transfer for the block that follows."""
@@ -104,11 +105,7 @@ class BlockWeights:
         self.fetch()
         if self._eager is not None:
             self._eager.place()
-        placed = self._paged.resolve() if self._paged is not None else []
-        if self._streamed is not None:
-            placed += self._streamed.resolve()
-        placed += self._packed.resolve()
-        for module, parameters in placed:
+        for module, parameters in [item for weights in (*self._fetched, self._packed) for item in weights.resolve()]:
             if "comfy_cast_weights" in module.__dict__:
                 changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
                 if hasattr(module, "layout_type") and (module.weight_function or module.bias_function):
@@ -137,10 +134,8 @@ class BlockWeights:
 
     def drop(self) -> None:
         """Give up the fetched weights, used or not."""
-        if self._paged is not None:
-            self._paged.drop()
-        if self._streamed is not None:
-            self._streamed.drop()
+        for weights in self._fetched:
+            weights.drop()
 
     def _swap(self, target: dict, changes: dict, hidden: tuple[str, ...]) -> None:
         originals = {name: target.get(name, _ABSENT) for name in changes}
@@ -254,12 +249,5 @@ def notes_on(base_model) -> list[str]:
 
 def _load_token(base_model, blocks: list[nn.Module], device: torch.device) -> tuple:
     """Changes whenever the host loads, unloads or patches weights (comfy/model_patcher.py, `load`)."""
-    return (
-        device,
-        getattr(base_model, "current_weight_patches_uuid", None),
-        getattr(base_model, "model_loaded_weight_memory", None),
-        getattr(base_model, "lowvram_patch_counter", None),
-        getattr(base_model, "model_lowvram", None),
-        tuple(map(id, blocks)),
-        len(untraceable),
-    )
+    names = ("current_weight_patches_uuid", "model_loaded_weight_memory", "lowvram_patch_counter", "model_lowvram")
+    return device, *(getattr(base_model, name, None) for name in names), tuple(map(id, blocks)), len(untraceable)

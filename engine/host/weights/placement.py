@@ -11,7 +11,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import comfy.model_management
 import torch
@@ -32,13 +32,11 @@ def spread_weights(executor, patcher, *args, **kwargs):
     if not host().list_of_layers:
         return executor(patcher, *args, **kwargs)
     base_model, device = patcher.model, patcher.load_device
-    if is_dynamic(patcher):
-        if device not in _paged(base_model):
-            # Pages are allocated once; afterwards the host only moves the line between kept and paged.
-            _forget_pages(base_model, device)
-            _paged(base_model).add(device)
-        return executor(patcher, *args, **kwargs)
-    with nullcontext() if device.type == "cpu" else _buffers_announced(patcher):
+    if is_dynamic(patcher) and device not in _paged(base_model):
+        # Pages are allocated once; afterwards the host only moves the line between kept and paged.
+        _forget_pages(base_model, device)
+        _paged(base_model).add(device)
+    with nullcontext() if is_dynamic(patcher) or device.type == "cpu" else _buffers_announced(patcher):
         return executor(patcher, *args, **kwargs)
 
 
@@ -60,8 +58,7 @@ def _overridden(kind: Any, methods: type) -> type:
 class EvenLoad:
     """Methods of a `ModelPatcher` that loads and unloads layers evenly, as long as `spread_weights` is among its wrappers."""
 
-    if TYPE_CHECKING:
-        model: Any
+    model: Any
 
     def partially_load(self, *args, **kwargs) -> int:
         """The host's, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""

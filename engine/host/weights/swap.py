@@ -7,7 +7,7 @@ layers stay, and `host/weights/blocks.py` puts the others in place block by bloc
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import comfy.model_management
 from comfy.patcher_extension import WrappersMP
@@ -57,8 +57,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
 class LimitedLoad:
     """Methods of a `ModelPatcher` that loads no more than a wrapper of ours among its wrappers says."""
 
-    if TYPE_CHECKING:
-        get_wrappers: Any
+    get_wrappers: Any
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more) -> object:
         """The host's (comfy/model_patcher.py) with at most so many bytes."""
