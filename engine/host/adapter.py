@@ -57,9 +57,9 @@ def takes(function: object, *names: str) -> bool:
 def host() -> Host:
     """The result of `look`, with a line in the log for each part that is not used."""
     checked = look()
-    version = getattr(_module("comfyui_version"), "__version__", "of an unknown version")
+    version = getattr(_module("comfyui_version"), "__version__", "(unknown)")
     for text in checked.unknown:
-        logger.warning("this ComfyUI (%s) is none that this pack knows: %s", version, text)
+        logger.warning("untested ComfyUI version %s: %s", version, text)
     return checked
 
 
@@ -68,7 +68,7 @@ def look() -> Host:
     ops, patcher = _module("comfy.ops"), _module("comfy.model_patcher")
     pages, unknown = _page_calls(), []
     if pages is None and hasattr(patcher, "ModelPatcherDynamic"):  # dynamic VRAM of some kind
-        unknown.append("weights under dynamic VRAM are fetched by ComfyUI, layer by layer, which breaks the graphs of blocks.")
+        unknown.append("ComfyUI itself fetches weights under dynamic VRAM, layer by layer, which breaks the graphs of blocks.")
     cast = takes(getattr(ops, "cast_bias_weight", None), "s", "input", "dtype", "device", "bias_dtype")
     if not cast:
         unknown.append("quantised layers are cast by ComfyUI alone, which may break the graphs of blocks.")

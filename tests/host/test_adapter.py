@@ -82,7 +82,7 @@ def looked_at(look, change, caplog, monkeypatch):
         with caplog.at_level(logging.WARNING, "torch-compile-kit"):
             assert look().pages is None
             look()
-    said = [record.getMessage() for record in caplog.records if "none that this pack knows" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "untested ComfyUI version" in record.getMessage()]
     assert len(said) == 1 and "dynamic VRAM" in said[0]
 
 

@@ -27,7 +27,7 @@ from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 
-DEBUG_LOG = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager bears no thread in the background."
+DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
 
 class NetworkCalls:
@@ -47,7 +47,7 @@ class NetworkCalls:
             synchronous = self.settings.waits or is_warming()
             if not synchronous and forbids_threads():
                 synchronous = True
-                note(self.notes, DEBUG_LOG)
+                note(self.notes, DEADLOCK)
             yield ModelCall(synchronous, raise_if_interrupted)
 
     def run(
