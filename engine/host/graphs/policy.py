@@ -22,8 +22,8 @@ from ...settings import CompileSettings
 
 # Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
 MAX_BACKLOG = 0.3
-# Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture
-# that fails can end the process, so other versions run without graphs.
+# Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails
+# can end the process, so other versions run without graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
 logger = logging.getLogger("torch-compile-kit")
 

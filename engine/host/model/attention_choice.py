@@ -48,31 +48,29 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
     return _chosen(network).get(wanted)
 
 
-def with_attention(wanted: str, executor, args: tuple, kwargs: dict, waits: bool) -> tuple[tuple, Callable | None]:
+def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous: bool) -> tuple[tuple, Callable | None]:
     """The arguments of the host's `apply_model`, with a kernel in the options where that is allowed, and a function or None.
 
-    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments. If
-    the user `waits`, `executor` is called once more instead.
+    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments. A
+    `synchronous` call calls `executor` once more instead.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
     if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
         return args, None
-    base_model = executor.class_obj
-    chosen = _chosen(base_model.diffusion_model)
-    network = base_model.diffusion_model
+    base_model, network = executor.class_obj, executor.class_obj.diffusion_model
+    chosen = _chosen(network)
     if wanted == "auto" and any(getattr(module, "function", None) is not None for module in _preferences(network)):
         _keep(base_model, wanted, CHECKPOINT)  # an override would come before it (`wrap_attn`)
     elif chosen.get(wanted) in (None, CHECKPOINT):
-        recalled = _recalled(wanted, network)
-        if recalled is None:
-            survey = AttentionSurvey(wanted)
-            if not waits:
-                return _with_override(args, survey), functools.partial(_choose, base_model, survey)
-            once, once_options = copied_containers((args, kwargs))
-            executor(*_with_override(once, survey), **once_options)
-            _choose(base_model, survey)
-        else:
+        if (recalled := _recalled(wanted, network)) is not None:
             _keep(base_model, wanted, recalled)
+        else:
+            survey = AttentionSurvey(wanted)
+            if not synchronous:
+                return _with_override(args, survey), functools.partial(_choose, base_model, survey)
+            args_copy, kwargs_copy = copied_containers((args, kwargs))
+            executor(*_with_override(args_copy, survey), **kwargs_copy)
+            _choose(base_model, survey)
     override = override_for(chosen[wanted])
     return (args if override is None else _with_override(args, override)), None
 
@@ -83,14 +81,14 @@ def _can_measure(device: torch.device) -> bool:
 
 
 def _recalled(wanted: str, network: nn.Module) -> str | None:
-    """What was measured before a restart: another choice would have to be compiled again."""
+    """The choice before a restart: for another choice all blocks would be compiled again."""
     cache = current()
     choice = cache.recall(network, "attention") if cache is not None and _is_kept(wanted) else None
     return choice if isinstance(choice, str) and (choice == "host" or override_for(choice) is not None) else None
 
 
 def _is_kept(wanted: str) -> bool:
-    """Whether what is measured holds after a restart: not where ComfyUI has another, beside which little is measured."""
+    """Whether the choice holds after a restart: not beside another attention of ComfyUI, where few kernels are measured."""
     return wanted == "auto" and getattr(host_attention.optimized_attention, "__name__", "") == HOST_FUNCTION
 
 
@@ -109,5 +107,4 @@ def _keep(base_model, wanted: str, choice: str) -> None:
 
 
 def _with_override(args: tuple, override) -> tuple:
-    options = {**args[OPTIONS_AT], OVERRIDE: override}
-    return (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
+    return (*args[:OPTIONS_AT], {**args[OPTIONS_AT], OVERRIDE: override}, *args[OPTIONS_AT + 1 :])

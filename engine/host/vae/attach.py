@@ -165,9 +165,9 @@ class LaidOut:
             return
         self._told = True
         before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
-        share = f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
-        texts = _TEXTS[self._word]
-        self.line.put(self._word, texts[0](share, before, now) if trial.other else texts[1](before, now), good=trial.other)
+        faster, same = _TEXTS[self._word]
+        text = faster(f"{1 - trial.other_seconds / trial.plain_seconds:.0%}", before, now) if trial.other else same(before, now)
+        self.line.put(self._word, text, good=trial.other)
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:

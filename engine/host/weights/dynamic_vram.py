@@ -76,7 +76,8 @@ class _Streams:
         stream.wait_stream(comfy.model_management.current_stream(device))  # the buffer's last user is queued there
         self._taken.stream = stream
         try:
-            with self._scope.wrapping(stream=lambda hosts: lambda of: getattr(self._taken, "stream", None) or hosts(of)):
+            # Other threads get the host's streams.
+            with self._scope.wrapping(stream=lambda hosts: lambda on: getattr(self._taken, "stream", None) or hosts(on)):
                 yield
         finally:
             self._taken.stream = None

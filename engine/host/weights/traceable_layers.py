@@ -125,7 +125,7 @@ class EagerLayers:
         self._scopes.close()
 
     def drop(self) -> None:
-        """Nothing is fetched ahead."""
+        """Nothing is prefetched."""
 
 
 def linears(block: nn.Module) -> list[nn.Module]:

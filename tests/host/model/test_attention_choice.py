@@ -28,9 +28,9 @@ class Executor:
         options["optimized_attention_override"](attention_pytorch, *[torch.randn(2, 32, 256) for _ in range(3)], 4)
 
 
-@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("memory", ["enough", "too little"])
-def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory, waits):
+def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory, synchronous):
     choice, asked, remembered = engine("host.model.attention_choice"), [], []
 
     def seconds(kernel, _call):
@@ -51,16 +51,16 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     control, executor = {"output": [1]}, Executor()
     args = torch.zeros(1), 0, None, None, control, {}
-    if waits:
-        _, after = choice.with_attention("auto", executor, args, {}, waits=True)
+    if synchronous:
+        _, after = choice.with_attention("auto", executor, args, {}, synchronous=True)
         assert after is None and control == {"output": [1]}
     else:  # the call itself is looked at, and nothing is run twice
-        given, after = choice.with_attention("auto", executor, args, {}, waits=False)
+        given, after = choice.with_attention("auto", executor, args, {}, synchronous=False)
         executor(*given)
         assert not asked
         after()
     found = choice.chosen_kernel(executor.class_obj.diffusion_model, "auto")
-    again, after = choice.with_attention("auto", executor, args, {}, waits)
+    again, after = choice.with_attention("auto", executor, args, {}, synchronous)
     assert after is None and (OVERRIDE in again[5]) == (found == "cudnn")
     if memory == "enough":
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
@@ -91,7 +91,7 @@ def test_what_was_measured_beside_another_attention_of_comfyui_is_not_remembered
     monkeypatch.setattr(choice, "current", Cache)
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     executor = Executor()
-    choice.with_attention("auto", executor, (torch.zeros(1), 0, None, None, {"output": [1]}, {}), {}, waits=True)
+    choice.with_attention("auto", executor, (torch.zeros(1), 0, None, None, {"output": [1]}, {}), {}, synchronous=True)
     assert choice.chosen_kernel(executor.class_obj.diffusion_model, "auto") == "cudnn"
     assert (bool(asked), remembered) == (kept, ["cudnn"] * kept)
 
