@@ -144,8 +144,8 @@ def set_callbacks(patcher: Any, key: str, callbacks: dict[str, Any]) -> None:
 
 
 # ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and records CUDA graphs around its blocks, from
-# which ours would be missing: allocations that it did not plan (compiling, autotuning) end in "aimdo memory compile error". It
-# looks at this option in each call of a model (comfy/model_prefetch.py, `malloc_graph_enabled`).
+# which ours would be missing: allocations outside that plan (compiling, autotuning) end in "aimdo memory compile error". Each
+# call of a model reads this option (comfy/model_prefetch.py, `malloc_graph_enabled`).
 _compiler_scope = SharedScope({"off": attribute(comfy.cli_args.args, "disable_comfy_compiler")})
 
 

@@ -58,7 +58,7 @@ def way_of_call(
 
 
 def no_graphs(device: torch.device) -> str | None:
-    """Why work on `device` cannot be captured; an empty text where nobody would expect it to be."""
+    """Why work on `device` cannot be captured; an empty text where no user would expect CUDA graphs."""
     if device.type != "cuda":
         return ""
     if torch.version.hip:
@@ -89,7 +89,7 @@ payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
 
 
 def recall(network: nn.Module) -> bool | None:
-    """Whether graphs pay for the network; None if neither this process nor an earlier one has measured it."""
+    """Whether graphs pay for the network; None if neither this process nor an earlier process has measured the network."""
     payoff, cache = payoff_of(network), current()
     if payoff.pays is None and payoff.calls == 0 and cache is not None:
         payoff.pays = {"pay": True, "do not pay": False}.get(cache.recall(network, "graphs") or "")

@@ -49,7 +49,7 @@ from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
 logger = logging.getLogger("torch-compile-kit")
-INNER = "_forward"  # the `forward` of the host's models runs it inside the wrappers of other nodes
+INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # The gate holds the worker thread back for so many calls in a row that no graph was captured for, so many seconds each.
 PLAIN_CALLS, CALL_SECONDS = 3, 2.0
 # Entries that no code below `apply_model` can depend on but through the patcher's machinery.
@@ -62,7 +62,7 @@ _HARMLESS_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper")}
 def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: list[str]) -> Iterator[None]:
     """A context in which calls of `network` are captured and replayed; `notes` gets the reason where a call cannot be."""
     watch_unloading()
-    # Also a method that its forward calls, for the length of a call (TeaCache).
+    # Also a method that the network's forward calls, replaced for the length of a call (TeaCache).
     if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
         note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
         with binding.bound():
@@ -236,7 +236,7 @@ residency_of = PerModel(lambda _network: Residency())
 read_of = PerModel(lambda _network: Read())
 
 
-# What we have put in the place of the host's `ModelPatcher.detach`; a second one where another pack has replaced ours.
+# Our replacements of `ModelPatcher.detach`; a second one where another pack has replaced the first.
 _watchers: list[Callable] = []
 
 

@@ -24,14 +24,14 @@ OPTIONS_AT = 5
 
 # Per model, what the input asked for -> the kernel. A kernel that changed with the length of the prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
-# Where newer hosts keep the attention that a checkpoint or a LoRA asks for (0.38, comfy/ldm/modules/attention.py), if it does.
+# Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
 _preferences: PerModel[list[nn.Module]] = PerModel(
     lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
 )
 
 
 def check_fullgraph(settings: CompileSettings) -> None:
-    """Raise InvalidSetting where no block can be one graph: with attention of the host's that asks for the free memory."""
+    """Raise InvalidSetting where no block can be one graph: the host's attention asks for the free memory."""
     flags = {host_attention.attention_split: "split", host_attention.attention_sub_quad: "quad"}
     name = flags.get(host_attention.optimized_attention)
     if settings.enabled and settings.fullgraph and name and (settings.attention == "host" or not torch.cuda.is_available()):
@@ -44,7 +44,7 @@ def check_fullgraph(settings: CompileSettings) -> None:
 
 
 def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
-    """The kernel in use, `host` for what ComfyUI takes, CHECKPOINT for what it takes there; None before the first run."""
+    """The kernel in use, `host` for ComfyUI's choice, CHECKPOINT for the checkpoint's; None before the first run."""
     return _chosen(network).get(wanted)
 
 
@@ -60,7 +60,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous
     base_model, network = executor.class_obj, executor.class_obj.diffusion_model
     chosen = _chosen(network)
     if wanted == "auto" and any(getattr(module, "function", None) is not None for module in _preferences(network)):
-        _keep(base_model, wanted, CHECKPOINT)  # an override would come before it (`wrap_attn`)
+        _keep(base_model, wanted, CHECKPOINT)  # an override would replace the checkpoint's (`wrap_attn`)
     elif chosen.get(wanted) in (None, CHECKPOINT):
         if (recalled := _recalled(wanted, network)) is not None:
             _keep(base_model, wanted, recalled)

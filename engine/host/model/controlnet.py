@@ -34,7 +34,7 @@ _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class CompiledControl:
-    """In place of a ControlNet's network, which stays as it is; all but calls is the network's own.
+    """In place of a ControlNet's network: calls run compiled, attributes are the network's.
 
     The host's copies of a ControlNet take a CompiledControl along (comfy/controlnet.py, `copy`), its deep copies for other GPUs
     do not.
@@ -67,11 +67,11 @@ class CompiledControl:
                 scopes.callback(self._status.stopped)
             call = scopes.enter_context(self._calls.prepared())
             result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, run)
-        gate.close()  # a replay has opened it, and the model's own call comes next
+        gate.close()  # a replay has opened the gate, and the model's call comes next
         return result
 
     def notes(self) -> list[str]:
-        """For the report of a warmup that ran it."""
+        """For the report of a warmup that ran the ControlNet."""
         code, kind = code_of(self.network), type(self.network).__name__
         groups = list(code.groups.values())
         graphs, breaks = (sum(getattr(g.stats, name) for g in groups) for name in ("graphs", "graph_breaks"))

@@ -56,7 +56,7 @@ TRAINING = "Training: "  # begins each note on a trainer's calls
 
 
 def begin_step(network: nn.Module, x: torch.Tensor) -> str:
-    """A trainer calls its model; says how its blocks run."""
+    """A trainer calls `network`; says how the blocks run."""
     trained = _trained.get(network)
     if trained is None:
         return f"{TRAINING}blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
@@ -74,7 +74,7 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
 
 
 def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: object, **kwargs: object) -> object:
-    block: Any = reference()  # alive: this is called as its method
+    block: Any = reference()  # alive: `_run_trained` is called as the block's forward
     group = None
     if trained.compiles and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
         group = trained.code.group_of(block, trained.settings, MethodsNow())

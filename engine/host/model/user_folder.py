@@ -44,7 +44,7 @@ def get_ready_again() -> None:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the cache, and prepare for the first trace; for lowering too if the sampler will wait for it. Once a process."""
+    """Open the cache, and prepare for the first trace, and for lowering if the sampler will wait. Once a process."""
     open_users_cache()
     if settings.backend == "inductor" and settings.waits:
         _prepare()

@@ -28,9 +28,9 @@ from .training import TRAINING, begin_step
 
 
 class BlockCompiler:
-    """The APPLY_MODEL wrapper: compiles the blocks of whatever model runs inside it.
+    """The APPLY_MODEL wrapper: compiles the blocks of the model that `executor` runs.
 
-    It keeps no model, so that clones, reloads and multi-GPU copies, which share this object, cannot cross
+    A BlockCompiler keeps no model, so that clones, reloads and multi-GPU copies, which share one BlockCompiler, cannot cross
     (comfy/model_base.py, `apply_model`).
     """
 
@@ -80,16 +80,16 @@ class BlockCompiler:
 
     @contextmanager
     def _told(self, base_model, args: tuple, kwargs: dict, synchronous: bool) -> Iterator[None]:
-        """Around a call: what it compiles is told, and noted for the warmup that runs."""
+        """Around a call: report the code that the call compiled, and note the call for a warmup."""
         network, settings, compilations = base_model.diffusion_model, self.settings, monitor.compilations
         try:
             yield
-        except BaseException:  # what a run compiled that was stopped is not news in the next one
+        except BaseException:  # code of a stopped run is not reported in the next run
             watch_of(network).added(settings.settings_key(), stats_for(network, settings))
             raise
         if monitor.compilations != compilations or is_warming():
             added = watch_of(network).added(settings.settings_key(), stats_for(network, settings))
-            if not synchronous:  # nobody has waited
+            if not synchronous:  # the sampler has not waited
                 return
             info = call_info_of(base_model, settings, args, kwargs)
             report_compilation(network, type(base_model).__name__, info, added, settings)

@@ -104,7 +104,7 @@ class _Warmup:
         began, before = time.perf_counter(), stats_for(self.model, self.settings)
         run, lengths = fingerprint(self.patcher, self.settings, self.conditioning, self.cfg, latent)
         another_length = self.settings.dynamic != "false" and self._is_warm(run)
-        # Not where code depends on where the weights are, or where unloading the model drops its CUDA graphs.
+        # Not where code depends on where the weights are, or where unloading the model drops CUDA graphs.
         may_skip = self.settings.block_swap != "eager linears" and not self.settings.wants_graphs
         may_skip = may_skip and self._blocks_are_as_they_ran()
         skipped = may_skip and (self._is_warm((run, lengths)) or self._is_warm((run, SETTLED)))

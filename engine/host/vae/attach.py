@@ -38,7 +38,7 @@ logger = logging.getLogger(KEY)
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 # Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.
 TURNS = (False, True, True, False)
-WORTH = 0.95  # channels_last stays if it needs at most this share of the plain way's time
+WORTH = 0.95  # channels_last stays if a call needs at most this share of the plain way's time
 _TEXTS: dict[str, tuple[Callable[..., list], Callable[..., list]]] = {
     "decoding": (lambda *values: told("decodingFaster", *values), lambda *values: told("decodingSame", *values)),
     "encoding": (lambda *values: told("encodingFaster", *values), lambda *values: told("encodingSame", *values)),
@@ -131,7 +131,7 @@ class LaidOut:
 
     @property
     def function(self) -> Callable:
-        function: Any = self._function()  # alive: this is called as its network's method
+        function: Any = self._function()  # alive: a LaidOut is called as its network's method
         return function
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
@@ -151,7 +151,7 @@ class LaidOut:
                 why = "" if never_swallowed(error) else f"{type(error).__name__}: {error}"
         with self.trial.timed(shape, False):
             result = self.function(x, *args, **kwargs)
-        if why:  # an error of the call's own would have come again
+        if why:  # an error that is not about the layout would have come again
             self.trial.give_up()
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:

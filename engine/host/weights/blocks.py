@@ -33,14 +33,14 @@ from . import dynamic_vram as paging
 from . import partial_load as streaming
 from .traceable_layers import EagerLayers, PackedWeights, can_be_traced, is_packed, linears, untraceable
 
-# What tells the host's layers where their weights come from. Hidden while a compiled block runs.
+# Attributes that tell the host's layers where weights come from; hidden while a compiled block runs.
 _SOURCES = ("_v", "_prefetch", "weight_lowvram_function", "bias_lowvram_function")
 _DEFAULTS = ("comfy_cast_weights", "weight_function", "bias_function")
 
 
 @dataclass
 class Order:
-    """The order in which blocks run, learned as they do: that of the list at first, which a model need not follow."""
+    """The order in which blocks run: that of the list at first, then as the last calls ran them."""
 
     last: BlockWeights | None = None  # put in place last
     prefetched: BlockWeights | None = None  # one at a time, since there are two buffers

@@ -131,10 +131,10 @@ class PagedLayers:
 
 
 class AllPages:
-    """The pages of a model's layers: whether every weight is in them, and keeping it there for the time of a call.
+    """The pages of a model's layers: whether every weight is in its page, and keeping weights there for the time of a call.
 
-    A page keeps its address for as long as the model lives, whatever is in it (comfy-aimdo, src/model-vbar.c), so that CUDA
-    graphs stay valid while weights come and go. Layers that the model does not use have nothing in their pages, and neither has
+    A page keeps its address for as long as the model lives, filled or not (comfy-aimdo, src/model-vbar.c), so that CUDA graphs
+    stay valid while weights come and go. Layers that the model does not use have nothing in their pages, and neither has
     a layer for which there was no room; the two are told apart by the line (`watermark`) above which there are no pages.
     """
 
@@ -155,7 +155,7 @@ class AllPages:
         self._whole = None
 
     def have_room(self) -> bool:
-        """Whether all layers may have pages; once the line has fallen it stays down until the host loads the model again."""
+        """Whether all layers may have pages; a watermark that fell stays down until the host loads the model again."""
         vbar = self._layers[0]._v[0]
         if not hasattr(vbar, "get_watermark") or any(layer._v[0] is not vbar for layer in self._layers):
             return False

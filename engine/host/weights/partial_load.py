@@ -49,7 +49,7 @@ def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]
     for module in block.modules():
         if "_v" in module.__dict__:
             continue
-        # A tensor on `meta` has no values that could be copied: the block uses it without, or not at all.
+        # A tensor on `meta` has no values that could be copied: blocks read no values of such a tensor.
         tensors = [Elsewhere(module, name) for name, p in module._parameters.items() if p is not None and not p.is_meta]
         if all(is_known(t.tensor) for t in tensors) and any(t.tensor.device != device or t.functions for t in tensors):
             elsewhere += tensors
@@ -71,7 +71,7 @@ class StreamedTensors:
         self._tensors = tensors
         self._device = device
         self._dtype = dtype
-        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id` of the source: it and its copy
+        self._arrived: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by `id` of the source: source and copy
         self._slot: Slot | None = None
         self.bytes = sum(_aligned_bytes(t) for t in self._sources())
 
@@ -121,7 +121,7 @@ class StreamedTensors:
             self._slot = None
 
     def lose_slot(self) -> None:
-        """Another block needs the buffer before this one ran (its turn was skipped)."""
+        """Another block takes the buffer before this block ran: this block's turn was skipped."""
         self._arrived = {}
         self._slot = None
 
@@ -214,7 +214,7 @@ def _slots_on(device: torch.device) -> Slots:
 
 
 def release_buffers() -> None:
-    """Give the buffers' memory back; called when a model has finished sampling, also when it was cancelled."""
+    """Free the buffers; called after each sampling run, also after a cancelled run."""
     for slots in list(_slots.values()):
         slots.finish()
     _slots.clear()

@@ -27,7 +27,7 @@ _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
 def spread_weights(executor, patcher, *args, **kwargs):
-    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): what cannot be loaded whole is loaded evenly over the blocks."""
+    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): a model too large to load whole is loaded evenly over blocks."""
     override_methods(patcher, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
     if not host().list_of_layers:
         return executor(patcher, *args, **kwargs)
@@ -61,7 +61,7 @@ class EvenLoad:
     model: Any
 
     def partially_load(self, *args, **kwargs) -> int:
-        """The host's, also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
+        """Called also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
         load = functools.partial(super().partially_load, *args, **kwargs)  # type: ignore[misc]
         if is_dynamic(self) or not _is_spread(self):
             return load()
@@ -137,7 +137,7 @@ def _even_by_rank(ranks: dict, items: list) -> list:
 
 
 class _RankedSize(int):
-    """A size in bytes that sorts by rank: the host sorts by size, then counts with it."""
+    """A size in bytes that sorts by rank: the host sorts by size, then adds up sizes."""
 
     rank: tuple
 

@@ -55,22 +55,22 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
 
 
 class LimitedLoad:
-    """Methods of a `ModelPatcher` that loads no more than a wrapper of ours among its wrappers says."""
+    """Methods of a `ModelPatcher` that loads at most the bytes that its `_unload_rest` wrapper allows."""
 
     get_wrappers: Any
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more) -> object:
-        """The host's (comfy/model_patcher.py) with at most so many bytes."""
+        """The host's `load` (comfy/model_patcher.py) with at most `kept` bytes."""
         for wrapper in self.get_wrappers(WrappersMP.PREPARE_SAMPLING, KEY):
             (kept,) = wrapper.args
             lowvram_model_memory, full_load = kept if full_load else min(kept, lowvram_model_memory), False
-        # By their names, as the host gives them: the `load` of GGUF's patchers takes one of them by its name alone.
+        # By name, as the host does: the `load` of GGUF's patchers takes one of the two by name only.
         more |= {"lowvram_model_memory": lowvram_model_memory, "force_patch_weights": force_patch_weights}
         return super().load(device_to, full_load=full_load, **more)  # type: ignore[misc]
 
 
 def _unload_rest(kept: int, executor: Any, patcher: Any, *args: Any, **kwargs: Any) -> object:
-    """A PREPARE_SAMPLING wrapper: another patcher of the same model may have loaded all of it."""
+    """A PREPARE_SAMPLING wrapper: another patcher may have loaded the whole model."""
     override_methods(patcher, LimitedLoad)  # a clone can be of another class: GGUF
     result = executor(patcher, *args, **kwargs)
     too_much = patcher.model.model_loaded_weight_memory - kept
