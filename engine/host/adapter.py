@@ -65,14 +65,14 @@ def host() -> Host:
 
 def look() -> Host:
     """Check the loaded `comfy`, without a cache."""
-    ops, patcher = _module("comfy.ops"), _module("comfy.model_patcher")
+    ops, patching = _module("comfy.ops"), _module("comfy.model_patcher")
     pages, unknown = _page_calls(), []
-    if pages is None and hasattr(patcher, "ModelPatcherDynamic"):  # dynamic VRAM of some kind
+    if pages is None and hasattr(patching, "ModelPatcherDynamic"):  # dynamic VRAM of some kind
         unknown.append("ComfyUI itself fetches weights under dynamic VRAM, layer by layer, which breaks the graphs of blocks.")
     cast = takes(getattr(ops, "cast_bias_weight", None), "s", "input", "dtype", "device", "bias_dtype")
     if not cast:
         unknown.append("quantised layers are cast by ComfyUI alone, which may break the graphs of blocks.")
-    load_list = getattr(getattr(patcher, "ModelPatcher", None), "_load_list", None)
+    load_list = getattr(getattr(patching, "ModelPatcher", None), "_load_list", None)
     ordered = load_list is None or takes(load_list, "self", "for_dynamic") or takes(load_list, "self")
     management = _module("comfy.model_management")
     ordered &= all(

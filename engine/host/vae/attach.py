@@ -182,23 +182,23 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     patcher: Any = getattr(vae, "patcher", None)
     if not isinstance(network, nn.Module) or not hasattr(patcher, "add_object_patch"):
         raise InvalidSetting("vae", vae, "connect a VAE, such as that of Load VAE.")
-    clone = copy.copy(vae)
-    clone.torch_compile_kit_line = line = Line(node)
+    laid_out = copy.copy(vae)
+    laid_out.torch_compile_kit_line = line = Line(node)
     if (reason := left_alone(vae)) is not None:
         line.put("decoding", told("vaeLeft", reason))
-        return clone
+        return laid_out
     if not forbids_threads():
         norm_kernels.prepare(vae.device)
-    clone.patcher = patcher.clone()
-    set_callbacks(clone.patcher, KEY, {CallbacksMP.ON_CLONE: _bind_to_copy, CallbacksMP.ON_DETACH: _remove_own_methods})
+    laid_out.patcher = patcher.clone()
+    set_callbacks(laid_out.patcher, KEY, {CallbacksMP.ON_CLONE: _bind_to_copy, CallbacksMP.ON_DETACH: _remove_own_methods})
     for name in FUNCTIONS:
         function = patcher.object_patches.get(name) or getattr(network, name, None)
         if isinstance(function, LaidOut):  # of a node before
             function = function.function
         if callable(function):
-            clone.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
+            laid_out.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
     line.put("decoding", told("vaeReady"))
-    return clone
+    return laid_out
 
 
 def _bind_to_copy(patcher: Any, clone: Any) -> None:
