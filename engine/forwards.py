@@ -1,8 +1,9 @@
-"""The `forward` that a single module has in its `__dict__`, over that of its class."""
+"""Tell what a module runs: the `forward` in its `__dict__`, and what closures hold."""
 
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -47,3 +48,16 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = forward
+
+
+def is_filled(cell: types.CellType) -> bool:
+    """Whether the variable has been set."""
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def contents_of(function: types.FunctionType) -> list[object]:
+    """The values of the variables that have been set."""
+    return [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]

@@ -1,4 +1,4 @@
-"""What is kept for each model, and goes with it."""
+"""Keep values for each model, and key objects by identity, without keeping either alive."""
 
 from __future__ import annotations
 
@@ -33,3 +33,28 @@ class PerModel(Generic[T]):
         models = [ref() for ref in self._values.keyrefs()]  # at once: other threads add to them meanwhile
         found = [(model, self._values.get(model)) for model in models if model is not None]
         return [(model, value) for model, value in found if value is not None]
+
+
+class Same:
+    """Equal for one and the same object, for no other that has its address later. Does not keep it alive, if that can be."""
+
+    __slots__ = ("_alive", "_hash", "_value")
+
+    def __init__(self, value: object):
+        self._hash = id(value)
+        self._value: object | None = None
+        try:
+            self._alive: weakref.ref | None = weakref.ref(value)
+        except TypeError:  # built in
+            self._alive, self._value = None, value
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Same):
+            return False
+        if self._alive is None or other._alive is None:
+            return self._alive is other._alive and self._value is other._value
+        value = self._alive()
+        return value is not None and value is other._alive()

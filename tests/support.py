@@ -136,7 +136,7 @@ class CompiledNet:
     def _call(self, waits, args, kwargs):
         call = self.engine("background.model_call").ModelCall(synchronous=waits)
         blocks = self.engine("compile.binding").Binding(self.net, self.settings, call).bound()
-        with self.engine("compile.events").watching, blocks:
+        with self.engine("compile.session").watching, blocks:
             result = self.net(*args, **kwargs)
         return result, call.uncompiled
 

@@ -16,8 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose
 from ..blocks.discovery import BlockPlan, find_blocks
-from ..blocks.duplicate_classes import Twin, find_twins, one_class
-from ..blocks.methods import MethodsNow
+from ..blocks.state import MethodsNow, Twin, find_twins, one_class
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings

@@ -25,9 +25,7 @@ from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
 from .call_shapes import Changed, traced_state
-from .events import monitor
-from .session import DYNAMIC, STATIC, CompileSession
-from .stats import CompileStats
+from .session import DYNAMIC, STATIC, CompileSession, CompileStats, monitor
 from .traced_graph import backend_for, current, dead_code
 
 logger = logging.getLogger("torch-compile-kit")

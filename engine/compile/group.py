@@ -16,8 +16,7 @@ from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .compiled_code import BlockCode, first_call_lock
-from .events import watching
-from .stats import CompileStats
+from .session import CompileStats, watching
 from .traced_graph import is_capturing
 
 

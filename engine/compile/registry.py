@@ -12,16 +12,13 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..blocks.duplicate_classes import Twin
-from ..blocks.methods import MethodsNow
-from ..blocks.state import BlockState
+from ..blocks.state import BlockState, MethodsNow, Twin
 from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class
-from ..identity import Same
 from ..options.filter import OptionsFilter
-from ..per_model import PerModel
+from ..per_model import PerModel, Same
 from ..settings import CompileSettings
 from .compiled_code import free_unused
 from .group import BlockGroup

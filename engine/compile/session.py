@@ -1,12 +1,18 @@
-"""Scope PyTorch's settings while a call of a block traces, and while a graph of it is lowered; count what both cost."""
+"""Notice and count compilations, and scope PyTorch's settings while a block is traced or a graph is lowered.
+
+PyTorch calls back on the thread that compiles (torch/_dynamo/callback.py). A call into compiled code puts itself on this
+thread's stack; a compilation that starts then belongs to it. In the steady state that costs one list append per call.
+"""
 
 from __future__ import annotations
 
 import gc
+import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,7 +30,66 @@ from ..torch_settings import (
     lowering_settings,
 )
 from .call_shapes import static_heads
-from .stats import CompileStats, Recompile
+
+
+@dataclass(frozen=True)
+class Recompile:
+    """One compilation of code that had been compiled before.
+
+    Args:
+        block: class name of the block.
+        guard: PyTorch's own words, the first guard that failed.
+    """
+
+    block: str
+    guard: str
+
+
+@dataclass
+class CompileStats:
+    """What compiling has cost so far. Subtract an earlier copy to see what a run added.
+
+    Args:
+        from_disk: of the graphs, those that inductor's disk cache had.
+    """
+
+    graphs: int = 0
+    graph_breaks: int = 0
+    seconds: float = 0.0
+    recompiles: list[Recompile] = field(default_factory=list)
+    breaks: dict[str, int] = field(default_factory=dict)
+    from_disk: int = 0
+
+    def copy(self) -> CompileStats:
+        return CompileStats(
+            self.graphs, self.graph_breaks, self.seconds, list(self.recompiles), dict(self.breaks), self.from_disk
+        )
+
+    def add(self, other: CompileStats) -> None:
+        """Count what has been compiled since."""
+        self.graphs += other.graphs
+        self.graph_breaks += other.graph_breaks
+        self.seconds += other.seconds
+        self.recompiles += other.recompiles
+        self.from_disk += other.from_disk
+        for reason, count in list(other.breaks.items()):  # others may count on while we add
+            self.breaks[reason] = self.breaks.get(reason, 0) + count
+
+    def __add__(self, other: CompileStats) -> CompileStats:
+        total = self.copy()
+        total.add(other)
+        return total
+
+    def __sub__(self, earlier: CompileStats) -> CompileStats:
+        return CompileStats(
+            self.graphs - earlier.graphs,
+            self.graph_breaks - earlier.graph_breaks,
+            self.seconds - earlier.seconds,
+            self.recompiles[len(earlier.recompiles) :],
+            {k: v - earlier.breaks.get(k, 0) for k, v in list(self.breaks.items()) if v > earlier.breaks.get(k, 0)},
+            self.from_disk - earlier.from_disk,
+        )
+
 
 # Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
 # 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
@@ -206,3 +271,91 @@ class CompileSession:
         metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         return CompileStats(self.graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
+
+
+logger = logging.getLogger("torch-compile-kit")
+
+
+class _Monitor(threading.local):
+    """The calls in progress on this thread, innermost last, and how often one of them compiled.
+
+    `listener` is called with the block's class name when a compilation begins, and with None when it ends.
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[CompileSession] = []
+        self.compilations = 0
+        self.listener: Callable[[str | None], None] | None = None
+
+
+monitor = _Monitor()
+
+
+def _is_compilation(args: object) -> bool:
+    """PyTorch also calls back when it measures the variants of a kernel or records a CUDA graph (from 2.8 on)."""
+    trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
+    return trigger in ("DYNAMO", "LAZY_BACKWARD")
+
+
+def _on_compile_start(args: object = None) -> None:
+    if monitor.calls and _is_compilation(args):
+        monitor.compilations += 1
+        with _told("a compilation is not watched"):
+            monitor.calls[-1].start()
+        with _told("a compilation was not told"):
+            if monitor.listener is not None:
+                monitor.listener(monitor.calls[-1].block)
+
+
+def _on_compile_end(args: object = None) -> None:
+    if monitor.calls and _is_compilation(args):
+        with _told("a compilation was not watched"):
+            monitor.calls[-1].end()
+        with _told("the end of a compilation was not told"):
+            if monitor.listener is not None:
+                monitor.listener(None)
+
+
+@contextmanager
+def _told(what: str) -> Iterator[None]:
+    """An error of ours inside PyTorch's callback would leave PyTorch counting a compilation for ever, for every pack."""
+    try:
+        yield
+    except Exception:
+        logger.exception("%s", what)
+
+
+class _Watching:
+    """Keeps the two callbacks registered while any model samples, and no longer."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                private.callback_handler.register_start_callback(_on_compile_start)
+                private.callback_handler.register_end_callback(_on_compile_end)
+
+    def renew(self) -> None:
+        """torch._dynamo.reset() forgets the callbacks, whoever calls it."""
+        with self._lock:
+            if self._users and _on_compile_start not in private.callback_handler.start_callbacks:
+                private.callback_handler.register_start_callback(_on_compile_start)
+                private.callback_handler.register_end_callback(_on_compile_end)
+
+    def __exit__(self, *_exc: object) -> None:
+        with self._lock:
+            self._users -= 1
+            if not self._users:
+                for registered, callback in (
+                    (private.callback_handler.start_callbacks, _on_compile_start),
+                    (private.callback_handler.end_callbacks, _on_compile_end),
+                ):
+                    if callback in registered:  # a reset has forgotten them
+                        registered.remove(callback)
+
+
+watching = _Watching()

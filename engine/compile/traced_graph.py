@@ -43,8 +43,7 @@ from ..inductor.backend import inductor, needs_gradients
 from ..out_of_place import out_of_place, writes_in_place
 from ..torch_compat import private
 from .call_shapes import Changed
-from .events import monitor
-from .session import lowering_scope, tracing_scope
+from .session import lowering_scope, monitor, tracing_scope
 
 logger = logging.getLogger("torch-compile-kit")
 # By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.

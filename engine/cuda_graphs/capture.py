@@ -25,8 +25,35 @@ from ..compile.traced_graph import gpu_locks
 from ..failures.describe import is_out_of_memory, never_swallowed
 from ..per_model import PerModel
 from ..torch_compat import private
-from .launches import as_numbers
+from ..torch_settings import SharedScope
 from .model_state import ModelState
+
+# Inductor's launchers, and Triton's own: for kernels of ours and of others (SageAttention).
+_LAUNCHERS = {
+    "inductor": private.switch("run_of_autotuner", late=True),
+    "triton": private.switch("call_of_launcher", late=True),
+}
+_scope = SharedScope(_LAUNCHERS)
+
+
+@contextmanager
+def as_numbers() -> Iterator[None]:
+    """While it lasts, a capturing thread hands Triton's kernels addresses in place of tensors."""
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        yield
+        return
+    with _scope.wrapping(**dict.fromkeys(_LAUNCHERS, _with_addresses)):
+        yield
+
+
+def _with_addresses(launcher: Callable) -> Callable:
+    def launches(self: object, *args: object, **kwargs: object) -> object:
+        if torch.cuda.is_current_stream_capturing():
+            args = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
+        return launcher(self, *args, **kwargs)
+
+    return launches
+
 
 T = TypeVar("T")
 logger = logging.getLogger("torch-compile-kit")

@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..blocks.methods import MethodsNow
+from ..blocks.state import MethodsNow
 from ..compile.binding import is_ours
 from ..forwards import is_of_class
-from ..identity import Same
-from .held_values import HeldValues
-from .keys import value_key
+from ..per_model import Same
+from .keys import HeldValues, value_key
 
 # The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
 SMALL = 2**20

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..devices import is_nvidia
 from ..torch_compat import private
-from ..torch_settings import SharedScope
+from ..torch_settings import SharedScope, is_nvidia
 from .persistent_reductions import in_one_pass
 
 aten = torch.ops.aten

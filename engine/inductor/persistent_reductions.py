@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 from contextlib import AbstractContextManager, nullcontext
 
-from ..devices import is_nvidia
 from ..torch_compat import private
+from ..torch_settings import is_nvidia
 
 # Elements of a row: at 8 warps 32 a thread.
 MOST = 8192

@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass, field
 
 from torch import nn
 
-from ..compile.stats import CompileStats
+from ..compile.session import CompileStats
 from ..log import logger
 from ..per_model import PerModel
 from ..settings import CompileSettings

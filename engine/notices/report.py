@@ -11,7 +11,7 @@ from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
-from ..compile.stats import CompileStats
+from ..compile.session import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 from .status import use_of

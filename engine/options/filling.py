@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from ..closures import contents_of
+from ..forwards import contents_of
 
 _FUNCTION = types.FunctionType | types.MethodType | functools.partial
 _SEQUENCE = list | tuple | set | frozenset

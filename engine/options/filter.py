@@ -21,8 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..closures import contents_of
-from ..forwards import forward_of_class, given_forward
+from ..forwards import contents_of, forward_of_class, given_forward
 from .patches import BY_NAME, OVERRIDE, keys_of_patch
 
 PATCHES = ("patches", "patches_replace")

@@ -11,7 +11,7 @@ import inspect
 import types
 import weakref
 
-from ..closures import contents_of
+from ..forwards import contents_of
 
 OVERRIDE = "optimized_attention_override"
 # Which argument the host passes the dict in (ldm/modules/attention.py); ldm/flux/layers.py passes it as `extra_options`.

@@ -45,7 +45,7 @@ def images(backend):
     from engine.background.model_call import ModelCall
     from engine.background.thread import compiler
     from engine.compile.binding import Binding
-    from engine.compile.events import watching
+    from engine.compile.session import watching
     from engine.settings import CompileSettings
 
     model, settings = Model(), CompileSettings(backend=backend)

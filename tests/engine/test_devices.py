@@ -10,4 +10,4 @@ import torch
 )
 def test_amds_cards_are_called_cuda_as_well(engine, monkeypatch, device, hip, nvidia):
     monkeypatch.setattr(torch.version, "hip", hip)
-    assert engine("devices").is_nvidia(torch.device(device)) is nvidia
+    assert engine("torch_settings").is_nvidia(torch.device(device)) is nvidia

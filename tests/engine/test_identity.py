@@ -8,7 +8,7 @@ class Thing:
 
 
 def test_equal_for_one_object_only(engine):
-    same, one, other = engine("identity").Same, Thing(), Thing()
+    same, one, other = engine("per_model").Same, Thing(), Thing()
     assert same(one) == same(one) and hash(same(one)) == hash(same(one))
     assert same(one) != same(other) and same(one) != one
     assert same(None) == same(None) and same(None) != same(one) and same(3) != same(one)
@@ -16,7 +16,7 @@ def test_equal_for_one_object_only(engine):
 
 
 def test_not_equal_to_what_lies_at_its_address_later_and_does_not_keep_it_alive(engine):
-    same = engine("identity").Same
+    same = engine("per_model").Same
     for _ in range(100):
         thing = Thing()
         key, address = same(thing), id(thing)

@@ -76,7 +76,7 @@ class Case(Runs):
         assert not any("forward" in vars(module) for module in self.network.modules())
         assert list(self.network.state_dict()) == self.keys
         assert torch_settings() == self.settings_before
-        monitor = self.engine("compile.events").monitor
+        monitor = self.engine("compile.session").monitor
         assert not monitor.calls and monitor.listener is None
 
     def is_compiled(self, compiled=None):

@@ -14,8 +14,8 @@ from ...background.gate import gate
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
-from ...compile.events import watching
 from ...compile.registry import code_of
+from ...compile.session import watching
 from ...notices.recompile_log import is_warming
 from ...notices.status import Status
 from ...settings import CompileSettings

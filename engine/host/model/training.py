@@ -16,11 +16,10 @@ from torch import nn
 
 from ...background.model_call import ModelCall
 from ...blocks.convolutions import choose
-from ...blocks.methods import MethodsNow
+from ...blocks.state import MethodsNow
 from ...compile.binding import blocks_of
-from ...compile.events import watching
 from ...compile.registry import ModelCode, code_of
-from ...compile.stats import CompileStats
+from ...compile.session import CompileStats, watching
 from ...forwards import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler

@@ -13,8 +13,8 @@ from comfy.patcher_extension import WrappersMP
 from ...background.thread import compiler
 from ...compile.binding import blocks_of
 from ...compile.call_shapes import shapes_of
-from ...compile.events import monitor
 from ...compile.registry import code_of
+from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for

@@ -8,7 +8,7 @@ import time
 
 import comfy.utils
 
-from ...compile.events import monitor
+from ...compile.session import monitor
 from ...notices import status
 from ...notices.words import say
 from ...threads import started

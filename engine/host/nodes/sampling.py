@@ -14,7 +14,7 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...compile.events import monitor
+from ...compile.session import monitor
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
 from ...warmup_plan import Size

@@ -14,13 +14,13 @@ import comfy.controlnet
 import torch
 
 from ...blocks.convolutions import choose
-from ...blocks.methods import MethodsNow
+from ...blocks.state import MethodsNow
 from ...compile.binding import blocks_of
 from ...compile.registry import code_of
-from ...identity import Same
 from ...notices.recompile_log import warming, watch_of
 from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
 from ...notices.words import say
+from ...per_model import Same
 from ...settings import CompileSettings
 from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 @pytest.fixture(autouse=True)
 def watched(engine):
-    with engine("compile.events").watching:
+    with engine("compile.session").watching:
         yield
 
 

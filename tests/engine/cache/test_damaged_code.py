@@ -28,7 +28,7 @@ def test_a_block_whose_code_on_disk_cannot_be_loaded_is_compiled_once_more(engin
     expected = net(x)
     assert engine("cache.disk").open_cache(tmp_path) is not None
     with (
-        engine("compile.events").watching,
+        engine("compile.session").watching,
         engine("compile.binding").Binding(net, engine("settings").CompileSettings()).bound(),
     ):
         assert torch.equal(net(x), expected)

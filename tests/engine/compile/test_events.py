@@ -13,7 +13,7 @@ TRIGGERS = {"DYNAMO": True, "LAZY_BACKWARD": True, "TRITON_AUTOTUNING": False, "
 @pytest.fixture
 def events(engine):
     """The module, while it watches."""
-    found = engine("compile.events")
+    found = engine("compile.session")
     with found.watching:
         yield found
 

@@ -225,7 +225,7 @@ def test_a_cancel_ends_the_run_and_is_no_failure(engine):
     step = CompiledNet(engine, net, backend=backend)
     waits = engine("background.model_call").ModelCall(True, cancel)
     blocks = engine("compile.binding").Binding(net, step.settings, waits).bound()
-    with pytest.raises(InterruptProcessingException), engine("compile.events").watching, blocks:
+    with pytest.raises(InterruptProcessingException), engine("compile.session").watching, blocks:
         net(x)
     backend.go_on.set()
     step.wait()

@@ -47,7 +47,7 @@ def test_its_blocks_compile_once_for_sections_of_any_length(engine, framepack):
         "HunyuanVideoSingleTransformerBlock",
     }
     groups, graphs = engine("compile.registry").code_of(framepack).groups, []
-    with engine("compile.events").watching:
+    with engine("compile.session").watching:
         for sizes in ((3, 16, 7), (3, 16, 7), (9, 16, 7), (3, 24, 12)):
             inputs = section(*sizes)
             (expected,) = framepack(**inputs)

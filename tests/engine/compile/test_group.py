@@ -29,7 +29,7 @@ def compiled(engine):
 
 @pytest.fixture
 def watched(engine):
-    with engine("compile.events").watching:
+    with engine("compile.session").watching:
         yield
 
 

@@ -24,7 +24,7 @@ class Counted(int):
 
 
 def test_graph_breaks_may_be_counted_while_they_are_added(engine):
-    stats = engine("compile.stats").CompileStats
+    stats = engine("compile.session").CompileStats
     live, total = stats(), stats(breaks={"print": 1})
     live.breaks |= {reason: Counted(count, live.breaks) for reason, count in (("print", 2), ("len", 3))}
     total.add(live)

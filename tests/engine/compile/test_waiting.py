@@ -26,7 +26,7 @@ def test_a_run_that_need_not_wait_goes_on_while_another_still_waits(engine, monk
         settings = engine("settings").CompileSettings(backend="eager")
         with torch.inference_mode():
             expected = net(x)
-            with engine("compile.events").watching, engine("compile.binding").Binding(net, settings, call).bound():
+            with engine("compile.session").watching, engine("compile.binding").Binding(net, settings, call).bound():
                 right[name] = torch.equal(net(x), expected)
 
     first = threading.Thread(target=run, args=("first", 8))

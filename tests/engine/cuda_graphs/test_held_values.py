@@ -10,7 +10,7 @@ def test_lora_that_the_host_adds_on_the_way_into_pages_is_no_part_of_it(engine):
     """The pages keep their place, whatever is in them (comfy/model_patcher.py, `ModelPatcherDynamic.load`)."""
     layer = nn.Linear(2, 2)
     layer.weight_lowvram_function = None
-    values = engine("cuda_graphs.held_values").HeldValues([layer])
+    values = engine("cuda_graphs.keys").HeldValues([layer])
     before = values.key()
     layer.weight_lowvram_function = lambda weight: weight
     assert values.key() == before
@@ -43,7 +43,7 @@ def test_an_object_that_is_exchanged_for_another_is_seen(engine):
     """By an object patch, which keeps the one before."""
     net, other = nn.Linear(2, 2), Params(2)
     net.params = before = Params(1)
-    values = engine("cuda_graphs.held_values").HeldValues([net])
+    values = engine("cuda_graphs.keys").HeldValues([net])
     first = values.key()
     net.params = other
     second = values.key()

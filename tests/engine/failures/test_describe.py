@@ -41,7 +41,7 @@ def run(engine, backend, monkeypatch):
     monkeypatch.setattr(settings, "_CHOICES", {**settings._CHOICES, "backend": ("aot_eager_failing", "eager")})
 
     def call(net, x, backend="aot_eager_failing", **chosen):
-        with engine("compile.events").watching:
+        with engine("compile.session").watching:
             chosen = settings.CompileSettings(backend=backend, **chosen)
             with engine("compile.binding").Binding(net, chosen).bound():
                 return net(x)
@@ -254,7 +254,7 @@ def test_who_is_told_of_compilations_may_fail(engine, run, monkeypatch):
     def fails(_block):
         raise RuntimeError("no page")
 
-    monkeypatch.setattr(engine("compile.events").monitor, "listener", fails)
+    monkeypatch.setattr(engine("compile.session").monitor, "listener", fails)
     net, x = Net(), torch.randn(2, 4, 8)
     assert torch.equal(run(net, x, backend="eager"), Net.forward(net, x))
     torch._dynamo.reset()  # asserts that no compilation is going on
@@ -272,7 +272,7 @@ def test_a_failure_that_may_pass_is_no_matter_for_other_settings(engine, run, ba
 def test_watching_ends_after_somebody_has_reset_dynamo(engine):
     from torch._dynamo.callback import callback_handler
 
-    monitor = engine("compile.events")
+    monitor = engine("compile.session")
     with monitor.watching:
         torch._dynamo.reset()
     with monitor.watching:

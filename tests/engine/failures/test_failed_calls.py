@@ -38,7 +38,7 @@ def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(eng
     if not memory:
         monkeypatch.setattr(torch.Tensor, "clone", no_memory)
     with (
-        engine("compile.events").watching,
+        engine("compile.session").watching,
         engine("compile.binding").Binding(net, engine("settings").CompileSettings()).bound(),
     ):
         if memory:

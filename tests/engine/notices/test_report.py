@@ -11,7 +11,7 @@ def report(engine):
     """report(sizes, *groups): the lines above the details, and all of them."""
     found = engine("notices.report")
     plan = types.SimpleNamespace(whole_model=True, covered_share=1.0, blocks=[])
-    stats = engine("compile.stats").CompileStats
+    stats = engine("compile.session").CompileStats
     usual = {"failure": None, "limit_reached": False, "fills_cache": False, "class_name": "Block", "stats": stats()}
 
     def make(sizes, *groups):

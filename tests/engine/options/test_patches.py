@@ -114,7 +114,7 @@ def test_keys_of_an_attention_override(engine, override, keys):
 
 
 def test_a_state_notices_layers_forwards_and_hooks(engine):
-    block, methods = Block(), engine("blocks.methods").MethodsNow()
+    block, methods = Block(), engine("blocks.state").MethodsNow()
 
     def state_of(block):
         return engine("blocks.state").BlockState(block, methods)

@@ -52,7 +52,7 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
         cache.enter(name, "Block")
         cache.exit(name)
         (cache.root / name / "entry").write_bytes(b"graph")
-        stats = engine("compile.stats").CompileStats(graphs=2)
+        stats = engine("compile.session").CompileStats(graphs=2)
         group = types.SimpleNamespace(folder=name, settings=engine("settings").CompileSettings(), stats=stats)
         models.append((UNetModel(), types.SimpleNamespace(groups={"key": group})))
     monkeypatch.setattr(files, "live_models", lambda: models)

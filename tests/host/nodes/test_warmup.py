@@ -344,7 +344,7 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
 
     runs = warming(cfg=4.0)
     expected = runs.run(runs.patcher)
-    monitor = engine("compile.events").monitor
+    monitor = engine("compile.session").monitor
     compiled = []
 
     def press_cancel(args):
