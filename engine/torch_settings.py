@@ -1,8 +1,8 @@
-"""PyTorch settings that hold only while they are needed.
+"""Set PyTorch's settings, and replace its functions, only while they are needed.
 
-They are put back when the last user of a scope leaves it, also after an error. Threads may overlap (several GPUs, compiling in
-the background), so the first one in saves the values and the last one out restores them: for the process, or, where PyTorch
-keeps its settings for each thread (torch/utils/_config_module.py, from 2.12 on), for that thread.
+Threads may overlap (several GPUs, compiling in the background), so the first one in saves the values and the last one out
+restores them: for the process, or, where PyTorch keeps its settings for each thread (torch/utils/_config_module.py, from 2.12
+on), for that thread.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class SharedScope:
     """A set of switches that overlapping users share.
 
     Args:
-        switches: name -> (read, write); what the runtime does not know is left out by the caller.
-        of_thread: each thread has its own values.
+        switches: name -> (read, write); a name without an entry is ignored.
+        of_thread: each thread has values of its own.
     """
 
     def __init__(self, switches: dict[str, tuple[Callable[[], object], Callable[[Any], None]]], of_thread: bool = False):
@@ -49,7 +49,7 @@ class SharedScope:
 
     @contextmanager
     def wrapping(self, **wrappers: Callable[[Any], Any]) -> Iterator[None]:
-        """Exchange functions for `wrapper(function)` until the block ends; overlapping users share the first one's wrapper."""
+        """Replace functions by `wrapper(function)` until the block ends; overlapping users share the first one's wrapper."""
         with _lock:
             saved = self._saved.get(self._scope(), {})
             functions = {name: self._switches[name][0]() for name in wrappers if name in self._switches and name not in saved}
@@ -87,6 +87,7 @@ class SharedScope:
                     self._switches[name][1](value)
 
 
+@functools.cache
 def _config_is_of_thread() -> bool:
     """Whether a setting of PyTorch that is made in one thread is made in that thread alone."""
     config, seen = private.dynamo_config, []
@@ -100,31 +101,42 @@ def _config_is_of_thread() -> bool:
 
 
 def attribute(owner: object, name: str) -> tuple:
-    """(read, write) of an attribute of an object."""
+    """(read, write) of an attribute."""
     return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
 
 def attributes(owner: object, names: tuple[str, ...]) -> dict:
-    """Switches for those of an object's attributes that it has."""
+    """Switches for those of the attributes that `owner` has."""
     return {name: attribute(owner, name) for name in names if hasattr(owner, name)}
+
+
+def entry(table: Callable[[], Any], name: str) -> tuple:
+    """(read, write) of an entry of a dict; None: there is none."""
+
+    def write(value: object) -> None:
+        if value is None:
+            table().pop(name, None)
+        else:
+            table()[name] = value
+
+    return (lambda: table().get(name)), write
 
 
 compile_scope = SharedScope(
     {
         **attributes(
             private.dynamo_config,
-            ("recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled"),
+            (
+                "recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled",
+                "use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops",
+                "automatic_dynamic_shapes", "assume_static_by_default", "specialize_float",
+            ),
         ),
-        **attributes(
-            private.dynamo_config,
-            ("use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops"),
-        ),
-        **attributes(private.dynamo_config, ("automatic_dynamic_shapes", "assume_static_by_default", "specialize_float")),
         **attributes(private.shape_config, ("use_duck_shape",)),
         **attributes(torch.compiler.config, ("dynamic_sources",)),
     },
     of_thread=_config_is_of_thread(),
-)
+)  # fmt: skip
 # A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
 lowering_settings = SharedScope(
     {
@@ -138,27 +150,20 @@ lowering_settings = SharedScope(
 _LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 
-def _variable(name: str) -> tuple:
+def _folder(name: str) -> tuple:
+    """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it caches (codecache.py)."""
+    read, write_variable = entry(lambda: os.environ, name)
+
     def write(value: object) -> None:
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = str(value)
-        _forget_folder()
+        write_variable(value if value is None else str(value))
+        if private.is_imported("local_cache_path"):
+            getattr(private.local_cache_path, "cache_clear", lambda: None)()
 
-    return (lambda: os.environ.get(name)), write
+    return read, write
 
 
-def _forget_folder() -> None:
-    """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it keeps (codecache.py)."""
-    clear = getattr(private.local_cache_path, "cache_clear", None) if private.is_imported("local_cache_path") else None
-    if clear is not None:
-        clear()
-
-
-def _unless_python_alone_reads(original: Callable, name: bytes | str, *value: bytes | str) -> None:
-    if name not in _READ_BY_PYTHON:
-        original(name, *value)
+def _unless_python_alone_reads(original: Callable) -> Callable:
+    return lambda name, *value: None if name in _READ_BY_PYTHON else original(name, *value)
 
 
 _READ_BY_PYTHON = {os.environ.encodekey(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _LIBDEVICE)}
@@ -169,50 +174,39 @@ _environment_scope = SharedScope(attributes(os, ("putenv", "unsetenv")))
 def c_environment_kept() -> Iterator[None]:
     """While it lasts, `os.environ` and the environment of C differ in the variables that Python alone reads.
 
-    C++ reads variables in other threads, and setenv() moves the table under getenv(): the process can crash. Not only writes of
-    ours are meant: PyTorch's `cache_dir()` writes its variable back (torch/_inductor/runtime/cache_dir_utils.py).
+    C++ reads variables in other threads, and setenv() moves the table under getenv(): the process can crash. PyTorch's
+    `cache_dir()` writes its variable too (torch/_inductor/runtime/cache_dir_utils.py).
     """
-    writers = {name: functools.partial(_unless_python_alone_reads, getattr(os, name)) for name in ("putenv", "unsetenv")}
-    with _environment_scope.applied(**writers):
+    with _environment_scope.wrapping(putenv=_unless_python_alone_reads, unsetenv=_unless_python_alone_reads):
         yield
 
 
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
 folder_scope = SharedScope(
-    {"inductor_folder": _variable("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _variable("TRITON_CACHE_DIR")}
+    {"inductor_folder": _folder("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _folder("TRITON_CACHE_DIR")}
 )
 
 
-def _libdevice_knob() -> tuple:
-    """What somebody has given Triton in Python (triton/knobs.py); None: nothing."""
-
-    def given() -> dict:
-        knobs = sys.modules.get("triton.knobs")
-        return {} if knobs is None else vars(knobs.nvidia)
-
-    def write(value: object) -> None:
-        if value is None:
-            given().pop("libdevice_path", None)
-        else:
-            given()["libdevice_path"] = value
-
-    return (lambda: given().get("libdevice_path")), write
+def _triton_knobs() -> dict:
+    """Settings of Triton that were made in Python (triton/knobs.py)."""
+    knobs = sys.modules.get("triton.knobs")
+    return {} if knobs is None else vars(knobs.nvidia)
 
 
-_libdevice = {"variable": _variable(_LIBDEVICE), "knob": _libdevice_knob()}
+_libdevice = {"variable": entry(lambda: os.environ, _LIBDEVICE), "knob": entry(_triton_knobs, "libdevice_path")}
 # NVIDIA's library of functions, which Triton puts into kernels: the process's.
 libdevice_scope = SharedScope(_libdevice)
 
 
 @functools.cache
 def _tritons_libdevice() -> str | None:
-    found = importlib.util.find_spec("triton")
-    file = Path(found.origin).parent / "backends/nvidia/lib/libdevice.10.bc" if found is not None and found.origin else None
+    spec = importlib.util.find_spec("triton")
+    file = Path(spec.origin).parent / "backends/nvidia/lib/libdevice.10.bc" if spec is not None and spec.origin else None
     return str(file) if file is not None and file.is_file() else None
 
 
 def libdevice() -> dict[str, str]:
-    """For `libdevice_scope`: Triton's own, where nobody has chosen one.
+    """The values for `libdevice_scope`: Triton's own library, unless somebody has chosen one.
 
     With `emulate_precision_casts`, which we set, PyTorch from 2.13 on gives the process the CUDA toolkit's, if there is one,
     when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). It uses a graph on disk only with the library
@@ -264,13 +258,9 @@ sampling_scope = SharedScope(
 
 
 def sampling_switches(allow_tf32: bool, cudnn_benchmark: bool) -> dict[str, bool]:
-    """The switches to hold while a model samples; only what the user turned on, the rest stays as found."""
-    switches: dict[str, bool] = {}
-    if allow_tf32:
-        switches |= {"matmul_tf32": True, "cudnn_tf32": True}
-    if cudnn_benchmark:
-        switches["cudnn_benchmark"] = True
-    return switches
+    """The values for `sampling_scope`: only what the user turned on."""
+    wanted = {"matmul_tf32": allow_tf32, "cudnn_tf32": allow_tf32, "cudnn_benchmark": cudnn_benchmark}
+    return {name: True for name, is_on in wanted.items() if is_on}
 
 
 def is_nvidia(device: torch.device) -> bool:

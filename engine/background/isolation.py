@@ -1,4 +1,4 @@
-"""What PyTorch does to the whole process while it compiles, kept to the threads that compile behind others' work."""
+"""Confine to the worker thread what PyTorch does to the whole process while it compiles."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from ..threads import started
 from ..torch_compat import private
-from ..torch_settings import SharedScope, attribute
+from ..torch_settings import SharedScope, attribute, entry
 
 # By `threading.get_ident`.
 _isolated: set[int] = set()
@@ -23,63 +23,54 @@ def _is_isolated() -> bool:
     return threading.get_ident() in _isolated
 
 
-def _nothing(*_args: object, **_kwargs: object) -> None: ...
+def _no_op(*_args: object, **_kwargs: object) -> None: ...
 
 
-def _unknown(*_args: object, **_kwargs: object) -> dict:
-    raise RuntimeError("a thread that compiles asks for no statistics of memory")  # inductor then goes on without
+def _no_statistics(*_args: object, **_kwargs: object) -> dict:
+    raise RuntimeError("a thread that compiles asks for no memory statistics")  # inductor then goes on without
 
 
-def _dispatch_by_thread(ours: Callable) -> Callable[[Callable], Callable]:
-    """A wrapper for which isolated threads run `ours`, the others the function that is wrapped."""
-    return lambda original: lambda *args, **kwargs: (ours if _is_isolated() else original)(*args, **kwargs)
+def _dispatch_by_thread(replacement: Callable) -> Callable[[Callable], Callable]:
+    """A wrapper: isolated threads run `replacement`, the others the wrapped function."""
+    return lambda original: lambda *args, **kwargs: (replacement if _is_isolated() else original)(*args, **kwargs)
 
 
 _fx = private.fx_symbolic_trace
-# What is exchanged -> (how it is read and written, what isolated threads run in its place).
+# Name -> (how the function is read and written, what isolated threads run in its place).
 _REPLACED: dict[str, tuple[tuple, Callable]] = {
     # AOTAutograd saves the random states before it traces and puts them back after it (`preserve_rng_state`): seconds later, in
     # which the sampler has drawn its noise.
-    "python": (attribute(random, "setstate"), _nothing),  # Dynamo, of the trace that warms it up
-    "cpu": (attribute(torch.random, "set_rng_state"), _nothing),
-    "cuda": (attribute(torch.cuda, "set_rng_state"), _nothing),
+    "python": (attribute(random, "setstate"), _no_op),  # Dynamo, of the trace that warms it up
+    "cpu": (attribute(torch.random, "set_rng_state"), _no_op),
+    "cuda": (attribute(torch.cuda, "set_rng_state"), _no_op),
     # Dynamo puts these back after a trace: what a loader sets meanwhile would be undone, or what it has undone stay.
-    "dtype": (attribute(torch, "set_default_dtype"), _nothing),
-    "deterministic": (attribute(torch, "use_deterministic_algorithms"), _nothing),
-    "fp32": (private.switch("set_fp32_precision"), _nothing),
+    "dtype": (attribute(torch, "set_default_dtype"), _no_op),
+    "deterministic": (attribute(torch, "use_deterministic_algorithms"), _no_op),
+    "fp32": (private.switch("set_fp32_precision"), _no_op),
     # On machines without a GPU tracing gives the process a device guard that goes with the thread
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
-    "guard": (private.switch("ensure_device_guard"), _nothing),
+    "guard": (private.switch("ensure_device_guard"), _no_op),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
     # `copy_args_to_cpu_if_needed`), and waits for the allocator while it holds the GIL: see `TracedGraph._submit`.
-    "memory": (attribute(torch.cuda.memory, "memory_stats_as_nested_dict"), _unknown),
+    "memory": (attribute(torch.cuda.memory, "memory_stats_as_nested_dict"), _no_statistics),
     # What is traced with FX gets each call of a module in the process, and refuses those it does not know
     # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.
-    "modules": (private.switch("patch_method"), _nothing),
+    "modules": (private.switch("patch_method"), _no_op),
 }
 
 
 def _is_fx_symbolic_tracing() -> bool:
-    """In place of PyTorch's code for it, with its module's names: that something is traced with FX is a fact of the process up
-    to 2.14, and compiled code of all threads refuses to run meanwhile. It concerns the thread that traces."""
+    """Replaces the code of PyTorch's function, so names are those of its module. Up to 2.14 the flag is the process's, and
+    compiled code of all threads refuses to run while one thread traces."""
     traced = _is_fx_tracing_flag and torch_compile_kit_traces()  # type: ignore[name-defined]  # noqa: F821
     return traced and not torch.compiler.is_compiling()
 
 
 _functions = SharedScope({key: switch for key, (switch, _) in _REPLACED.items()})
 _switches: dict[str, tuple] = {}
-if hasattr(_fx, "_is_fx_tracing_flag") and hasattr(_fx, "is_fx_symbolic_tracing"):  # others keep it for each thread
+if hasattr(_fx, "_is_fx_tracing_flag") and hasattr(_fx, "is_fx_symbolic_tracing"):  # later versions have a flag per thread
     _switches["tracing"] = attribute(_fx.is_fx_symbolic_tracing, "__code__")
-    _switches["traces"] = (lambda: None), (lambda function: _name_in_fx(function))
-
-
-def _name_in_fx(function: Callable | None) -> None:
-    if function is None:
-        _fx.__dict__.pop("torch_compile_kit_traces", None)
-    else:
-        _fx.__dict__["torch_compile_kit_traces"] = function
-
-
+    _switches["traces"] = entry(lambda: vars(_fx), "torch_compile_kit_traces")
 _fx_scope = SharedScope(_switches)
 
 
@@ -89,7 +80,7 @@ def isolated() -> Iterator[None]:
     _isolated.add(threading.get_ident())
     try:
         with (
-            _functions.wrapping(**{key: _dispatch_by_thread(ours) for key, (_, ours) in _REPLACED.items()}),
+            _functions.wrapping(**{key: _dispatch_by_thread(replacement) for key, (_, replacement) in _REPLACED.items()}),
             _fx_scope.applied(traces=_is_isolated, tracing=_is_fx_symbolic_tracing.__code__),
         ):
             yield
@@ -99,7 +90,7 @@ def isolated() -> Iterator[None]:
 
 @functools.cache
 def warm_up_dynamo() -> None:
-    """Trace once: a process's first trace is a second slower than the next, as Dynamo imports and fills tables of its own."""
+    """Trace once: a process's first trace is a second slower than the next, as Dynamo imports and fills tables."""
 
     def block(x, weight):
         y = functional.layer_norm(x, x.shape[-1:]) @ weight
@@ -116,5 +107,5 @@ def warm_up_dynamo() -> None:
 
 @functools.cache
 def warm_up_beside_loading() -> None:
-    """On a thread, once a process; a call that traces meanwhile waits for it in PyTorch's own lock, and so does the exit."""
+    """Run `warm_up_dynamo` on a thread; a call that traces meanwhile waits in PyTorch's lock, and so does the exit."""
     started(threading.Thread(target=warm_up_dynamo, name="torch-compile-kit warm-up"))

@@ -153,7 +153,6 @@ TORCH = {
     "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
     "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.14"),  # after, the thread that traces has it
-    "torch.fx._symbolic_trace.__dict__.pop": READ,
     # The rest.
     "torch.cuda._sleep": READ,
     "torch.utils._pytree.tree_flatten": READ,
