@@ -1,4 +1,4 @@
-"""Shapes and memory layouts of what a block is called with: what its graphs depend on."""
+"""Tell the shapes and memory layouts of a block's arguments, on which its graphs depend, and restore what a call changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import numerics
 
@@ -18,17 +19,17 @@ T = TypeVar("T")
 
 
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """All tensors given to a module, those of `transformer_options` left out."""
+    """All tensors among the arguments but those of `transformer_options`."""
     values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
     return [leaf for leaf in private.pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
 
 def shapes_of(args: tuple, kwargs: dict) -> tuple:
-    """Shapes of all tensors given to a module, those in lists and tuples included."""
+    """Shapes of all tensors among the arguments, those in lists and tuples included."""
     shapes = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            # A layout of its own is a graph of its own.
+            # Another layout needs another graph.
             shapes.append(value.shape if value.is_contiguous() else (value.shape, value.stride()))
         elif isinstance(value, list | tuple):
             shapes.extend(v.shape for v in tensors_in((value,), {}))
@@ -36,7 +37,7 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
 
 
 def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """What decides, beside numbers, which code a call of a module needs: what is passed, its weights, settings of PyTorch."""
+    """All but numbers on which the code of a call depends: arguments, weights, settings of PyTorch."""
     tensors = (*module.parameters(), *module.buffers())
     weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
     inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
@@ -55,10 +56,9 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 
 @contextmanager
 def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
-    """While it lasts, the heads of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` are no sizes that vary.
+    """While it lasts, Dynamo takes heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` for constants.
 
-    Nothing else tells Dynamo so where a block reshapes to them (LTX-AV): with symbols for both, sympy needs four fifths of the
-    trace to divide the channels by one and multiply by the other.
+    With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by one and multiply by the other.
     """
     marked = []
     for tensor in tensors_in(args, kwargs):
@@ -80,11 +80,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
 
 
 class Changed:
-    """What a call that fails halfway has changed of its arguments, put back.
-
-    Args:
-        call: positional and keyword arguments; an empty tuple where nothing will run.
-    """
+    """Restore the tensors among the arguments `call` of a call that failed halfway."""
 
     def __init__(self, call: tuple):
         self._call = call
@@ -92,18 +88,18 @@ class Changed:
         self._is_kept = False
 
     def keep(self) -> None:
-        """Copy all tensors as they are the first time; without the memory for that, nothing can be put back."""
+        """Copy all tensors, the first time; without the memory for that, nothing can be put back."""
         if self._is_kept:
             return
         self._is_kept = True
         try:
-            found = {id(t): t for t in (tensors_in(*self._call) if self._call else ())}
-            self._kept = [(t, memory_of(t).clone()) for t in found.values()]
+            tensors = {id(t): t for t in tensors_in(*self._call)}
+            self._kept = [(t, memory_of(t).clone()) for t in tensors.values()]
         except torch.OutOfMemoryError:
             self._kept = None
 
     def put_back(self) -> bool:
-        """Whether all is as it was kept."""
+        """Restore the tensors; whether that was possible."""
         for tensor, copy in self._kept or ():
             memory = memory_of(tensor)
             if not torch.equal(memory, copy):
@@ -112,15 +108,14 @@ class Changed:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements that a tensor looks at, each once: expanded and overlapping ones cannot be written to themselves."""
+    """The elements of a tensor, each once: expanded and overlapping tensors cannot be written to."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return tensor.detach()
-    reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.detach().as_strided((reach,), (1,))
+    return tensor.detach().as_strided((TensorSpec.of(tensor).extent,), (1,))
 
 
 def copied_containers(value: T) -> T:
-    """The same tensors in new lists and dicts: the host takes a ControlNet's out of their lists while a model runs."""
+    """The same tensors in new lists and dicts: the host pops a ControlNet's tensors from their lists while a model runs."""
     return private.pytree.tree_map(lambda leaf: leaf, value)
 
 

@@ -41,6 +41,7 @@ from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..out_of_place import out_of_place, writes_in_place
+from ..tensor_spec import TensorSpec, hint
 from ..torch_compat import private
 from .call_shapes import Changed
 from .session import lowering_scope, monitor, tracing_scope
@@ -366,23 +367,16 @@ class _Lowering:
         tensors = {i: fake for i, fake in enumerate(self._fakes) if isinstance(fake, torch.Tensor)}
         if not all(map(_is_plain, tensors.values())):
             return None
-        sizes = {i: _bytes_of(fake) for i, fake in tensors.items()}
-        shared = max((size for i, size in sizes.items() if i not in self._changeable), default=0)
-        needed = shared + INTERMEDIATES * sum(size for i, size in sizes.items() if i in self._changeable)
+        specs = {i: TensorSpec.of(fake) for i, fake in tensors.items()}
+        shared = max((spec.nbytes for i, spec in specs.items() if i not in self._changeable), default=0)
+        needed = shared + INTERMEDIATES * sum(spec.nbytes for i, spec in specs.items() if i in self._changeable)
         free, _total = torch.cuda.mem_get_info(self._device)
         if free + cached < needed + MARGIN:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self._device).untyped_storage()
-        inputs = []
-        for i, fake in enumerate(self._fakes):
-            if not isinstance(fake, torch.Tensor):
-                inputs.append(_hint(fake))
-                continue
-            memory = storage
-            if i in self._changeable:
-                memory = torch.zeros(sizes[i], dtype=torch.uint8, device=fake.device).untyped_storage()
-            shape, stride = [_hint(n) for n in fake.shape], [_hint(n) for n in fake.stride()]
-            inputs.append(torch.empty(0, dtype=fake.dtype, device=fake.device).set_(memory, 0, shape, stride))
+        inputs = [hint(fake) for fake in self._fakes]
+        for i, spec in specs.items():
+            inputs[i] = spec.zeros() if i in self._changeable else spec.on(storage)
         return inputs
 
 
@@ -432,18 +426,6 @@ def _is_plain(fake: torch.Tensor) -> bool:
     """Whether a tensor is a strided view of memory."""
     wraps = private.is_traceable_wrapper_subclass(fake)
     return fake.layout is torch.strided and not fake.is_nested and not wraps
-
-
-def _bytes_of(fake: torch.Tensor) -> int:
-    shape, stride = [_hint(n) for n in fake.shape], [_hint(n) for n in fake.stride()]
-    if 0 in shape:
-        return 0
-    return (1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))) * fake.dtype.itemsize
-
-
-def _hint(size: Any) -> Any:
-    """The number that stood there when the graph was traced."""
-    return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
 def is_capturing(device: torch.device) -> bool:

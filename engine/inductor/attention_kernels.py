@@ -1,7 +1,7 @@
-"""Attention kernels for compiled blocks, through ComfyUI's `optimized_attention_override`.
+"""Choose the attention kernel of compiled blocks, through ComfyUI's `optimized_attention_override`.
 
-ComfyUI asks PyTorch for flash attention first (comfy/ops.py); on Hopper cuDNN's kernel is nearly twice as fast. Which one
-is the fastest depends on card, shape and dtype, so `auto` measures them once on what the model really asks for.
+ComfyUI asks PyTorch for flash attention first (comfy/ops.py); on Hopper cuDNN's kernel is nearly twice as fast. The fastest
+kernel depends on card, shape and dtype, so `auto` measures them once on the model's own calls.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InvalidSetting
+from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 
 logger = logging.getLogger("torch-compile-kit")
@@ -46,7 +47,7 @@ _READY_WIDTHS = {64, 128}
 
 
 def override_with(priority: list[SDPBackend]) -> Callable:
-    """An override that asks for these kernels in their order, and raises RuntimeError where none of them can run."""
+    """An override that tries these kernels in their order, and raises RuntimeError where none of them can run."""
 
     def override(func, q, k, v, heads, mask=None, attn_precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
         if not _may_be_exchanged(func, q, kwargs):
@@ -77,52 +78,26 @@ def _as_sdpa(q, k, v, heads, mask, skip_reshape):
 
 @functools.cache  # guards compare functions by identity
 def override_for(choice: str) -> Callable | None:
-    """The override that asks for a kernel first; what that cannot run, the others do.
-
-    Args:
-        choice: as `AttentionSurvey.best` gives it.
-
-    Returns:
-        None for `host`, for CHECKPOINT, and for what is no choice.
-    """
+    """The override that prefers the kernel `choice`, a result of `AttentionSurvey.best`; None if `choice` is no kernel."""
     first = KERNELS.get(choice)
     return None if first is None else override_with([first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH])
 
 
 def in_words(choice: str) -> str:
-    """A choice for the report."""
     return {"host": "the kernel ComfyUI uses", CHECKPOINT: "the one that the checkpoint asks for"}.get(choice, choice)
 
 
-@dataclass(frozen=True)
-class _Layout:
-    """A tensor's shape and place in memory, without its data."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Layout:
-        return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
-
-    def zeros(self) -> torch.Tensor:
-        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        return torch.zeros(extent, dtype=self.dtype, device=self.device).as_strided(self.shape, self.stride)
-
-
 # Queries, keys, values, mask, and the scale.
-_Call = tuple[_Layout, _Layout, _Layout, _Layout | None, float | None]
+_Call = tuple[TensorSpec, TensorSpec, TensorSpec, TensorSpec | None, float | None]
 
 
 @dataclass
 class AttentionSurvey:
-    """Runs as an override through one eager call of a model and notes what it asks for; `best` times the kernels on that.
+    """An override for one eager call of a model that records its attention calls; `best` times the kernels on those.
 
     Args:
-        wanted: an explicit choice that must be possible, or `auto`.
-        complete: there were the memory and the time to measure all of it.
+        wanted: a kernel that must be able to run them, or `auto`.
+        complete: there were the memory and the time to measure all kernels.
     """
 
     wanted: str
@@ -134,7 +109,7 @@ class AttentionSurvey:
     ):
         if _may_be_exchanged(func, q, kwargs):
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
-            call: Any = (*(None if t is None else _Layout.of(t) for t in tensors), kwargs.get("scale"))
+            call: Any = (*(None if t is None else TensorSpec.of(t) for t in tensors), kwargs.get("scale"))
             if self.wanted != "auto" and call not in self.calls:
                 self._try(tensors, kwargs.get("scale"))
             self.calls[call] += 1
@@ -154,9 +129,9 @@ class AttentionSurvey:
             ) from error
 
     def best(self) -> str:
-        """The kernel with the least time over the calls that matter; `host` when nothing beats what the host asks for first.
+        """The kernel with the least time over the costliest calls; `host` if no kernel beats the one that the host prefers.
 
-        What the fastest cannot run (a short prompt) is left to the next one, as the host does.
+        A call that the fastest cannot run (a short prompt) is left to the next kernel, as the host does.
         """
         if self.wanted != "auto":
             return self.wanted
@@ -203,10 +178,10 @@ class _NotMeasured(Exception):
 
 def _measure(kernel: str, call: _Call) -> float:
     """Seconds of one call, infinite where the kernel cannot run it; raises _NotMeasured."""
-    *layouts, scale = call
+    *specs, scale = call
     try:
         with torch.cuda.device(call[0].device), sdpa_kernel([KERNELS[kernel]]):
-            q, k, v, mask = (None if layout is None else layout.zeros() for layout in layouts)
+            q, k, v, mask = (None if spec is None else spec.zeros() for spec in specs)
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
             attend()
             seconds = _seconds_on_gpu(attend)

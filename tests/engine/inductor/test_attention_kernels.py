@@ -29,7 +29,7 @@ def test_it_counts_calls_by_layout_and_keeps_no_tensor(engine, survey):
     survey(attention_pytorch, *tensors(4096), 4, mask=torch.zeros(4096, 4096))
     assert sorted(survey.calls.values()) == [1, 1, 2]
     layouts = [part for call in survey.calls for part in call if part is not None]
-    assert all(isinstance(layout, engine("inductor.attention_kernels")._Layout) for layout in layouts)
+    assert all(isinstance(layout, engine("tensor_spec").TensorSpec) for layout in layouts)
 
 
 def test_the_users_own_kernel_is_not_counted(survey):
@@ -173,7 +173,7 @@ def test_what_is_no_choice_has_no_override(engine, choice):
 
 
 def test_a_layout_makes_a_tensor_of_the_same_place_in_memory(engine):
-    layout = engine("inductor.attention_kernels")._Layout
+    layout = engine("tensor_spec").TensorSpec
     packed = torch.randn(2, 8, 3, 4, 16).permute(2, 0, 3, 1, 4)[1]  # queries, keys and values of one product
     mask = torch.zeros(1, 1, 8, 8).expand(2, 4, 8, 8)
     for tensor in (packed, mask):
