@@ -1,4 +1,4 @@
-"""Errors that users read: each names what was given and how to cure it."""
+"""Raise errors that users read: each names the value and the cure."""
 
 # Characters of a value that a message shows.
 SHOWN = 200
@@ -9,13 +9,7 @@ class TorchCompileKitError(RuntimeError):
 
 
 class InvalidSetting(TorchCompileKitError, ValueError):
-    """A node input has a value that cannot work.
-
-    Args:
-        name: the input as the node shows it.
-        value: what was given; of a long text the beginning is kept.
-        cure: one sentence that says what to set instead.
-    """
+    """A node input has a value that cannot work; `cure` is one sentence that says what to set instead."""
 
     def __init__(self, name: str, value: object, cure: str):
         super().__init__(f"{name} = {shown(value)}: {cure}")
@@ -28,7 +22,7 @@ class BlockCompileError(TorchCompileKitError):
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: who pastes megabytes into an input needs no megabytes of log."""
+    """A value as messages show it: megabytes in an input must not become megabytes of log."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest
         return "a number of very many digits"
     if isinstance(value, str):

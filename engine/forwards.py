@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from torch import nn
 
 
 class OwnForward(functools.partial):
-    """A forward of ours that stays in a block; for whom asks who has replaced a forward it is not there."""
+    """A forward of ours that stays in a block; `given_forward` ignores it."""
 
 
 def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
@@ -29,14 +29,15 @@ def forward_of_class(cls: type) -> object | None:
 
 
 def given_forward(module: nn.Module) -> object | None:
-    """The one that somebody has given this module, if it is another than its class's."""
-    found = module.__dict__.get("forward")
-    return None if found is None or isinstance(found, OwnForward) or is_of_class(module, "forward", found) else found
+    """The forward that another node has put over that of the module's class, or None."""
+    forward = module.__dict__.get("forward")
+    ours = forward is None or isinstance(forward, OwnForward) or is_of_class(module, "forward", forward)
+    return None if ours else forward
 
 
 @contextmanager
 def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
-    """While it lasts, these modules have these forwards; all is put back at the end, also after an error."""
+    """While it lasts, these modules have these forwards."""
     before = {module: module.__dict__.get(name) for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -50,14 +51,10 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
                 module.__dict__[name] = forward
 
 
-def is_filled(cell: types.CellType) -> bool:
-    """Whether the variable has been set."""
-    try:
-        return cell.cell_contents is not cell
-    except ValueError:
-        return False
-
-
 def contents_of(function: types.FunctionType) -> list[object]:
-    """The values of the variables that have been set."""
-    return [cell.cell_contents for cell in function.__closure__ or () if is_filled(cell)]
+    """The values in the closure; a variable that is not set yet has none."""
+    values = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            values.append(cell.cell_contents)
+    return values

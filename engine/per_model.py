@@ -29,14 +29,13 @@ class PerModel(Generic[T]):
         return value
 
     def items(self) -> list[tuple[nn.Module, T]]:
-        """Of all modules that are still in memory."""
         models = [ref() for ref in self._values.keyrefs()]  # at once: other threads add to them meanwhile
-        found = [(model, self._values.get(model)) for model in models if model is not None]
-        return [(model, value) for model, value in found if value is not None]
+        pairs = [(model, self._values.get(model)) for model in models if model is not None]
+        return [(model, value) for model, value in pairs if value is not None]
 
 
 class Same:
-    """Equal for one and the same object, for no other that has its address later. Does not keep it alive, if that can be."""
+    """A key by identity, not equal for an object at the same address later. Weak where the object has weak references."""
 
     __slots__ = ("_alive", "_hash", "_value")
 

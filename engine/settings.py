@@ -1,4 +1,4 @@
-"""What the user asked for, validated once."""
+"""Validate the inputs of the node Torch Compile Model, and derive what depends on them alone."""
 
 from __future__ import annotations
 
@@ -40,17 +40,10 @@ class CompileSettings:
     """The inputs of the node Torch Compile Model, as one comparable and hashable value.
 
     Args:
-        backend: a registered torch.compile backend, or `none` for "leave the model alone".
         mode: `auto` (`default`, with CUDA graphs where they pay) or one of PyTorch's four inductor modes.
         dynamic: `auto` and `true` make one code for all sizes, `false` one for each.
-        fullgraph: fail instead of breaking the graph.
         cache_limit: compiled variants per block group; 0 means `AUTOMATIC_CACHE_LIMIT`.
-        block_swap: how blocks run whose weights are not resident on the device.
-        attention: attention kernel inside compiled blocks.
-        on_failure: `run eager` or `stop`.
-        allow_tf32, cudnn_benchmark: torch.backends switches, on only while the model samples.
         only_blocks: comma-separated fnmatch patterns of block paths; empty means all.
-        compile: whether calls whose code is not ready run eager meanwhile, or wait for it.
 
     Raises:
         InvalidSetting: a value is unknown, or two inputs contradict each other.
@@ -95,22 +88,22 @@ class CompileSettings:
 
     @property
     def waits(self) -> bool:
-        """Whether code that is not ready is waited for; also where kernels are tuned, which draws random numbers."""
+        """Whether a call waits for code that is not ready; tuning kernels draws random numbers, so it must."""
         return self.compile == "at once" or self.mode.startswith("max-autotune")
 
     @property
     def wants_graphs(self) -> bool:
-        """Whether the whole model is to be captured in CUDA graphs, whatever that saves."""
+        """Whether the user wants the whole model in CUDA graphs, whatever that saves."""
         return self.backend == "cudagraphs" or self.mode in ("reduce-overhead", "max-autotune")
 
     @property
     def may_have_graphs(self) -> bool:
-        """Whether it is captured where that pays."""
+        """Whether the model is captured where that pays."""
         return self.wants_graphs or (self.backend == "inductor" and self.mode == "auto")
 
     @property
     def compiles_convolutions(self) -> bool:
-        """Whether blocks of convolutions are compiled: each costs seconds and saves little; who has kernels tuned wants it."""
+        """Whether blocks of convolutions are compiled: each costs seconds and saves little, unless kernels are tuned."""
         return self.mode.startswith("max-autotune")
 
     @property
@@ -119,7 +112,6 @@ class CompileSettings:
 
     @property
     def variant_limit(self) -> int:
-        """Compiled variants one block group may have."""
         return self.cache_limit or AUTOMATIC_CACHE_LIMIT
 
     def settings_key(self) -> tuple:
@@ -141,17 +133,16 @@ class CompileSettings:
             raise InvalidSetting("backend", self.backend, "CUDA graphs need an NVIDIA GPU; choose inductor.")
 
     def inductor_options(self) -> dict:
-        """Fresh inductor options for one torch.compile call, the mode expanded into them.
+        """Inductor's options, with those of the mode: torch.compile takes either a mode or options.
 
-        `mode` and `options` exclude each other in torch.compile, and it pops entries from the dict it is given
-        (torch/__init__.py), hence a new dict each time. CUDA graphs are left out: one tree per block overwrites its
-        outputs (pytorch#152887).
+        A new dict each time, since torch.compile pops entries (torch/__init__.py). CUDA graphs are left out: one tree per block
+        overwrites its outputs (pytorch#152887).
         """
         if self.backend != "inductor":
             return {}
         options = dict(private.list_mode_options("default" if self.mode == "auto" else self.mode))
         options.pop("triton.cudagraphs", None)
-        # Inductor's own random numbers are others than PyTorch's: a patch that draws some (ToMe) would give another image.
+        # Inductor's random numbers differ from PyTorch's: a patch that draws some (ToMe) would give another image.
         options["fallback_random"] = True
         return options
 

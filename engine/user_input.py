@@ -1,4 +1,7 @@
-"""What the nodes are given, looked at before it is used: the host lets switches and scripts send anything into any input."""
+"""Check node inputs before they are used: the host lets switches and scripts send anything into any input.
+
+Each `check_...` raises InvalidSetting.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,7 @@ from .errors import InvalidSetting
 
 
 def refusal(check: Callable[[], object]) -> bool | str:
-    """What a node's `validate_inputs` returns: True, or why what is given cannot work.
-
-    Args:
-        check: raises InvalidSetting for that reason.
-    """
+    """What a node's `validate_inputs` returns: True, or the text of the InvalidSetting that `check` raises."""
     try:
         check()
     except InvalidSetting as error:
@@ -22,7 +21,6 @@ def refusal(check: Callable[[], object]) -> bool | str:
 
 
 def check_whole(name: str, value: object, lowest: int, highest: int) -> None:
-    """Raise InvalidSetting unless it is a whole number within these limits."""
     if not isinstance(value, int):
         raise InvalidSetting(name, value, f"use a whole number, {lowest} to {highest}.")
     if not lowest <= value <= highest:
@@ -30,31 +28,26 @@ def check_whole(name: str, value: object, lowest: int, highest: int) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise InvalidSetting unless it is a finite number."""
     if not isinstance(value, (int, float)) or not math.isfinite(value):
         raise InvalidSetting(name, value, "use a number.")
 
 
 def check_switch(name: str, value: object) -> None:
-    """Raise InvalidSetting unless it is on or off."""
     if not isinstance(value, int) or value not in (True, False):
         raise InvalidSetting(name, value, "use true or false.")
 
 
 def check_text(name: str, value: object) -> None:
-    """Raise InvalidSetting unless it is a text."""
     if not isinstance(value, str):
         raise InvalidSetting(name, value, "use a text.")
 
 
 def check_model(value: object) -> None:
-    """Raise InvalidSetting unless it is a diffusion model of the host."""
     if not hasattr(getattr(value, "model", None), "diffusion_model"):
         raise InvalidSetting("model", value, "connect a diffusion model, such as that of Load Diffusion Model.")
 
 
 def check_sampling(positive: object, negative: object, cfg: object, latent: object = None) -> None:
-    """Raise InvalidSetting for an input that no sampler could take."""
     for name, value in (("positive", positive), ("negative", negative)):
         if not isinstance(value, (list, tuple)) or not all(map(_is_prompt, value)):
             raise InvalidSetting(name, value, "connect a conditioning, such as that of CLIP Text Encode.")
@@ -67,7 +60,7 @@ def check_sampling(positive: object, negative: object, cfg: object, latent: obje
 
 
 def _is_prompt(entry: object) -> bool:
-    """The host's pair of a tensor, or nothing, and its options."""
+    """Whether `entry` is the host's pair of a tensor or None, and options."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], dict):
         return False
     return entry[0] is None or hasattr(entry[0], "shape")

@@ -55,22 +55,18 @@ class BlockCode:
 
     Args:
         name: for reports, its patches included.
-        forward: the class's own forward function.
-        settings: decides backend, options, shapes and limits.
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
         compiles: how often it was traced, and how often a graph of it was lowered.
         jobs: graphs of it that wait for the worker or are being lowered.
-        is_tracing: Dynamo traces it in a call.
         version: goes up when what was compiled is discarded.
-        writes_in_place: some graph of it writes into a tensor, perhaps an input.
+        writes_in_place: some graph of it writes into a tensor, which may be an input.
         failure: why all calls run eager.
         limit_reached: calls with new shapes run eager.
         _retries: how often `failure` has been forgotten since a graph was lowered.
-        _patch_variants: by shapes, how often it was traced for them in calls one after the other.
-        _variants_in_run: how often in this run.
-        _traced_in: the model's call in which it was last traced for `_patch_variants`.
-        _traced: what it was traced for, see `_switches`.
+        _patch_variants: by shapes, how often it was traced for them in consecutive calls of the model, the last `_traced_in`.
+        _variants_in_run: by shapes, how often it was traced for them in this run.
+        _traced: the results of `traced_state` for which there are graphs.
         _traced_from: when the model's call began in which it was traced last.
     """
 
@@ -106,18 +102,17 @@ class BlockCode:
         return bool(self.jobs)
 
     def count_lowered(self, seconds: float, from_disk: int) -> None:
-        """A graph has been lowered; on any thread."""
+        """Called when a graph has been lowered, on any thread."""
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
         self._retries = 0
         self.compiles += 1
 
     @property
-    def is_there(self) -> bool:
-        """Something has been traced."""
+    def has_code(self) -> bool:
         return self._compiled is not None
 
     def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Call the block's graphs, and note what that traces."""
+        """Call the block's graphs, and count what that traces."""
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at >= call.began:  # the layers that were excluded are so from the model's next call on
@@ -185,13 +180,13 @@ class BlockCode:
             tell()
 
     def lowering_failed(self, error: Exception, version: int) -> bool:
-        """A graph could not be lowered; calls that need it run without, correctly. Usually on the worker.
+        """Called, usually on the worker, when a graph could not be lowered: calls run it operator by operator.
 
         Args:
-            version: of the code when the graph was traced; what has been discarded since explains nothing.
+            version: of the code when the graph was traced; an error of discarded code is ignored.
 
         Returns:
-            Whether to lower it once more: what was damaged on disk is gone.
+            Whether to lower it once more, since damaged files were removed from the disk cache.
         """
         if version != self.version:
             return False
@@ -206,7 +201,7 @@ class BlockCode:
         return False
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: float) -> bool:
-        """Whether layers that may have caused an error are out of the graphs now, and were not `since` then."""
+        """Whether layers that may have caused the error have been excluded since `since`."""
         global _excluded_at
         if describe_failure(self.name, error).may_pass:
             return False
@@ -215,7 +210,7 @@ class BlockCode:
         return _excluded_at >= since
 
     def _discard(self) -> None:
-        """Where the group goes on, the next call traces it anew."""
+        """Forget the code; the next call traces the block again."""
         if self._function is not None:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
@@ -223,33 +218,31 @@ class BlockCode:
         self.version += 1
 
     def raise_if_stopped(self) -> None:
-        """Raise BlockCompileError where it has failed and the user wants the run to stop then."""
         if self.failure is not None and self.settings.on_failure == "stop":
             raise BlockCompileError(self.failure.message())
 
     def run_eager(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Run a block whose compilation has failed, unless the user wants the run to stop then."""
+        """Run a block whose compilation has failed, unless the user wants the run to stop."""
         self.raise_if_stopped()
         return self.forward(block, *args, **kwargs)
 
     def _run_after(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Run eager the call in which compiling has failed with `error`, and give up."""
+        """Run the call in which compiling has failed with `error`, and give up."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
             self.failure = failure
             raise BlockCompileError(failure.message()) from error
-        # An error of the model itself comes again here and is the user's to see, as without us.
+        # An error of the model itself is raised again here, for the user to see, as without this pack.
         result = self.forward(block, *args, **kwargs)
         self.give_up(failure)
         return result
 
     def give_up(self, failure: Failure) -> None:
-        """Run eager from now on."""
         self.failure = failure
         logger.warning("%s", failure.message())
 
     def reset_failure(self) -> None:
-        """A new run: what failed for a reason that may have passed (a full disk) is tried again, some times."""
+        """At the start of a run: compile again after a failure that may have passed (a full disk), up to RETRIES times."""
         self._variants_in_run.clear()
         if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
             self._retries += 1
@@ -259,7 +252,8 @@ class BlockCode:
         """Run new shapes eager from now on."""
         if not self.limit_reached:
             self.limit_reached = True
-            changed = self._last_guard.partition(": ")[2] or "unknown"
+            guard = self.stats.recompiles[-1].guard if self.stats.recompiles else ""
+            changed = guard.partition(": ")[2] or "unknown"
             logger.warning(
                 "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
                 "or dynamic to true.",
@@ -269,11 +263,7 @@ class BlockCode:
             )
 
     def count_variant(self, shapes: tuple, call: ModelCall, is_new: bool) -> None:
-        """Give up on a patch for which blocks are traced anew, for the same shapes, in each call of the model.
-
-        Args:
-            is_new: the block of this call has been traced; else there was code for it.
-        """
+        """Give up on a patch for which blocks are traced again and again for the same shapes; `is_new`: this call traced."""
         if is_new:
             self._patch_variants[shapes] += 1
             self._variants_in_run[shapes] += 1
@@ -287,15 +277,11 @@ class BlockCode:
         elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet
             self._patch_variants.pop(shapes, None)
 
-    @property
-    def _last_guard(self) -> str:
-        return self.stats.recompiles[-1].guard if self.stats.recompiles else ""
-
     def _compile(self) -> Callable:
-        """torch.compile of a private copy of the forward.
+        """torch.compile of a copy of the forward.
 
-        PyTorch keeps compiled code per code object, with one limit for all users of it. A copy of the code gives each group
-        and setting its own, and frees it with this object.
+        PyTorch keeps compiled code per code object, with one limit for all users. A copy of the code object gives each group
+        and setting its own limit, and its compiled code is freed with this object.
         """
         source = self.forward
         function = types.FunctionType(
@@ -310,7 +296,7 @@ class BlockCode:
         return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph, **limit)
 
     def variants(self) -> list[object]:
-        """The guards of the code that PyTorch holds now; `torch._dynamo.reset()` drops what was compiled."""
+        """The guards of the code that PyTorch holds now: none after `torch._dynamo.reset()`."""
         entries = private.cache_entries(self._function.__code__) if self._function is not None else []
         guards = [entry.guard_manager for entry in entries]
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
@@ -322,7 +308,7 @@ class BlockCode:
         (torch/fx/passes/_tensorify_python_scalars.py), and a graph with symbols is lowered in the call.
 
         Args:
-            traces_for: gets what the trace is for. Where there is a graph for the same, and it does not fit, a float differs.
+            traces_for: gets the `traced_state` of the call. If there is a graph for the same state, a float differs.
         """
         if not self.variants():  # a reset
             self._traced.clear()
@@ -337,10 +323,10 @@ class BlockCode:
 
 
 def free_unused() -> None:
-    """Free what PyTorch has compiled of them.
+    """Free the compiled code of `dead_code`, which PyTorch keeps for ever.
 
-    It never does so itself: its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives,
-    which the code object holds; graphs, guards and a name in the module of the block's class would stay for each freed model.
+    Its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives, which the code object
+    holds: graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
     while dead_code:
         private.reset_code(dead_code.pop())

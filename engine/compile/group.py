@@ -27,14 +27,10 @@ class BlockGroup:
     Holds no block and no weight: freeing the model frees them at once.
 
     Args:
-        class_name: for reports.
-        forward: the class's own forward function.
-        settings: decides backend, options, shapes and limits.
-        filter_options: see `options/filter.py`.
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
-        fills_cache: calls have run eager since they were given a function that changes an object, see `options/filling.py`.
+        fills_cache: calls have run eager because of a function that changes an object, see `options/filling.py`.
     """
 
     class_name: str
@@ -70,11 +66,9 @@ class BlockGroup:
 
     @property
     def is_being_compiled(self) -> bool:
-        """Whether a graph of it waits for the worker, or is being lowered."""
         return self.code.is_being_lowered or any(group.is_being_compiled for group in self.patched.values())
 
     def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """Run `block` compiled, or eager where that has failed before."""
         if changes_an_object(args, kwargs):
             self.fills_cache = True
             return self.forward(block, *args, **kwargs)
@@ -111,7 +105,6 @@ class BlockGroup:
         return self.patched[patches]
 
     def reset_failures(self) -> None:
-        """A new run begins: what may have passed is tried again."""
         for group in (self, *self.patched.values()):
             group.code.reset_failure()
 
@@ -133,12 +126,12 @@ class BlockGroup:
         with call.holding(first_call_lock):
             watching.renew()
             result = self.code.call(block, call, args, kwargs)
-            if self.failure is None and self.code.is_there:
+            if self.failure is None and self.code.has_code:
                 self._seen.add(signature)
         return result
 
     def _run_contiguous(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """The first block of a video model gets tokens as a view of a convolution's output; one copy saves it a graph."""
+        """The first block of a video model gets tokens as a view of a convolution's output; copying them saves a graph."""
         copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
         by_id = {id(original): copy for original, copy in copied}
         result = self._run(block, call, tuple(by_id.get(id(a), a) for a in args), kwargs)
@@ -147,7 +140,7 @@ class BlockGroup:
         return result
 
     def record_varying_ints(self, block: nn.Module) -> None:
-        """Note a block of this group: numbers in which blocks differ must not be constants of the graph (VACE's `block_id`)."""
+        """Numbers in which blocks of the group differ must not be constants of the graph (VACE's `block_id`)."""
         numbers = {name: value for name, value in vars(block).items() if type(value) is int}
         if self.numbers is None:
             self.numbers = numbers
@@ -155,6 +148,6 @@ class BlockGroup:
 
 
 def _is_captured(args: tuple) -> bool:
-    """Whether a CUDA graph is being captured, which bears no trace."""
+    """Whether a CUDA graph is being captured, during which nothing may be traced."""
     first = args[0] if args else None
     return isinstance(first, torch.Tensor) and is_capturing(first.device)

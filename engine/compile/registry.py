@@ -1,4 +1,4 @@
-"""Compiled code by model: shared by all clones and nodes, kept across executions, freed with the model."""
+"""Keep compiled code by model: shared by all clones and nodes, kept across executions, freed with the model."""
 
 from __future__ import annotations
 
@@ -30,11 +30,13 @@ logger = logging.getLogger("torch-compile-kit")
 class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
-    `eager_calls` counts calls in which blocks ran uncompiled while their graphs were lowered in the background. What is left
-    uncompiled of a UNet, by class: `left_out` are blocks of convolutions, `too_small` blocks with little of the work; of others
-    only `parts` are compiled. `uncalled`: blocks, by class, if no call so far has run any of them: the model uses them by other
-    methods than `forward`. `not_looked_at`: modules, by class, that could not be looked at, and why. `warm`: the guards
-    that there were after each warmup, see `host/nodes/warmup.py`.
+    Attributes:
+        warm: the guards that there were after each warmup, see `host/nodes/warmup.py`.
+        left_out, too_small: uncompiled blocks of a UNet, by class: convolutions, and blocks with little of the work.
+        parts: what is compiled of blocks that are not compiled whole, by class.
+        uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
+        not_looked_at: why modules could not be looked at, by class.
+        eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
     """
 
     def __init__(self) -> None:
@@ -52,14 +54,14 @@ class ModelCode:
 
     @property
     def groups(self) -> dict[tuple, BlockGroup]:
-        """All groups in use, those of blocks with patches included; the last part of the key is that of the settings."""
-        found = dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
-        for key, group in list(found.items()):
-            found |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
-        return found
+        """All groups, those of blocks with patches included; the last part of a key is `settings_key()`."""
+        groups = dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
+        for key, group in list(groups.items()):
+            groups |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
+        return groups
 
     def look(self, module: nn.Module, look: Callable[[], T], otherwise: T) -> T:
-        """What `look` finds out about `module`; after an error `otherwise`, which is to mean that less is compiled."""
+        """The result of `look`, which examines `module`; after an error `otherwise`, with which less is compiled."""
         try:
             return look()
         except TorchCompileKitError:
@@ -74,7 +76,7 @@ class ModelCode:
             return otherwise
 
     def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
-        """The group that runs `block`, made on first use; None where it cannot be compiled or looked at.
+        """The group that runs `block`; None where it cannot be compiled or looked at.
 
         Args:
             now: shared by all blocks of one call of the model.
@@ -92,11 +94,10 @@ class ModelCode:
         return state.groups[settings_key]
 
     def state_of(self, block: nn.Module) -> BlockState[BlockGroup | None] | None:
-        """What `block` consisted of when it last ran compiled."""
         return self._of_block.get(block)
 
     def called(self, blocks: Counter[str], ran: bool) -> None:
-        """The model has been called with `blocks`, by class, ready to run compiled; `ran`: some did."""
+        """Called after each call of the model with the blocks that were bound, by class; `ran`: some were called."""
         if ran:
             self.uncalled = Counter()
         elif self.uncalled is None and blocks:
@@ -105,17 +106,15 @@ class ModelCode:
 
     @property
     def is_being_compiled(self) -> bool:
-        """Whether a thread makes code for the model, or soon will."""
         return any(group.is_being_compiled for group in self.groups.values())
 
     def generation(self, kernels_ready: bool) -> tuple[int, bool]:
-        """How often code was made for the model, and whether its kernels were ready, when last nothing was being made."""
+        """How often code was made, and whether kernels were ready, when the queue last had no job of the model."""
         if not self.is_being_compiled:
             self._generation = sum(group.code.compiles for group in self.groups.values()), kernels_ready
         return self._generation
 
     def new_run(self) -> None:
-        """A sampling run begins: failures that may have passed are forgotten, and what freed models have left."""
         free_unused()
         for group in self._groups.values():
             group.reset_failures()
@@ -140,13 +139,11 @@ class ModelCode:
 
 
 def uncalled_in_words(blocks: Counter[str]) -> str:
-    """Of `ModelCode.uncalled`."""
     named = ", ".join(f"{count} {name}" for name, count in blocks.items())
     return f"The model does not call its blocks ({named}) as modules but by other methods: they run uncompiled."
 
 
 def not_looked_at_in_words(name: str, reason: str) -> str:
-    """Of an entry of `ModelCode.not_looked_at`."""
     return f"{name} runs uncompiled: this pack could not look at it ({reason})."
 
 
@@ -156,6 +153,4 @@ _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDicti
 code_of = PerModel(lambda _model: ModelCode())
 
 
-def live_models() -> list[tuple[nn.Module, ModelCode]]:
-    """All models with compiled code that are still in memory."""
-    return code_of.items()
+live_models = code_of.items

@@ -34,12 +34,7 @@ from .call_shapes import static_heads
 
 @dataclass(frozen=True)
 class Recompile:
-    """One compilation of code that had been compiled before.
-
-    Args:
-        block: class name of the block.
-        guard: PyTorch's own words, the first guard that failed.
-    """
+    """A recompilation of a block of class `block`; `guard` is the first guard that failed, as PyTorch words it."""
 
     block: str
     guard: str
@@ -47,11 +42,7 @@ class Recompile:
 
 @dataclass
 class CompileStats:
-    """What compiling has cost so far. Subtract an earlier copy to see what a run added.
-
-    Args:
-        from_disk: of the graphs, those that inductor's disk cache had.
-    """
+    """What compiling has cost so far; `from_disk` counts the graphs that inductor's disk cache had."""
 
     graphs: int = 0
     graph_breaks: int = 0
@@ -66,7 +57,6 @@ class CompileStats:
         )
 
     def add(self, other: CompileStats) -> None:
-        """Count what has been compiled since."""
         self.graphs += other.graphs
         self.graph_breaks += other.graph_breaks
         self.seconds += other.seconds
@@ -91,11 +81,10 @@ class CompileStats:
         )
 
 
-# Read while a graph is made, not when it runs. use_duck_shape ties sizes that happen to be equal (the batch of cfg and RoPE's
-# 2x2); the dict-tag shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep
-# mixtures of experts, which pick tokens by mask, in one graph. `sdpa_kernel` puts private functions into the graph, for which
-# AOTAutograd's disk cache is left out; all that they depend on is in their arguments, and so in the key. What the cache of fake
-# tensors costs to fill, with sizes that vary, is a quarter of a trace, and nothing is found in it.
+# Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); the dict-tag
+# shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep mixtures of experts, which
+# pick tokens by mask, in one graph. With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
+# lookup ever hits.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "fake_tensor_cache_enabled": False,
@@ -103,7 +92,9 @@ COMPILE_SWITCHES = {
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
 }
-# Read while a graph is lowered: a trainer's backward is lowered with the forward, under these settings.
+# Read while a graph is lowered. A trainer's backward is lowered with the forward, under these settings. `sdpa_kernel` puts
+# private functions into the graph, for which AOTAutograd skips its disk cache; they depend on their arguments alone, which are
+# in the key.
 LOWERING_SWITCHES = {
     "force_non_lazy_backward_lowering": True,
     "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
@@ -112,9 +103,6 @@ LOWERING_SWITCHES = {
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
-
-
-def _no_name(*_: object) -> None: ...
 
 
 # PyTorch's default order of attention kernels.
@@ -147,7 +135,7 @@ tracing_scope = SharedScope(
 )
 TRACING = {
     "iter_contains": traceable_contains,
-    "get_funcname": _no_name,
+    "get_funcname": lambda *_: None,
     "exit_of_sdpa_kernel": _exit_in_usual_order,
     "gc": False,
 }
@@ -156,26 +144,14 @@ LOCK_SECONDS = 0.5
 _is_long_held = False
 
 
-@dataclass
-class Spent:
-    """What lowering has cost; filled in when its scope ends.
-
-    Args:
-        from_disk: graphs that inductor's disk cache had.
-    """
-
-    seconds: float = 0.0
-    from_disk: int = 0
-
-
 @contextmanager
-def lowering_scope(folder: tuple[str, str]) -> Iterator[Spent]:
-    """Settings of PyTorch, and where it writes, while a graph is lowered.
+def lowering_scope(folder: tuple[str, str]) -> Iterator[CompileStats]:
+    """Settings of PyTorch, and where it writes, while a graph is lowered; yields statistics that are filled in at the end.
 
     Args:
         folder: name of the group's folder in the disk cache, and the class of its blocks.
     """
-    spent, cache, began = Spent(), current(), time.perf_counter()
+    spent, cache, began = CompileStats(), current(), time.perf_counter()
     hits = private.counters["inductor"]["fxgraph_cache_hit"]
     with ExitStack() as scopes:
         scopes.enter_context(c_environment_kept())
@@ -195,9 +171,9 @@ class CompileSession:
     """The traces inside one call of a block.
 
     Args:
-        block: class name of the block.
+        block: for reports.
         on_first: called before the first trace; must not raise.
-        switches: tells the settings of PyTorch for this block beside `COMPILE_SWITCHES`.
+        switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         arguments: positional and keyword arguments of the call.
     """
 
@@ -224,7 +200,7 @@ class CompileSession:
         self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds
         if not self.started:
             self.started = True
-            self._breaks = dict(private.counters["graph_break"])
+            self._breaks = private.counters["graph_break"].copy()
             self._metrics = private.get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
             self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
@@ -241,9 +217,9 @@ class CompileSession:
     def hold(self) -> None:
         """Hold PyTorch's lock while it looks for code that fits, and until a trace is where the next call finds it.
 
-        Were another node to reset Dynamo meanwhile, on a thread of its own, the process would end. PyTorch itself holds it
-        while it traces. Who has it for long compiles, which is no danger, and is not waited for. A capture bears no trace, and
-        holds a lock for which others wait.
+        If another node reset Dynamo meanwhile, on another thread, the process would end. PyTorch itself holds the lock while it
+        traces. A thread that holds it for long compiles, which is no danger, so the call does not wait. A capture does not
+        trace, and holds a lock for which others wait.
         """
         global _is_long_held
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -255,18 +231,13 @@ class CompileSession:
             _is_long_held = True
 
     def release(self) -> None:
-        """Code of the block begins to run, or the call is over."""
         if self._locked is not None:
             self._locked.release()
             self._locked = None
 
     def stats(self) -> CompileStats:
-        """What this call traced. PyTorch's counter of graphs also has those of other threads, such as the warm-up's."""
-        breaks = {
-            reason: count - self._breaks.get(reason, 0)
-            for reason, count in private.counters["graph_break"].items()
-            if count > self._breaks.get(reason, 0)
-        }
+        """What this call traced; PyTorch's counter of graphs also counts those of other threads, such as the warm-up's."""
+        breaks = dict(private.counters["graph_break"] - self._breaks)
         before = set(map(id, self._metrics))
         metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
@@ -294,39 +265,39 @@ monitor = _Monitor()
 def _is_compilation(args: object) -> bool:
     """PyTorch also calls back when it measures the variants of a kernel or records a CUDA graph (from 2.8 on)."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
-    return trigger in ("DYNAMO", "LAZY_BACKWARD")
+    return bool(monitor.calls) and trigger in ("DYNAMO", "LAZY_BACKWARD")
 
 
 def _on_compile_start(args: object = None) -> None:
-    if monitor.calls and _is_compilation(args):
+    if _is_compilation(args):
         monitor.compilations += 1
-        with _told("a compilation is not watched"):
+        with _errors_logged("a compilation is not counted"):
             monitor.calls[-1].start()
-        with _told("a compilation was not told"):
+        with _errors_logged("the start of a compilation was not announced"):
             if monitor.listener is not None:
                 monitor.listener(monitor.calls[-1].block)
 
 
 def _on_compile_end(args: object = None) -> None:
-    if monitor.calls and _is_compilation(args):
-        with _told("a compilation was not watched"):
+    if _is_compilation(args):
+        with _errors_logged("a compilation was not counted"):
             monitor.calls[-1].end()
-        with _told("the end of a compilation was not told"):
+        with _errors_logged("the end of a compilation was not announced"):
             if monitor.listener is not None:
                 monitor.listener(None)
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _errors_logged(message: str) -> Iterator[None]:
     """An error of ours inside PyTorch's callback would leave PyTorch counting a compilation for ever, for every pack."""
     try:
         yield
     except Exception:
-        logger.exception("%s", what)
+        logger.exception("%s", message)
 
 
 class _Watching:
-    """Keeps the two callbacks registered while any model samples, and no longer."""
+    """Keep the two callbacks registered while any model samples."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -335,12 +306,10 @@ class _Watching:
     def __enter__(self) -> None:
         with self._lock:
             self._users += 1
-            if self._users == 1:
-                private.callback_handler.register_start_callback(_on_compile_start)
-                private.callback_handler.register_end_callback(_on_compile_end)
+        self.renew()
 
     def renew(self) -> None:
-        """torch._dynamo.reset() forgets the callbacks, whoever calls it."""
+        """Register again what `torch._dynamo.reset()` has forgotten, whoever called it."""
         with self._lock:
             if self._users and _on_compile_start not in private.callback_handler.start_callbacks:
                 private.callback_handler.register_start_callback(_on_compile_start)
