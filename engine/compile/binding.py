@@ -31,9 +31,8 @@ class Binding:
     """The chosen blocks of a model for one call of it.
 
     Args:
-        call: what holds for all blocks; its `poll` is called before each of them.
-        weights_of: tells how the weights of the given blocks get in place, where they are not: the host's `ModelWeights`
-            (host/weights/blocks.py, on a higher floor).
+        call: its `poll` is called before each block.
+        weights_of: makes the host's `ModelWeights` (host/weights/blocks.py, on a higher floor) for a list of blocks.
     """
 
     def __init__(
@@ -45,7 +44,7 @@ class Binding:
     ):
         self._model, self.settings, self.call = model, settings, call or ModelCall()
         self._blocks = blocks_of(model, settings)
-        # Those that run the forward of their class, and nobody has put another one in its place.
+        # Blocks that run the forward of their class.
         self._free = [block for block in self._blocks if given_forward(block) is None]
         self._weights: Any = None
         if weights_of is not None:
@@ -54,13 +53,13 @@ class Binding:
     @property
     def plain(self) -> bool:
         """Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay in place."""
-        whole = len(self._free) == len(self._blocks)
         hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
-        return whole and not hooked and (self._weights is None or self._weights.may_stay)
+        is_untouched = len(self._free) == len(self._blocks) and not hooked
+        return is_untouched and (self._weights is None or self._weights.may_stay)
 
     @property
     def paged(self) -> bool:
-        """Whether blocks get weights that the host pages."""
+        """Whether the host pages weights of blocks."""
         return self._weights is not None and self._weights.paged
 
     @contextmanager
@@ -68,7 +67,7 @@ class Binding:
         """While it lasts, the blocks run compiled.
 
         Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
-        as ever, and a forward that somebody else has put there is left alone. All is put back at the end, also after an error.
+        as ever, and a forward that another node has put there stays.
         """
         code = code_of(self._model)
         no_runs: dict[nn.Module, _Run] = {}
@@ -90,8 +89,8 @@ class Binding:
                 self._weights.drop()
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
-        """How each block runs. Some of a UNet's run eager, or are compiled in parts; their weights are put in place all the
-        same, since the block before has begun to fetch them."""
+        """How each block runs. Some blocks of a UNet run eager, or are compiled in parts; their weights are put in place all
+        the same, since the block before has begun to fetch them."""
         if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.left_out, code.parts = Counter(), Counter()
             return {}
@@ -112,12 +111,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class _Run:
-    """How a block runs in this call of the model; see `Binding`.
-
-    Args:
-        group: its compiled code; None if it runs eager.
-        weights: the host's `BlockWeights`; None if they are in place.
-    """
+    """How a block runs in this call of the model: eager without `group`, with its weights in place without `weights`."""
 
     call: ModelCall
     group: BlockGroup | None
@@ -144,7 +138,7 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
 
 
 def is_ours(forward: object) -> bool:
-    """Whether a module's `forward` is one that `Binding` has put there; others may be partials too."""
+    """Whether a module's `forward` is one that `Binding` has put there."""
     return isinstance(forward, functools.partial) and forward.func is _run_block
 
 
@@ -159,12 +153,11 @@ def _placed(weights: Any) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
-    """The blocks of `model` that the settings name."""
     return list(modules_at(model, plan_for(model).select(settings.patterns)))
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
-    """The modules of the plan's blocks, those that are there."""
+    """The modules of the plan's blocks; a module that a patch has removed is left out."""
     for block in plan.blocks:
         module: nn.Module | None = model
         for name in block.path.split(".") if block.path else ():

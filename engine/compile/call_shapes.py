@@ -58,7 +58,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
     """While it lasts, Dynamo takes heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` for constants.
 
-    With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by one and multiply by the other.
+    With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by heads and multiply by pairs.
     """
     marked = []
     for tensor in tensors_in(args, kwargs):

@@ -7,7 +7,6 @@ import inspect
 import logging
 import threading
 import time
-import types
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from ..torch_compat import private
 from ..torch_settings import compile_scope
 from .call_shapes import Changed, traced_state
 from .session import DYNAMIC, STATIC, CompileSession, CompileStats, monitor
-from .traced_graph import backend_for, current, dead_code
+from .traced_graph import backend_for, current, dead_code, with_own_code
 
 logger = logging.getLogger("torch-compile-kit")
 # PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
@@ -278,18 +277,8 @@ class BlockCode:
             self._patch_variants.pop(shapes, None)
 
     def _compile(self) -> Callable:
-        """torch.compile of a copy of the forward.
-
-        PyTorch keeps compiled code per code object, with one limit for all users. A copy of the code object gives each group
-        and setting its own limit, and its compiled code is freed with this object.
-        """
-        source = self.forward
-        function = types.FunctionType(
-            source.__code__.replace(), source.__globals__, source.__name__, source.__defaults__, source.__closure__
-        )
-        function.__kwdefaults__ = source.__kwdefaults__
-        function.__qualname__ = source.__qualname__
-        self._function = function
+        """torch.compile of a copy of the forward: each group and setting has its own limit, and frees its code."""
+        function = self._function = with_own_code(self.forward)
         weakref.finalize(self, dead_code.append, function.__code__).atexit = False
         limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
         backend = backend_for(self, self.settings.backend, self.settings.inductor_options())

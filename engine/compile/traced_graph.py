@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 import logging
 import threading
 import time
@@ -69,12 +70,7 @@ dead_code: list[types.CodeType] = []
 
 
 def backend_for(owner: Any, name: str, options: dict) -> Callable:
-    """A backend of torch.compile for one owner.
-
-    Args:
-        name: of the registered backend that lowers; `inductor` is ours, see `inductor/backend.py`.
-        options: inductor's.
-    """
+    """A backend of torch.compile for one owner; it lowers with the registered backend `name`, or with `inductor/backend.py`."""
     reference = weakref.ref(owner)  # PyTorch's table of compiled code would keep the owner alive
 
     def backend(graph: fx.GraphModule, example_inputs: list) -> Callable:
@@ -84,7 +80,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         live_owner = reference()
         if live_owner is not None and writes_in_place(graph.graph):
             live_owner.writes_in_place = True
-        lower = _lowering(name, options)
+        lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         if _has_varying_numbers(graph, example_inputs):
             return lowered_inline(reference, graph, example_inputs, lower)
         return TracedGraph(reference, graph, example_inputs, lower, backend)
@@ -94,36 +90,28 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
 
 
 def prepare(graph: fx.GraphModule, example_inputs: list) -> None:
-    """Change a graph as it must be before it runs: see `out_of_place.py`."""
+    """See `out_of_place.py`."""
     if needs_gradients(example_inputs) and out_of_place(graph.graph):
         graph.recompile()
-
-
-def _lowering(name: str, options: dict) -> Callable[[fx.GraphModule, list], Callable]:
-    if name == "inductor":
-        return lambda graph, inputs: inductor(graph, inputs, options=options)
-    return private.lookup_backend(name)
 
 
 def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
     """Whether a float is an input: Dynamo passes it as a tensor and reads it with `item()`."""
     placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
     return any(
-        isinstance(value, torch.Tensor) and value.ndim == 0 and value.dtype is torch.float64 and _is_read(node)
+        isinstance(value, torch.Tensor)
+        and (value.ndim, value.dtype) == (0, torch.float64)
+        and any(user.op == "call_method" and user.target == "item" for user in node.users)
         for node, value in zip(placeholders, inputs, strict=True)
     )
 
 
-def _is_read(node: fx.Node) -> bool:
-    return any(user.op == "call_method" and user.target == "item" for user in node.users)
-
-
 def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
-    live_owner, call = owner(), current.call
+    live_owner = owner()
     if live_owner is None:
         return graph.forward
-    alone = (call or ModelCall()).holding(_lowering_lock)
+    alone = (current.call or ModelCall()).holding(_lowering_lock)
     with gate.opened(), alone, tracing_scope.applied(gc=True), lowering_scope(live_owner.folder) as spent:
         code = lower(graph, inputs)
     live_owner.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
@@ -140,10 +128,8 @@ class TracedGraph:
     """One FX graph of a block; called with its inputs.
 
     Args:
-        owner: of the graph; a job whose owner is gone is dropped.
-        graph, example_inputs: as Dynamo hands them to a backend.
         lower: makes the code from a graph and fake inputs.
-        backend: for the same graph at other sizes.
+        backend: compiles the same graph for other sizes.
     """
 
     def __init__(self, owner: weakref.ref, graph: fx.GraphModule, example_inputs: list, lower: Callable, backend: Callable):
@@ -152,14 +138,14 @@ class TracedGraph:
         live_owner = owner()
         self.version = live_owner.version if live_owner is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        # Dynamo removes them from the nodes when it is done.
+        # Dynamo removes the fake tensors from the nodes when the backend returns.
         fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
         self._sizes_at = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
         self._changeable = [i for i, node in enumerate(placeholders) if not _is_weight(node)]
         devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]
         # A number may come as a tensor on the CPU.
         self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        # Lowering rewrites its graph.
+        # A copy, since lowering rewrites its graph.
         self._traced = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         for node in self._traced.graph.nodes:
             node.meta = {}  # fake tensors
@@ -208,11 +194,11 @@ class TracedGraph:
         return self._run_traced(*args)
 
     def _submit(self, owner: Any, awaited: bool) -> Job:
-        """Not before Dynamo has made the guards of the graph, which read what lowering changes."""
+        """Called by the first run: before that Dynamo makes the guards of the graph, which read what lowering changes."""
         cached = 0
         if self._device.type == "cuda":
-            # Not on the worker: who asks PyTorch's allocator waits for it with the GIL held, and comfy-aimdo, which works
-            # inside the allocator, needs the GIL for its log.
+            # Not on the worker: a call of PyTorch's allocator waits for its lock with the GIL held, and comfy-aimdo, which
+            # works inside the allocator, needs the GIL for its log.
             cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         graph, owned_by = weakref.ref(self), self._owner  # a job keeps neither alive
 
@@ -227,7 +213,7 @@ class TracedGraph:
                 return False
             retry = live_owner.lowering_failed(error, traced.version)
             if not retry and not (live_owner.failure is not None and live_owner.failure.may_pass):
-                traced.stay_uncompiled()
+                traced._lowering = None  # for good
             return retry
 
         job = Job(owned_by, action, self._device, on_error, awaited)
@@ -236,16 +222,8 @@ class TracedGraph:
         owner.jobs.add(job)
         return job
 
-    def stay_uncompiled(self) -> None:
-        """Lowering has failed for good: let go of what it needed."""
-        self._lowering = None
-
     def lower(self, owner: Any, cached: int) -> None:
-        """On the worker.
-
-        Args:
-            cached: bytes on the device that PyTorch held without using them when the job was queued.
-        """
+        """On the worker; `cached` bytes on the device were reserved and unused when the job was queued."""
         lowering = self._lowering
         if lowering is None or self._code is not None:
             return
@@ -261,7 +239,7 @@ class TracedGraph:
         logger.debug("%s: lowered in %.1f s, %.1f s of them loading kernels", owner.name, spent.seconds, loading)
 
     def _run_first(self, args: tuple) -> Any:
-        """A kernel may turn out not to run on this GPU."""
+        """Run the code for the first time: a kernel may fail on this GPU."""
         if is_capturing(self._device):
             return self._run_traced(*args)
         changed = Changed((tuple(args[i] for i in self._changeable), {}))
@@ -275,7 +253,7 @@ class TracedGraph:
                 raise
             self._code = None
             if not owner.lowering_failed(error, self.version):
-                self.stay_uncompiled()
+                self._lowering = None
             owner.raise_if_stopped()
             return self._run_traced(*args)
         self._has_run, self._lowering = True, None
@@ -285,27 +263,24 @@ class TracedGraph:
         if self._other_sizes is None:
             if is_capturing(self._device):
                 return self._run_traced(*args)
-            function = _call_of(self._traced)
+            traced = self._traced
+            function = with_own_code(lambda *args: traced(*args))
             weakref.finalize(self, dead_code.append, function.__code__).atexit = False
             self._other_sizes = torch.compile(function, backend=self._backend)
         return self._other_sizes(*args)
 
 
-def _call_of(module: fx.GraphModule) -> types.FunctionType:
-    """A function that calls the module, with a code object of its own, by which PyTorch keeps what it compiles."""
-
-    def call(*args: object) -> object:
-        return module(*args)
-
-    return types.FunctionType(call.__code__.replace(), call.__globals__, call.__name__, None, call.__closure__)
+def with_own_code(function: types.FunctionType) -> types.FunctionType:
+    """A copy with a code object of its own: PyTorch keeps compiled code, and counts variants, by code object."""
+    copied = types.FunctionType(
+        function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__
+    )
+    copied.__kwdefaults__, copied.__qualname__ = function.__kwdefaults__, function.__qualname__
+    return copied
 
 
 class _Lowering:
-    """What lowering a graph needs of the call that traced it: its fake tensors and modes.
-
-    Args:
-        changeable: the inputs that are no weights, which code may write to.
-    """
+    """What lowering a graph needs of the call that traced it: fake tensors and modes. Code may write to `changeable` inputs."""
 
     def __init__(self, graph: fx.GraphModule, fakes: list, lower: Callable, device: torch.device, changeable: set[int]):
         self._graph, self._fakes, self._lower, self._device = graph, fakes, lower, device
@@ -316,25 +291,23 @@ class _Lowering:
         self._grad = torch.is_grad_enabled()
         self._default_dtype = torch.get_default_dtype()
         kind = device.type
-        self._autocast: dict[str, Any] = {}
-        if torch.is_autocast_enabled(kind):
-            self._autocast = {"device_type": kind, "dtype": torch.get_autocast_dtype(kind)}
+        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
 
     def run(self, sizes_at: list[int]) -> tuple[Callable, Callable[[tuple], bool] | None]:
-        """The code, and what tells whether it fits the sizes among its inputs; None: it always does."""
+        """The code, and a check of the sizes among its inputs; None: the code fits all sizes."""
         shapes = self._context.fake_mode.shape_env
         if shapes is not None and self._guards_before is None:
-            # Before the first attempt: what that one has added holds in the next without being added again.
+            # Before the first attempt: guards that it adds hold in the next attempt without being added again.
             self._guards_before = len(shapes.guards)
         with ExitStack() as scopes:
             scopes.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
-                scopes.enter_context(torch.autocast(**self._autocast))
+                scopes.enter_context(torch.autocast(*self._autocast))
             scopes.enter_context(private.tracing(self._context))
             self._use_one_fake_mode()
             code = self._lower(self._graph, self._fakes)
         if torch.get_default_dtype() is not self._default_dtype:
-            # The process's: a loader of another node has changed it for a while, and types in the code may come of it.
+            # It is the process's: a loader of another node has changed it for a while, and the code may have its types.
             raise Postponed("the default dtype of PyTorch is another one than when the block was traced")
         added = shapes.guards[self._guards_before :] if shapes is not None else []
         return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
@@ -348,8 +321,8 @@ class _Lowering:
             self._context.fake_mode = next(fake.fake_mode for fake in tensors)
 
     def warm_up(self, code: Callable, cached: int) -> None:
-        """Load and tune kernels: on a GPU that is a good part of the first run. Not of a graph that draws random numbers: the
-        sampler's next ones would be others."""
+        """Load and tune kernels, a good part of the first run on a GPU, unless the graph draws random numbers: the sampler's
+        would change."""
         if self._device.type != "cuda" or self._draws_random_numbers:
             return
         try:
@@ -381,35 +354,23 @@ class _Lowering:
 
 
 def _size_check(shapes: Any, guards: list, sizes: list, at: list[int]) -> Callable[[tuple], bool] | None:
-    """As PyTorch's cache of FX graphs checks the guards of a graph that it has found (torch/_inductor/codecache.py)."""
+    """As PyTorch's cache of FX graphs checks the guards of a cached graph (torch/_inductor/codecache.py)."""
     expression = shapes.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
     if not expression:
         return None
-    known: dict[tuple, bool] = {}
 
-    def holds(args: tuple) -> bool:
-        here = tuple(args[i] for i in at)
-        if here not in known:
-            known[here] = bool(shapes.evaluate_guards_expression(expression, here))
-        return known[here]
+    @functools.cache
+    def evaluated(values: tuple) -> bool:
+        return bool(shapes.evaluate_guards_expression(expression, values))
 
-    return holds
+    return lambda args: evaluated(tuple(args[i] for i in at))
 
 
 # Functions and methods that draw random numbers.
 _RANDOM = {
-    "rand",
-    "randn",
-    "randint",
-    "randperm",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "normal",
-    "bernoulli",
-    "multinomial",
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "random_"),
 }
-_RANDOM |= {f"{name}_" for name in ("normal", "uniform", "bernoulli", "exponential", "random")} | {"multinomial"}
 
 
 def _is_random(node: fx.Node) -> bool:
