@@ -1,6 +1,6 @@
-"""Sums that a block writes into a tensor (`img += ...`), written into a new one where gradients are wanted.
+"""Rewrite in-place sums of a block (`img += ...`) to write a new tensor, where gradients are wanted.
 
-Autograd refuses to go back through a tensor that was written into after a norm or a product had kept it, and AOTAutograd traces
+Autograd refuses to go back through a tensor that was written to after a norm or a product had saved it, and AOTAutograd traces
 with autograd. In eager, gradient checkpointing hides that from autograd's check: the host's Flux then trains with gradients of
 the tensor as it was afterwards.
 """
@@ -23,17 +23,12 @@ _OPERATORS: dict[Any, Callable] = {
     operator.itruediv: operator.truediv,
 }
 _METHODS = {"add_": torch.add, "sub_": torch.sub, "mul_": torch.mul, "div_": torch.div}
+_NAMES = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
+_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _NAMES)}
 
 
 def out_of_place(graph: fx.Graph) -> bool:
-    """Give the result of such an operation to all that read the tensor after it; the block's caller keeps it as it was.
-
-    Args:
-        graph: as Dynamo has traced it; changed in place.
-
-    Returns:
-        Whether it was changed.
-    """
+    """Give the result of an in-place operation to all later nodes that read the tensor; whether the graph has changed."""
     changed = False
     for node in list(graph.nodes):
         function = _OPERATORS.get(node.target) if node.op == "call_function" else _METHODS.get(node.target)
@@ -52,16 +47,14 @@ def out_of_place(graph: fx.Graph) -> bool:
     return changed
 
 
-def writes_in_place(graph: fx.Graph) -> bool:
-    """Whether something in a graph of Dynamo's writes into a tensor that may be an input."""
-    return any(
-        (node.op == "call_function" and (node.target in _OPERATORS or node.target is operator.setitem))
-        or (node.op == "call_method" and str(node.target).endswith("_") and not str(node.target).endswith("__"))
-        or (isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable)
-        or "out" in node.kwargs
-        or getattr(node.target, "__name__", "").endswith("_")
-        for node in graph.nodes
-    )
+def may_write(node: fx.Node) -> bool:
+    """Whether an operation of a graph of Dynamo's works in place, by its schema, name or `out`."""
+    if isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable:
+        return True
+    is_method = node.op == "call_method"
+    name = str(node.target) if is_method else getattr(node.target, "__name__", "")
+    in_name = name.endswith("_") and not (is_method and name.endswith("__"))
+    return in_name or node.target in _IN_PLACE or "out" in node.kwargs
 
 
 def _value(node: fx.Node) -> Any:
@@ -69,7 +62,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
-    """Whether nobody sees the tensor's memory but by its name: it is no view, unless of an input, and has none."""
+    """Whether the node is the only way to the tensor's memory: no view, unless of an input, and without views."""
     value = _value(target)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False
@@ -81,8 +74,8 @@ def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
 
 
 def _nodes_behind(node: fx.Node) -> set[fx.Node]:
-    found = set()
+    nodes = set()
     while node.op != "root":
         node = node.next
-        found.add(node)
-    return found
+        nodes.add(node)
+    return nodes

@@ -41,7 +41,7 @@ from ..background.thread import Job, Postponed, compiler
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
-from ..out_of_place import out_of_place, writes_in_place
+from ..out_of_place import may_write, out_of_place
 from ..tensor_spec import TensorSpec, hint
 from ..torch_compat import private
 from .call_shapes import Changed
@@ -78,7 +78,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         if monitor.calls:
             monitor.calls[-1].graphs += 1
         live_owner = reference()
-        if live_owner is not None and writes_in_place(graph.graph):
+        if live_owner is not None and any(map(may_write, graph.graph.nodes)):
             live_owner.writes_in_place = True
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         if _has_varying_numbers(graph, example_inputs):
@@ -270,7 +270,7 @@ class TracedGraph:
         return self._other_sizes(*args)
 
 
-def with_own_code(function: types.FunctionType) -> types.FunctionType:
+def with_own_code(function: Any) -> types.FunctionType:
     """A copy with a code object of its own: PyTorch keeps compiled code, and counts variants, by code object."""
     copied = types.FunctionType(
         function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__, function.__closure__

@@ -1,6 +1,6 @@
-"""The host's kernels (comfy-kitchen) as PyTorch code, for inductor to fuse: rotary embeddings and adaptive norms.
+"""Decompose the host's kernels (comfy-kitchen), rotary embeddings and adaptive norms, for inductor to fuse.
 
-Their meaning is that of comfy_kitchen/backends/eager/{rope,adaln}.py; code that works in place there is out of place here.
+They mean what comfy_kitchen/backends/eager/{rope,adaln}.py means; code that works in place there is out of place here.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from ..out_of_place import may_write
 from ..torch_compat import private
 from .backend import REPLACEMENTS, REWRITES
 
 logger = logging.getLogger("torch-compile-kit")
-_OPERATORS = ("add", "sub", "mul", "matmul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
-_IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _OPERATORS)}
 
 
 def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
@@ -75,7 +74,7 @@ def _adaln(norm):
     return lambda x, scale, shift, eps=1e-6: norm(x, x.shape[-1:], eps=eps) * (1 + scale) + shift
 
 
-OPENED = {
+DECOMPOSITIONS = {
     "apply_rope1": rope1,
     "apply_rope": _both(rope1),
     "apply_rope_split_half1": rope_split_half1,
@@ -90,9 +89,9 @@ OPENED = {
 
 
 def rotate_before_joining(graph: fx.Graph) -> bool:
-    """Rotate the tokens of text and image each by itself and join them then: `rope(cat(a, b))` is `cat(rope(a), rope(b))`.
+    """Rewrite `rope(cat(a, b))` to `cat(rope(a), rope(b))`, for tokens of text and image.
 
-    Each part's rotation then goes into the kernel of the norm before it, and joining costs nothing more (Qwen-Image, Flux).
+    Each part's rotation is then fused with the norm before it, and joining costs nothing more (Qwen-Image, Flux).
     """
     changed = False
     one, both = (getattr(torch.ops.comfy_kitchen, name, None) for name in ("apply_rope1", "apply_rope"))
@@ -100,11 +99,11 @@ def rotate_before_joining(graph: fx.Graph) -> bool:
         if one is None or node.kwargs or len(node.args) < 2:
             continue
         *joined, freqs = node.args
-        parts = [found for tensor in joined if (found := _parts_along_tokens(tensor, freqs, node)) is not None]
-        results = {0: node} if node.target is one else {user.args[1]: user for user in node.users if _is_item(user)}
+        parts = [part for tensor in joined if (part := _parts_along_tokens(tensor, freqs, node)) is not None]
+        results = {0: node} if node.target is one else {u.args[1]: u for u in node.users if u.target is operator.getitem}
         if len(parts) < len(joined) or (node.target is both and len(results) < len(node.users)):
             continue
-        if any(_may_write(between) for tensor in joined for between in _between(tensor, node)):
+        if any(may_write(between) for tensor in joined for between in _between(tensor, node)):
             continue  # the graph is as the model is written: what was joined may have changed since
         with graph.inserting_before(node):
             rotated = [_rotated(graph, tensors, dim, freqs, one) for tensors, dim in parts]
@@ -123,16 +122,6 @@ def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
         node = node.next
 
 
-def _may_write(node: fx.Node) -> bool:
-    """Whether the operation works in place, by what it is, its name or its `out`."""
-    name = node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
-    return node.target in _IN_PLACE or (name.endswith("_") and not name.endswith("__")) or "out" in node.kwargs
-
-
-def _is_item(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is operator.getitem
-
-
 def _parts_along_tokens(node: fx.Node, freqs: fx.Node, user: fx.Node) -> tuple[list[fx.Node], int] | None:
     """The tensors that `node` joins, and along which dimension, if each has its own rotations."""
     if not isinstance(node, fx.Node) or node.target is not torch.cat or set(node.users) != {user} or not node.args:
@@ -143,8 +132,8 @@ def _parts_along_tokens(node: fx.Node, freqs: fx.Node, user: fx.Node) -> tuple[l
     if whole is None or table is None or not isinstance(dim, int) or table.dim() != whole.dim() + 2:
         return None
     dim = dim % whole.dim()
-    known = [t.meta.get("example_value") for t in tensors]
-    if dim == whole.dim() - 1 or any(k is None or not isinstance(k.shape[dim], int) for k in known):
+    values = [t.meta.get("example_value") for t in tensors]
+    if dim == whole.dim() - 1 or any(v is None or not isinstance(v.shape[dim], int) for v in values):
         return None
     return (list(tensors), dim) if private.statically_known_true(whole.shape[dim] == table.shape[dim]) else None
 
@@ -153,34 +142,31 @@ def _rotated(graph: fx.Graph, tensors: list[fx.Node], dim: int, freqs: fx.Node, 
     start, rotated = 0, []
     for tensor in tensors:
         length = tensor.meta["example_value"].shape[dim]
-        own = graph.call_function(torch.narrow, (freqs, dim, start, length))
-        rotated.append(graph.call_function(rope, (tensor, own)))
+        part = graph.call_function(torch.narrow, (freqs, dim, start, length))
+        rotated.append(graph.call_function(rope, (tensor, part)))
         start += length
     return graph.call_function(torch.cat, (rotated, dim))
 
 
 def register() -> None:
-    """Tell inductor of those that this host's comfy-kitchen has, and that mean what they mean here."""
-    for name in _known():
-        REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = OPENED[name]
+    """Register the decompositions of kernels that this host's comfy-kitchen has with the same meaning."""
+    for name in _matching():
+        REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = DECOMPOSITIONS[name]
     if rotate_before_joining not in REWRITES:
         REWRITES.append(rotate_before_joining)
 
 
 @functools.cache
-def _known() -> list[str]:
-    """Of OPENED, the kernels that do what their code here does, as seen on small tensors: another version may differ."""
-    present = [name for name in OPENED if hasattr(torch.ops.comfy_kitchen, name)]
-    known = [name for name in present if _is_as_opened(name)]
-    others = sorted(set(present) - set(known))
+def _matching() -> list[str]:
+    """The kernels that give the same as their decomposition on small tensors: another version of theirs may not."""
+    agrees: dict[str, bool] = {}
+    for name in (name for name in DECOMPOSITIONS if hasattr(torch.ops.comfy_kitchen, name)):
+        usual, *unusual = _cases(name)
+        agrees[name] = _agree(name, usual) is True and all(_agree(name, case) is not False for case in unusual)
+    others = [name for name, same in agrees.items() if not same]
     if others:
-        logger.info("comfy-kitchen's %s are not as this pack knows them: they stay kernels of their own", ", ".join(others))
-    return known
-
-
-def _is_as_opened(name: str) -> bool:
-    usual, *others = _cases(name)
-    return _agree(name, usual) is True and all(_agree(name, case) is not False for case in others)
+        logger.info("comfy-kitchen's %s differ from this pack's code for them: they are not fused", ", ".join(sorted(others)))
+    return [name for name, same in agrees.items() if same]
 
 
 def _cases(name: str) -> Iterator[tuple]:
@@ -202,15 +188,15 @@ def _cases(name: str) -> Iterator[tuple]:
         yield (*tensors, random(1, 1, 6, 2, 2, 2), *scales, 1e-6, 4)  # half of each head is rotated
 
 
-def _agree(name: str, given: tuple) -> bool | None:
-    """Whether the host's kernel and our code give the same; None where the host's takes no such arguments."""
+def _agree(name: str, args: tuple) -> bool | None:
+    """Whether the host's kernel and its decomposition give the same; None where the kernel takes no such arguments."""
     with torch.no_grad():
         try:
-            theirs = getattr(torch.ops.comfy_kitchen, name)(*given)
+            theirs = getattr(torch.ops.comfy_kitchen, name)(*args)
         except (RuntimeError, TypeError, ValueError) as error:
             logger.debug("comfy-kitchen's %s: %s", name, error)
             return None
-        ours = OPENED[name](*given)
+        ours = DECOMPOSITIONS[name](*args)
     theirs, ours = ((result,) if isinstance(result, torch.Tensor) else result for result in (theirs, ours))
     if len(theirs) != len(ours):
         return False

@@ -51,7 +51,7 @@ def test_the_hosts_kernels_as_code(everywhere, engine, generated, monkeypatch):
 
     The generated C++ of them takes ten seconds of a core to compile.
     """
-    assert set(ALL) == set(engine("inductor.rotary_norms").OPENED)
+    assert set(ALL) == set(engine("inductor.rotary_norms").DECOMPOSITIONS)
     names = [*ALL, *ALL, "apply_rope"]
     given = [inputs(name, dtype) for dtype in (torch.float32, torch.bfloat16) for name in ALL]
     given.append(inputs("apply_rope", torch.float32, longer=5))
@@ -250,7 +250,7 @@ def test_what_was_tuned_on_nvidias_gpus_is_off_on_others(engine, monkeypatch):
 
 def test_all_kernels_of_this_host_are_as_they_are_known(engine):
     found = engine("inductor.rotary_norms")
-    assert sorted(found._known()) == sorted(ALL)
+    assert sorted(found._matching()) == sorted(ALL)
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_a_kernel_whose_meaning_has_changed_stays_the_hosts(name, other, engine,
     kept = {known: getattr(torch.ops.comfy_kitchen, known) for known in ALL}
     monkeypatch.setattr(torch.ops, "comfy_kitchen", types.SimpleNamespace(**{**kept, name: other}))
     HOST.update(kept)
-    assert sorted(opened._known.__wrapped__()) == sorted(set(ALL) - {name})
+    assert sorted(opened._matching.__wrapped__()) == sorted(set(ALL) - {name})
 
 
 HOST = {}
