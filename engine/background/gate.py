@@ -1,9 +1,18 @@
-"""When the thread that compiles may run: not beside work that needs Python's lock.
+"""Let the worker thread run only while the host's thread does not need the GIL.
 
-A thread that computes in Python keeps the lock from another that gives it away at every call, as loading weights, LoRA, VAE and
-launching kernels do: what takes a second takes five beside it. While the host is idle, stands in a call that is not Python's
-(waits for the GPU, a disk, a lock), or a model is replayed from CUDA graphs, nobody needs the lock. PyTorch's compiler cannot
-be told to wait, so its busiest functions ask here.
+A thread that computes in Python keeps the GIL from a thread that releases it at every call, as loading weights, LoRA, VAE and
+kernel launches do: a second of such work takes five beside the worker. PyTorch's compiler cannot be paused, so its busiest
+functions call `Gate.wait`:
+
+1. The gate is open while the host executes no prompt, and while a model is replayed from CUDA graphs (`open`). A call of a
+   model closes it (`close`), on the thread that is watched from then on.
+2. While it is closed, the worker runs for DUTY_CYCLE of the time that it has waited: `wait` earns credit, running spends it.
+3. A host thread whose frame has not moved for BLOCKED_AFTER waits for the GPU, a disk or a lock: the worker runs at no cost.
+4. While a call traces (`tracing`), or a capture is near (`hold`), the worker earns nothing, unless the host thread is blocked:
+   that may wait for a lock of the worker's.
+5. A job that has waited for CEILING seconds waits no more. When the process ends, `wait` raises `Stopped`.
+
+Waiting is polling: no event tells when the host's thread blocks.
 """
 
 from __future__ import annotations
@@ -17,16 +26,13 @@ from contextlib import contextmanager
 from ..torch_compat import private
 from ..torch_settings import SharedScope
 
-# Share of the waiting time that the worker may run beside the host. A smaller share slows each step less, for longer: all that
-# is lost either way is some seconds (measured: 45 s until the code is there at 0.15, 21 s at 0.5).
+# Share of the waiting time that the worker may run beside the host. A smaller share slows each step less, for longer: the code
+# is ready after 45 s at 0.15, after 21 s at 0.5.
 DUTY_CYCLE = 0.5
-# Seconds that a job waits at the most; from then on it runs without waiting.
 CEILING = 20.0
-# Seconds between two looks at the host's thread; a frame that has not moved for BLOCKED_AFTER waits for the GPU.
 POLL_SECONDS, BLOCKED_AFTER = 0.003, 0.005
-# Seconds at the most that are held against the worker: between two calls it may also have been idle, or waited for a compiler.
+# Credit is never below minus this: between two calls of `wait` the worker may also have been idle, or waited for a compiler.
 MAX_DEBT = 0.05
-# Functions that compiling goes through all the time.
 _BUSIEST = "dispatch_of_fake_tensors", "run_node", "can_fuse", "codegen_node_schedule"
 
 
@@ -35,13 +41,7 @@ class Stopped(BaseException):
 
 
 class Gate:
-    """Open while nothing else needs Python.
-
-    `is_busy` is the host's: whether it executes a prompt; without a server it never does.
-
-    Args:
-        waited: seconds so far.
-    """
+    """See the module. `is_busy` is set by the host: whether it executes a prompt. `waited` counts seconds."""
 
     def __init__(self) -> None:
         self.is_busy: Callable[[], bool] = lambda: False
@@ -58,17 +58,15 @@ class Gate:
         self._waited_before_job = 0.0
 
     def begin_job(self) -> None:
-        """The ceiling counts from here."""
         self._waited_before_job = self.waited
 
     def stop(self) -> None:
-        """The process ends: the worker gets `Stopped` the next time it asks."""
         self._stopped = True
         self._open.set()
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
-        """While it lasts, a call traces, which is Python alone, and the worker waits without a share."""
+        """While it lasts, a call traces, which is Python alone."""
         self._tracing += 1
         try:
             yield
@@ -76,12 +74,11 @@ class Gate:
             self._tracing -= 1
 
     def hold(self, seconds: float) -> None:
-        """For so long the worker waits without a share: a model is about to be captured, and then needs no Python."""
+        """A model is about to be captured, after which it needs no Python."""
         self._held_until = time.monotonic() + seconds
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Open while it lasts; then as before."""
         was_open = self._open.is_set()
         self._open.set()
         try:
@@ -91,21 +88,20 @@ class Gate:
                 self._open.clear()
 
     def open(self) -> None:
-        """From now on nobody needs Python much."""
         self._held_until = 0.0
         self._open.set()
 
     def close(self) -> None:
-        """From now on the calling thread, which samples, may."""
+        """Called by the thread that samples."""
         self._host = threading.get_ident()
         self._open.clear()
 
     def wait(self) -> None:
-        """On the thread that compiles: until nobody needs Python, or its share is due."""
+        """On the worker: wait until the gate is open or there is credit."""
         if self._stopped:
             raise Stopped
         while self._is_held() and not self._stopped and self.waited - self._waited_before_job < CEILING:
-            if self._host_stands(time.monotonic()):  # it may wait for something that this thread holds
+            if self._is_host_blocked(time.monotonic()):
                 break
             time.sleep(POLL_SECONDS)
             self.waited += POLL_SECONDS
@@ -129,9 +125,9 @@ class Gate:
         return self._tracing > 0 or (self._held_until > time.monotonic() and not self._open.is_set() and self.is_busy())
 
     def _is_free(self, now: float) -> bool:
-        return self._open.is_set() or not self.is_busy() or self._host_stands(now)
+        return self._open.is_set() or not self.is_busy() or self._is_host_blocked(now)
 
-    def _host_stands(self, now: float) -> bool:
+    def _is_host_blocked(self, now: float) -> bool:
         frame = sys._current_frames().get(self._host or 0)
         if frame is None:
             return True
@@ -145,17 +141,13 @@ gate = Gate()
 _waiters: set[int] = set()
 
 
-def _waits() -> None:
-    if threading.get_ident() in _waiters:
-        gate.wait()
+def _behind_gate(function: Callable) -> Callable:
+    def wait_and_call(*args: object, **kwargs: object) -> object:
+        if threading.get_ident() in _waiters:
+            gate.wait()
+        return function(*args, **kwargs)
 
-
-def _asking(found: Callable) -> Callable:
-    def asks(*args: object, **kwargs: object) -> object:
-        _waits()
-        return found(*args, **kwargs)
-
-    return asks
+    return wait_and_call
 
 
 _scope = SharedScope({name: private.switch(name, late=True) for name in _BUSIEST})
@@ -163,11 +155,11 @@ _scope = SharedScope({name: private.switch(name, late=True) for name in _BUSIEST
 
 @contextmanager
 def waiting_at_gate() -> Iterator[None]:
-    """While it lasts, this thread waits where the gate is closed."""
+    """While it lasts, the busiest functions of PyTorch's compiler call `gate.wait` on this thread."""
     gate.begin_job()
     _waiters.add(threading.get_ident())
     try:
-        with _scope.wrapping(**dict.fromkeys(_BUSIEST, _asking)):
+        with _scope.wrapping(**dict.fromkeys(_BUSIEST, _behind_gate)):
             yield
     finally:
         _waiters.discard(threading.get_ident())

@@ -1,4 +1,4 @@
-"""One call of a model."""
+"""Carry what holds for one call of a model."""
 
 from __future__ import annotations
 
@@ -15,10 +15,9 @@ class ModelCall:
 
     Args:
         synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has lowered their graphs.
-        poll: called while something is waited for; may raise to stop (the host's interrupt).
-        ran: blocks have run in it; in a replay of a CUDA graph none do.
-        uncompiled: a block ran without compiled code, since there is none yet.
-        began: by `time.monotonic`.
+        poll: called while the call waits; may raise (the host's interrupt).
+        ran: blocks have run; in a replay of a CUDA graph none do.
+        uncompiled: a block ran without compiled code, since there was none yet.
     """
 
     synchronous: bool = True
@@ -29,7 +28,7 @@ class ModelCall:
 
     @contextmanager
     def holding(self, lock: Any) -> Iterator[None]:
-        """Hold a lock that another thread may have for seconds: `poll` is called meanwhile, ten times a second."""
+        """Hold a lock that another thread may hold for seconds."""
         while not lock.acquire(timeout=0.1):
             self.poll()
         try:

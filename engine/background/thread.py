@@ -35,7 +35,7 @@ EXIT_SECONDS = 10.0
 
 
 class Postponed(Exception):
-    """Raised by a job that cannot be done at the moment."""
+    """Raised by a job that cannot run at the moment."""
 
 
 @functools.cache
@@ -49,13 +49,11 @@ class Job:
     """Work for the worker thread.
 
     Args:
-        owner: a job whose owner is gone is dropped.
-        action: the work.
-        device: where kernels of it run.
-        on_error: called on the worker with what an attempt has raised; whether to try again at once.
-        awaited: somebody waits for it, so it is not put off when memory is short.
-        error: what its last attempt has raised and nobody has been told of, for whoever waits for it.
-        due: not before that, by `time.monotonic`, unless somebody waits for it.
+        owner: a job whose owner was freed is dropped.
+        on_error: called on the worker with the error of an attempt; whether to try again at once.
+        awaited: a thread waits for the job, so it is not put off when memory is short.
+        error: the error of the last attempt that `on_error` did not get, for the thread that waits.
+        due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
     """
 
     owner: weakref.ref
@@ -71,12 +69,11 @@ class Job:
 
 @dataclass
 class Compiler:
-    """The queue.
-
-    `after_work` is called on the worker after each job.
+    """The job queue.
 
     Args:
-        awaited: somebody has asked that sampling waits until the queue is empty.
+        after_work: called on the worker after each job.
+        awaited: sampling waits until the queue is empty.
     """
 
     after_work: Callable[[], None] = lambda: None
@@ -87,7 +84,7 @@ class Compiler:
     _interval: float = 0.0
 
     def submit(self, job: Job) -> None:
-        """Queue a job; returns at once. Where no thread can be started, the job is over."""
+        """Queue a job. If no thread can be started, the job is over."""
         with self._changed:
             self._jobs.append(job)
             self._changed.notify_all()
@@ -104,25 +101,17 @@ class Compiler:
 
     @property
     def busy(self) -> bool:
-        """Whether a job runs or waits."""
         with self._changed:
             return self._thread is not None
 
     def have_awaited(self) -> bool:
-        """From now on sampling waits until the queue is empty; whether there is anything in it."""
+        """Have sampling wait until the queue is empty; whether there is a job."""
         with self._changed:  # else the queue may run empty in between, and stay awaited
             self.awaited = self._thread is not None
             return self.awaited
 
     def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
-        """Wait until the queue is empty.
-
-        Args:
-            poll: called ten times a second; may raise to stop waiting.
-
-        Returns:
-            Whether that came in time.
-        """
+        """Wait until the queue is empty; False after `seconds`. `poll` is called ten times a second and may raise."""
         end = None if seconds is None else time.monotonic() + seconds
         gate.open()
         while self.busy and (end is None or time.monotonic() < end):
@@ -133,11 +122,7 @@ class Compiler:
         return not self.busy
 
     def finish(self, job: Job, poll: Callable[[], None]) -> None:
-        """Wait until `job` is over; it is the next one.
-
-        Args:
-            poll: called ten times a second; may raise to stop waiting.
-        """
+        """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise."""
         with self._changed:
             job.awaited = True
             if job in self._jobs:
@@ -155,7 +140,7 @@ class Compiler:
             job.awaited = False
 
     def stop(self) -> None:
-        """The process ends: a thread inside PyTorch would abort it."""
+        """At exit: a thread inside PyTorch would abort the process."""
         with self._changed:
             for job in self._jobs:
                 job.over = True
@@ -172,7 +157,7 @@ class Compiler:
             try:
                 self.after_work()
             except Exception:
-                logger.exception("the page could not be told what was compiled")
+                logger.exception("the page could not be updated")
 
     def _next(self) -> Job | None:
         with self._changed:
@@ -205,7 +190,7 @@ class Compiler:
                 job.error = error
             elif not retries:
                 retries = at_once = self._report(job, error) and job.attempts < ATTEMPTS
-        except BaseException as error:  # ends whoever waits, never this thread, which others wait for
+        except BaseException as error:  # raised on the thread that waits; this thread must go on for others
             job.error = error
         with self._changed:
             if retries:
@@ -218,15 +203,15 @@ class Compiler:
     def _report(self, job: Job, error: Exception) -> bool:
         try:
             return job.on_error(error)
-        except Exception:  # never the thread: jobs behind this one would wait for ever
-            logger.exception("a failure could not be told")
+        except Exception:  # else the worker would end, and later jobs would wait for ever
+            logger.exception("a failure could not be reported")
             return False
 
     def _run_isolated(self, job: Job) -> None:
         began, waited = time.monotonic(), gate.waited
         with ExitStack() as scopes:
             scopes.enter_context(isolated())
-            _ = private.compile_fx  # imports what the gate puts itself in front of
+            _ = private.compile_fx  # imports the functions that `waiting_at_gate` replaces
             scopes.enter_context(waiting_at_gate())
             if job.device.type == "cuda":
                 scopes.enter_context(torch.cuda.stream(_stream(job.device)))

@@ -20,7 +20,7 @@ def gate(engine, monkeypatch):
     """The gate, of a host that executes a prompt, in Python all the time."""
     found = engine("background.gate").gate
     monkeypatch.setattr(found, "is_busy", lambda: True)
-    monkeypatch.setattr(found, "_host_stands", lambda now: False)
+    monkeypatch.setattr(found, "_is_host_blocked", lambda now: False)
     monkeypatch.setattr(engine("background.gate"), "DUTY_CYCLE", 0.0)
     monkeypatch.setattr(found, "_credit", 0.0)
     found.close()
@@ -121,7 +121,7 @@ def test_it_has_its_share_of_a_host_that_never_rests(engine, gate, asked, monkey
 @pytest.mark.parametrize("stands", [lambda: time.sleep(0.05), lambda: threading.Event().wait(0.05)])
 def test_a_host_that_stands_in_a_call_needs_no_python(gate, asked, monkeypatch, stands):
     """It waits for the GPU, a disk, or a lock that our thread holds: then neither would ever go on."""
-    monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
+    monkeypatch.setattr(gate, "_is_host_blocked", functools.partial(type(gate)._is_host_blocked, gate))
     step = asked()
     until_made(step, stands)
     assert step.graphs == 1
@@ -136,7 +136,7 @@ def test_time_between_two_jobs_is_not_held_against_it(engine, gate, monkeypatch)
 
 
 def test_a_host_that_computes_needs_it(engine, gate, monkeypatch):
-    monkeypatch.setattr(gate, "_host_stands", functools.partial(type(gate)._host_stands, gate))
+    monkeypatch.setattr(gate, "_is_host_blocked", functools.partial(type(gate)._is_host_blocked, gate))
     monkeypatch.setattr(engine("background.thread"), "waiting_at_gate", contextlib.nullcontext)  # the rest is not asked
     passed, ended = [], threading.Event()
 
