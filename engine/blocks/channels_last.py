@@ -1,8 +1,7 @@
-"""Run the uncompiled convolutions of a model with channels side by side in memory (channels_last), as cuDNN wants them.
+"""Run the uncompiled convolutions of a model in channels_last, as cuDNN wants them.
 
-For models that are captured as CUDA graphs, where what runs here in Python runs once per shape, and for VAEs, whose calls are
-long. Nothing of the model is changed; the functions that it calls are exchanged while it runs
-(`torch.overrides.TorchFunctionMode`).
+For models that are captured as CUDA graphs, where this Python code runs once per shape, and for VAEs, whose calls are long. The
+model does not change: a `torch.overrides.TorchFunctionMode` overrides the functions that it calls.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ MOST_VALUES = 2**31 - 1
 
 @dataclass
 class _Waiting:
-    """A group norm whose result is not written yet: if a SiLU is all that is made of it, it never is."""
+    """A group norm whose result is not written yet: if a SiLU alone reads it, it never is."""
 
     x: torch.Tensor
     factors: torch.Tensor
@@ -40,11 +39,9 @@ class _Waiting:
 
 
 class ChannelsLast(TorchFunctionMode):
-    """While it is on, 16-bit images keep channels_last through convolutions and group norms.
+    """While it is on, 16-bit images keep channels_last through convolutions and group norms; with `video`, videos do too.
 
-    Args:
-        kernels: the module `cuda_graphs/group_norm.py`.
-        video: so do videos `[batch, channels, frames, height, width]`.
+    `kernels` is the module `cuda_graphs/group_norm.py`.
     """
 
     def __init__(self, kernels: types.ModuleType, video: bool = False):
@@ -55,11 +52,12 @@ class ChannelsLast(TorchFunctionMode):
     def __torch_function__(self, func, _types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self._waiting is not None:
-            if func is functional.silu and args and args[0] is self._waiting.out() and not _is_in_place(args, kwargs):
+            of_norm = func is functional.silu and bool(args) and args[0] is self._waiting.out()
+            if of_norm and not kwargs.get("inplace") and args[1:2] != (True,):
                 return self._silu(self._waiting)
             self._write(self._waiting)
-        own = _OWN.get(func)
-        return func(*args, **kwargs) if own is None else own(self, func, *args, **kwargs)
+        override = _OVERRIDES.get(func)
+        return func(*args, **kwargs) if override is None else override(self, func, *args, **kwargs)
 
     def _silu(self, norm: _Waiting) -> torch.Tensor:
         result = torch.empty_like(norm.x)
@@ -67,7 +65,7 @@ class ChannelsLast(TorchFunctionMode):
         return result
 
     def _write(self, norm: _Waiting) -> None:
-        """The norm's result is needed, unless nobody has it any more."""
+        """Write the norm's result, unless it was freed."""
         self._waiting = None
         out = norm.out()
         if out is not None:
@@ -90,17 +88,15 @@ class ChannelsLast(TorchFunctionMode):
         return _is_image(x) or (self._video and _is_image(x, 5))
 
     def _convolution(self, func: Callable, input, weight, *rest, **kwargs):
-        like_it = isinstance(weight, torch.Tensor) and weight.dtype == input.dtype and weight.dim() == input.dim()
-        if not self._takes(input) or not like_it:
+        fits = isinstance(weight, torch.Tensor) and weight.dtype == input.dtype and weight.dim() == input.dim()
+        if not self._takes(input) or not fits:
             return func(input, weight, *rest, **kwargs)
         layout = _LAYOUTS[input.dim()]
         if not weight.is_contiguous(memory_format=layout):
-            weight = self._turn(weight.contiguous())
+            shape = weight.shape
+            weight = self._kernels.channels_last_weight(_as_image(weight.contiguous()))
+            weight = weight if len(shape) == 4 else weight.unflatten(2, shape[2:4])
         return func(input.contiguous(memory_format=layout), weight, *rest, **kwargs)
-
-    def _turn(self, weight: torch.Tensor) -> torch.Tensor:
-        turned = self._kernels.channels_last_weight(_as_image(weight))
-        return turned if weight.dim() == 4 else turned.unflatten(2, weight.shape[2:4])
 
     def _group_norm(self, func: Callable, input, num_groups, weight=None, bias=None, eps=1e-5):
         if not self._takes(input) or weight is None or bias is None or input[0].numel() > MOST_VALUES:
@@ -112,22 +108,24 @@ class ChannelsLast(TorchFunctionMode):
         return out
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
-        """What the host's transformers make of their tokens when they are done is contiguous enough."""
+        """No copy of an image in channels_last, as at the end of the host's transformers."""
         if not args and not kwargs and _is_image(x) and x.is_contiguous(memory_format=SIDE_BY_SIDE):
             return x
         return func(x, *args, **kwargs)
 
 
-_OWN: dict[Callable, Callable] = {
+_OVERRIDES: dict[Callable, Callable] = {
     torch.conv2d: ChannelsLast._convolution,
     torch.conv3d: ChannelsLast._convolution,
-    torch.cudnn_convolution: ChannelsLast._convolution,  # by which the host goes around a fault of cuDNN's (comfy/ops.py)
+    torch.cudnn_convolution: ChannelsLast._convolution,  # the host's workaround for a bug of cuDNN (comfy/ops.py)
     functional.group_norm: ChannelsLast._group_norm,
     torch.Tensor.contiguous: ChannelsLast._contiguous,
 }
 
 
 class _Active(threading.local):
+    """The modes of this thread."""
+
     def __init__(self) -> None:
         self.modes: list[ChannelsLast] = []
 
@@ -136,13 +134,12 @@ _active = _Active()
 
 
 def is_active() -> bool:
-    """Whether a mode is on, on this thread."""
     return bool(_active.modes)
 
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Compiled code runs without it: PyTorch compiles for the modes that are on."""
+    """Switch the mode off for compiled code: PyTorch compiles for the modes that are on."""
     mode = _active.modes[-1]
     mode.__exit__(None, None, None)
     try:
@@ -152,30 +149,22 @@ def paused() -> Iterator[None]:
 
 
 def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The arguments with images channels_last: they come in either layout, and each would be a graph of its own.
-
-    Returns:
-        The arguments, and (image, its copy) where one was made: a block may work in place.
-    """
+    """The arguments with all images in channels_last, since each layout would need a graph, and (image, copy) of each copy."""
     copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
     by_id = {id(image): copy for image, copy in copies}
     return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
 def result_channels_last(result: Any) -> object:
-    """A block's result as the next layers want it: one copy here saves that of each that reads it."""
+    """A block's result for the next layers: one copy here saves one in each of them."""
     return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
 
 
 def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
-    """`forward` with the mode on; its results in the layout that they have without it."""
+    """`forward` with the mode on; its results are contiguous, as without."""
     with ChannelsLast(kernels, video):
         result = forward(*args, **kwargs)
     return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
-
-
-def _is_in_place(args: tuple, kwargs: dict) -> bool:
-    return bool(kwargs.get("inplace") or args[1:2] == (True,))
 
 
 def _is_image(x: object, dimensions: int = 4) -> bool:
@@ -185,5 +174,5 @@ def _is_image(x: object, dimensions: int = 4) -> bool:
 
 
 def _as_image(x: torch.Tensor) -> torch.Tensor:
-    """A video's frames below each other, its memory as it is; a kernel's taps likewise."""
+    """A view of a video as one image, frames below each other; of a 3d kernel likewise."""
     return x.flatten(2, 3) if x.dim() == 5 else x

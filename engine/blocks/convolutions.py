@@ -1,8 +1,8 @@
 """Choose what of a UNet is compiled.
 
-What fusing saves on the GPU is little for its convolutions and its smallest images, beside the seconds that each graph of
-PyTorch's takes to make (SDXL: 14 graphs for all, 2 for what matters). Transformers keep all of theirs.
-The choice is the same for all sizes, so that a size that was not warmed needs no other code.
+Fusing saves little for convolutions and the smallest images, beside the seconds that each graph takes to compile (SDXL: 14
+graphs for all blocks, 2 for those that matter). Transformers are compiled whole. The choice is the same for all sizes, so that
+a size that was not warmed up needs no other code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch import nn
 from ..forwards import given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from .discovery import can_be_block
+from .discovery import can_be_block, size_of
 
-# Of the elements that the group with the most of them goes through in a call of the model; a group with less is not compiled.
+# A group that processes fewer elements than this share of the largest group's, in a call of the model, is not compiled.
 SHARE = 0.4
 _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 
@@ -27,7 +27,7 @@ _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 def _mostly_convolutions(block: nn.Module) -> bool:
     layers = [m for m in block.modules() if isinstance(m, nn.Conv2d | nn.Conv3d)]
     convolutions = sum(p.numel() for m in layers for p in m.parameters())
-    return 2 * convolutions > _size(block)
+    return 2 * convolutions > size_of(block)
 
 
 def _parts(block: nn.Module) -> tuple[str, ...]:
@@ -35,21 +35,17 @@ def _parts(block: nn.Module) -> tuple[str, ...]:
         return ()
     lists = [(name, child) for name, child in block.named_children() if isinstance(child, nn.ModuleList)]
     paths = [f"{name}.{i}" for name, members in lists for i, member in enumerate(members) if can_be_block(member)]
-    return tuple(paths) if 2 * sum(_size(block.get_submodule(path)) for path in paths) > _size(block) else ()
+    return tuple(paths) if 2 * sum(size_of(block.get_submodule(path)) for path in paths) > size_of(block) else ()
 
 
-def _size(module: nn.Module) -> int:
-    return sum(p.numel() for p in module.parameters())
-
-
-# Whether most weights of a block are those of convolutions over images or video.
+# Whether most weights of a block are those of convolutions.
 is_convolutional = PerModel(_mostly_convolutions)
 # The blocks of tokens inside a block of images (SD 1.5's SpatialTransformer), by path; none if they are not most of it.
 _parts_of = PerModel(_parts)
 
 
 def parts_of(block: nn.Module) -> list[nn.Module]:
-    """The transformers in a block with norms and convolutions for images; none where another node has replaced something."""
+    """The transformers in a block of convolutions; none where another node has replaced one."""
     try:
         parts = [block.get_submodule(path) for path in _parts_of(block)]
     except AttributeError:  # another node has taken one away
@@ -58,13 +54,7 @@ def parts_of(block: nn.Module) -> list[nn.Module]:
 
 
 class Choice(NamedTuple):
-    """What of some blocks of a model is compiled.
-
-    Args:
-        compiled: blocks, and in place of some blocks their parts.
-        parts: those parts.
-        left_out: blocks of convolutions, which run eager.
-    """
+    """What of some blocks of a model is compiled: some blocks are replaced by their parts, others run eager."""
 
     compiled: list[nn.Module]
     parts: list[nn.Module]
@@ -72,7 +62,7 @@ class Choice(NamedTuple):
 
 
 def choose(blocks: list[nn.Module], settings: CompileSettings) -> Choice:
-    """Leave the convolutions of `blocks` out, unless the settings want them compiled or there is nothing else."""
+    """Leave out blocks of convolutions, unless the settings want them compiled or there are no others."""
     if settings.compiles_convolutions or all(map(is_convolutional, blocks)):
         return Choice(blocks, [], [])
     compiled, parts = [], []
@@ -89,7 +79,7 @@ class Effort:
 
     Args:
         blocks: how many blocks each group has, by its `id`.
-        left_out: the classes of those that are not, by the `id` of the block.
+        left_out: class names of blocks that are too small, by `id`.
     """
 
     blocks: Counter[int]
@@ -98,7 +88,7 @@ class Effort:
     _most: int = 0
 
     def is_too_small(self, group: object, block: nn.Module, args: tuple) -> bool:
-        """Whether `block` should run eager: decided for its group when its first block comes, by those that came before."""
+        """Whether `block` should run eager: decided when the first block of its group runs, by the groups before."""
         key = id(group)
         if key not in self._small:
             work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]

@@ -1,8 +1,8 @@
 """Find the repeated blocks of a model by its structure, without knowing its class.
 
-A block is a module worth compiling as one region: many copies of it share one graph. Two shapes are looked for, outermost
-first: the members of a ModuleList or ModuleDict that repeat a class (the block lists of every DiT), and, where a model
-keeps mixed lists instead (UNets, Stable Cascade), the repeated classes in those lists that hold no block list themselves.
+Blocks of one class share one graph. There are two kinds, outermost first: members of a ModuleList or ModuleDict that repeat a
+class (the block lists of every DiT), and, where a model has mixed lists instead (UNets, Stable Cascade), repeated classes in
+those lists that hold no block list themselves.
 """
 
 from __future__ import annotations
@@ -24,13 +24,7 @@ MINIMUM_SHARE = 0.002
 
 @dataclass(frozen=True)
 class Block:
-    """A block by its path; the module itself is looked up when it runs, since patches may replace it.
-
-    Args:
-        path: dotted path below the model that was searched; empty for the model itself.
-        class_name: for reports.
-        parameters: number of weight elements in it.
-    """
+    """A block by its dotted path, empty for the model itself; patches may replace the module."""
 
     path: str
     class_name: str
@@ -39,13 +33,7 @@ class Block:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """The blocks of one model.
-
-    Args:
-        blocks: in the order of the module tree.
-        total_parameters: of the whole model, for the covered share.
-        whole_model: the model has no repeated blocks, and is compiled as one region.
-    """
+    """The blocks of one model, in the order of the module tree; the model itself if no class repeats."""
 
     blocks: tuple[Block, ...]
     total_parameters: int
@@ -53,15 +41,11 @@ class BlockPlan:
 
     @property
     def covered_share(self) -> float:
-        """Share of the model's parameters that the blocks hold, 0..1."""
+        """The share of the model's parameters that the blocks hold."""
         return sum(b.parameters for b in self.blocks) / max(1, self.total_parameters)
 
     def select(self, patterns: tuple[str, ...]) -> BlockPlan:
-        """The blocks whose path matches one of the fnmatch patterns; all when there are none.
-
-        Raises:
-            InvalidSetting: a pattern matches nothing; the message lists the blocks there are.
-        """
+        """The blocks whose path matches one of the fnmatch patterns, or all; InvalidSetting if a pattern matches no block."""
         if not patterns:
             return self
         for pattern in patterns:
@@ -83,8 +67,7 @@ def _without_indices(path: str) -> str:
 
 
 def find_blocks(model: nn.Module) -> BlockPlan:
-    """Find the blocks of `model`; the model itself when nothing in it repeats."""
-    total = _size(model)
+    total = size_of(model)
     minimum = MINIMUM_SHARE * total
     blocks = list(_outermost(model, "", _listed_blocks(model, minimum)))
     repeated = _repeated_in_mixed_lists(model, blocks)
@@ -93,7 +76,7 @@ def find_blocks(model: nn.Module) -> BlockPlan:
     blocks.sort(key=lambda item: order[item[0]])
     if not blocks:
         return BlockPlan((Block("", type(model).__name__, total),), total, whole_model=True)
-    return BlockPlan(tuple(Block(path, type(m).__name__, _size(m)) for path, m in blocks), total)
+    return BlockPlan(tuple(Block(path, type(m).__name__, size_of(m)) for path, m in blocks), total)
 
 
 def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module], bool]:
@@ -104,15 +87,15 @@ def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module
             continue
         members = [m for m in container.children() if can_be_block(m)]
         classes = Counter(type(m) for m in members)
-        if classes and max(classes.values()) >= 2 and sum(map(_size, members)) >= minimum:
+        if classes and max(classes.values()) >= 2 and sum(map(size_of, members)) >= minimum:
             listed.update(id(m) for m in members)
-    # A list of one is a block list too when its class is one elsewhere (a short `noise_refiner`, a UNet level of depth 1).
-    known = {type(m) for m in model.modules() if id(m) in listed}
-    return lambda path, module: id(module) in listed or type(module) in known
+    # A list of one block whose class is listed elsewhere: a short `noise_refiner`, a UNet level of depth 1.
+    classes_listed = {type(m) for m in model.modules() if id(m) in listed}
+    return lambda path, module: id(module) in listed or type(module) in classes_listed
 
 
 def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> set[int]:
-    """Ids of list members whose class occurs at least twice in the model and that neither hold nor belong to a block."""
+    """Ids of list members whose class occurs twice in the model and that neither hold nor belong to a block."""
     inside: set[int] = set()
     around: set[int] = set()
     for path, block in blocks:
@@ -132,7 +115,7 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
 
 
 def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple[str, nn.Module]]:
-    """Walk the tree from the top and do not look inside what is wanted."""
+    """The outermost modules for which `wanted` is true."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if can_be_block(child) and wanted(child_path, child):
@@ -142,20 +125,17 @@ def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple
 
 
 def can_be_block(module: nn.Module) -> bool:
-    """Whether it has a forward of its own, in Python, and at least two layers with weights to fuse around."""
+    """Whether the module has a `forward` in Python, and at least two layers with weights to fuse around."""
     if isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential):
         return False
     forward = forward_of_class(type(module))
     if forward is nn.Module.forward or not isinstance(forward, types.FunctionType):
         return False
-    weighted = sum(1 for m in module.modules() if any(True for _ in m.named_parameters(recurse=False)) or _lazy(m))
-    return weighted >= 2 and any(True for _ in module.children())
+    # The host's lazily loaded Linear has `weight = None` at first.
+    lazy = [m for m in module.modules() if hasattr(m, "in_features") and hasattr(m, "weight")]
+    weighted = {*lazy, *(m for m in module.modules() if any(True for _ in m.named_parameters(recurse=False)))}
+    return len(weighted) >= 2 and any(True for _ in module.children())
 
 
-def _lazy(module: nn.Module) -> bool:
-    """A layer whose weight is not there yet (the host's lazily loaded Linear keeps `weight = None`)."""
-    return hasattr(module, "in_features") and hasattr(module, "weight")
-
-
-def _size(module: nn.Module) -> int:
+def size_of(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
