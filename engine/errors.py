@@ -21,6 +21,10 @@ class BlockCompileError(TorchCompileKitError):
     """A block could not be compiled and `on_failure` is `stop`."""
 
 
+def in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
 def shown(value: object) -> str:
     """A value as messages show it: megabytes in an input must not become megabytes of log."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..blocks.state import BlockState, MethodsNow, Twin
 from ..cache.disk import folder_name, structure_of
-from ..errors import TorchCompileKitError
+from ..errors import TorchCompileKitError, in_one_line
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class
 from ..options.filter import OptionsFilter
@@ -71,7 +71,7 @@ class ModelCode:
                 raise
             name = type(module).__name__
             if name not in self.not_looked_at:
-                self.not_looked_at[name] = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+                self.not_looked_at[name] = in_one_line(error)
                 logger.warning("%s", not_looked_at_in_words(name, self.not_looked_at[name]), exc_info=True)
             return otherwise
 

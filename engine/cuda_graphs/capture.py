@@ -1,8 +1,24 @@
-"""CUDA graphs over a whole diffusion model, one per shape.
+"""Capture and replay CUDA graphs of a whole diffusion model, one per shape.
 
-PyTorch's own (`triton.cudagraphs`) make a tree per compiled region, and regions that follow each other overwrite their outputs
-(pytorch#152887). Here the model's forward, compiled blocks and all, is captured once per shape and replayed: no Python, no
-launches one by one. Small models are bound by those; large ones gain little.
+PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and consecutive regions overwrite each other's
+outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay needs no Python and
+launches no kernels one by one. Small models are bound by those; large ones gain little.
+
+1. `ModelState.look_at` notes, once a sampling run, where the weights are and what the layers run; graphs of a model that has
+   changed are dropped.
+2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
+   the call counts as none: that code has never run, and a capture can neither trace nor load kernels.
+3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
+   under the same lock. The graph is then replayed, which gives the result of this call.
+4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output.
+5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
+   never replayed. A call that cannot be captured is remembered with the reason, and runs without.
+6. Out of memory drops all graphs and their pool. A graph that has never run keeps its addresses for ever (`_never_allocated`).
+
+Launches of Triton kernels. Triton's launchers ask the driver about each pointer that comes as a tensor
+(triton/backends/nvidia/driver.py, `getPointer`), and the driver knows nothing of memory from cudaMallocAsync, ComfyUI's default
+allocator, that belongs to a running capture: "CUDA driver error: invalid argument", or "Pointer argument cannot be accessed
+from Triton". Pointers that come as numbers are not checked, so `as_numbers` makes numbers of tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +38,7 @@ import torch
 from torch import nn
 
 from ..compile.traced_graph import gpu_locks
+from ..errors import in_one_line
 from ..failures.describe import is_out_of_memory, never_swallowed
 from ..per_model import PerModel
 from ..torch_compat import private
@@ -38,7 +55,7 @@ _scope = SharedScope(_LAUNCHERS)
 
 @contextmanager
 def as_numbers() -> Iterator[None]:
-    """While it lasts, a capturing thread hands Triton's kernels addresses in place of tensors."""
+    """While it lasts, a capturing thread passes addresses to Triton's kernels in place of tensors."""
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         yield
         return
@@ -47,19 +64,19 @@ def as_numbers() -> Iterator[None]:
 
 
 def _with_addresses(launcher: Callable) -> Callable:
-    def launches(self: object, *args: object, **kwargs: object) -> object:
+    def launch(self: object, *args: object, **kwargs: object) -> object:
         if torch.cuda.is_current_stream_capturing():
             args = tuple(arg.data_ptr() if isinstance(arg, torch.Tensor) else arg for arg in args)
         return launcher(self, *args, **kwargs)
 
-    return launches
+    return launch
 
 
 T = TypeVar("T")
 logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
-# So many kinds of calls that have no graph are remembered.
+# Keys without a graph that are remembered.
 MAX_OTHERS = 256
 
 
@@ -68,9 +85,8 @@ class Captured:
     """One captured call.
 
     Args:
-        device: where it was captured, and is replayed.
         inputs: the tensors to fill before a replay, in the order of the flattened arguments.
-        output: what the call returns, overwritten by each replay.
+        output: overwritten by each replay.
     """
 
     device: torch.device
@@ -80,9 +96,9 @@ class Captured:
     has_run: bool = False
 
     def replay(self, tensors: list[torch.Tensor]) -> object:
-        with torch.cuda.device(self.device):  # another one may be the current one
-            for static, given in zip(self.inputs, tensors, strict=True):
-                static.copy_(given)
+        with torch.cuda.device(self.device):  # the current device may differ
+            for static, tensor in zip(self.inputs, tensors, strict=True):
+                static.copy_(tensor)
             try:
                 self.graph.replay()
             except RuntimeError:
@@ -95,36 +111,36 @@ class Captured:
 
 @functools.cache
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that graphs on `device` are captured on, one for all, as their shared memory asks for.
+    """The stream on which all graphs of a device are captured, since they share memory.
 
-    PyTorch's own default (`torch.cuda.graph`) belongs to whichever device came first: on others it records nothing.
+    PyTorch's default (`torch.cuda.graph`) belongs to the device that came first: on others it records nothing.
     """
     return torch.cuda.Stream(device)
 
 
 def give_back(device: torch.device | None) -> None:
-    """Give the system the memory of graphs that are gone.
+    """Give the system the memory of freed graphs.
 
-    Under cudaMallocAsync the driver keeps it for graphs to come (CUDA Driver API, `cuDeviceGraphMemTrim`): of one with 4 GiB of
-    intermediates nothing was free again, on an H100, after the graph was, whatever PyTorch's cache was told.
+    Under cudaMallocAsync the driver keeps that memory for later graphs (CUDA Driver API, `cuDeviceGraphMemTrim`): on an H100,
+    all 4 GiB of a freed graph's intermediates, even after PyTorch's cache was emptied.
     """
     if device is None or device.type != "cuda" or torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return
     driver = _driver()
     if driver is None:
         return
-    if not _capturing:  # a capture bears no synchronization
-        torch.cuda.synchronize(device)  # it frees only what is not in use
+    if not _capturing:  # synchronizing would break a capture
+        torch.cuda.synchronize(device)  # trimming frees only what is not in use
     handle = ctypes.c_int()
     index = torch.cuda.current_device() if device.index is None else device.index
     if driver.cuDeviceGet(ctypes.byref(handle), index) == 0:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# What graphs that have never run would have put their results into. Under cudaMallocAsync only a run allocates that, and giving
-# back what was never allocated ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`): the addresses stay.
+# Outputs of graphs that have never run. Under cudaMallocAsync only a run allocates them, and freeing what was never allocated
+# ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
 _never_allocated: list[object] = []
-# Devices on which a capture goes on.
+# Devices with a running capture.
 _capturing: list[torch.device] = []
 
 
@@ -139,17 +155,17 @@ def _capture_on(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
-    """As `torch.cuda.graph`; what would wait for the GPU raises before CUDA is asked, which would make the capture invalid.
+    """As `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
 
-    An invalid one cannot be ended: PyTorch believes that it goes on for ever, and leaves the thread on its stream. That raising
-    is the process's setting, so it is left as it is where another GPU may be at work.
+    PyTorch cannot end an invalid capture, and leaves the thread on its stream. The setting is the process's, so with a second
+    GPU, which may be at work, it is not changed.
     """
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
     mode = torch.cuda.get_sync_debug_mode()
     try:
         with as_numbers(), capture:
             if torch.cuda.device_count() == 1:
-                with warnings.catch_warnings():  # it is a prototype, says PyTorch
+                with warnings.catch_warnings():  # PyTorch warns that the setting is a prototype
                     warnings.simplefilter("ignore")
                     torch.cuda.set_sync_debug_mode("error")
             try:
@@ -172,7 +188,7 @@ def _driver() -> ctypes.CDLL | None:
     return driver
 
 
-# What `call` keeps the weights in place with, if they can stay anywhere at all.
+# Keeps the weights in place; yields whether all are where the graphs expect them.
 Keep = Callable[[], AbstractContextManager[bool]]
 
 
@@ -181,12 +197,10 @@ class ModelGraphs:
     """The graphs of one model.
 
     Args:
-        graphs: the one that was replayed last is the last.
-        seen: calls that have run plainly once, and so have compiled what they need.
+        graphs: ordered by their last replay.
+        seen: keys of calls that have run without a graph, and so have compiled code.
         failures: why a call is not captured.
-        model: what the graphs know of it.
-        code: see `call`.
-        plain_calls: since the last replay.
+        plain_calls: calls without a graph since the last replay.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -201,7 +215,7 @@ class ModelGraphs:
     _never_replayed: set[Hashable] = field(default_factory=set)
 
     def drop(self) -> None:
-        """Free the graphs and their memory: the weights have moved, or are about to."""
+        """Free the graphs and their memory: the weights have moved, or will."""
         self._free_graphs()
         self.seen.clear()
         self.failures.clear()
@@ -209,11 +223,10 @@ class ModelGraphs:
         self._pool = None
 
     def new_run(self) -> None:
-        """A sampling run begins: weights may have moved since the last."""
         self.model.new_run()
 
     def check_model(self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None) -> None:
-        """Once a sampling run, see `ModelState.look_at`: graphs of a model that has changed are dropped."""
+        """Drop the graphs of a model that has changed, see `ModelState.look_at`."""
         self.model.look_at(model, device, places, self._changed)
 
     def _changed(self) -> None:
@@ -232,15 +245,14 @@ class ModelGraphs:
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
     ) -> object:
-        """Replay the call if it has been captured, capture it when it comes the second time, else run it.
+        """Replay, capture or run the call, see the module.
 
         Args:
-            key: all that the call depends on but what is in the tensors: `value_key` of the arguments and more.
-            args, kwargs: tensors and what they are nested in; every tensor becomes an input of the graph.
+            key: all that the call depends on but the data in tensors: `value_key` of the arguments and more.
+            args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
-            keep: entered for a capture or a replay; yields whether all weights are where the graphs know them.
-            code: tells something that changes when more of the model has been compiled, so that it is captured anew.
-            ran_uncompiled: tells whether a block ran uncompiled in the call that has just ended.
+            code: another value when more of the model has been compiled.
+            ran_uncompiled: whether a block ran uncompiled in the call that has just ended.
         """
         self._renew(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
@@ -250,13 +262,13 @@ class ModelGraphs:
             _remember(self.failures, "device", "an input is on another device")
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
-            with keep() as present:
-                captured = self.graphs.pop(key, None) if present else None
+            with keep() as in_place:
+                captured = self.graphs.pop(key, None) if in_place else None
                 if captured is not None:
                     self.graphs[key] = captured
                     self._never_replayed.discard(key)
                     self.replays += 1
-                elif present and gpu_locks[device].acquire(blocking=False):  # else code is tried on the GPU: the next call then
+                elif in_place and gpu_locks[device].acquire(blocking=False):  # else the worker loads kernels: at the next call
                     try:
                         self._make_room()
                         captured = self._capture(key, forward, leaves, spec, tensors, fixed)
@@ -270,14 +282,14 @@ class ModelGraphs:
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
-                        reason = _reason(error)
-                    # What was given is as it was: a graph works on copies.
+                        reason = in_one_line(error)
+                    # The caller's tensors are unchanged: a graph works on copies.
                     captured = None
                     self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._renew(code())
-        if self.code == before or not ran_uncompiled():  # else there is code now that has never run: a capture bears none
+        if self.code == before or not ran_uncompiled():  # else there is code now that has never run
             _remember(self.seen, key, None)
         return result
 
@@ -294,7 +306,6 @@ class ModelGraphs:
             give_back(self.model.device)
 
     def _make_room(self) -> None:
-        """For one more graph: the one that was replayed least recently goes, for good if it never was."""
         while len(self.graphs) >= MAX_GRAPHS:
             oldest = next(iter(self.graphs))
             del self.graphs[oldest]
@@ -303,7 +314,7 @@ class ModelGraphs:
                 _remember(self.failures, oldest, f"more than {MAX_GRAPHS} kinds of calls take turns")
 
     def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
-        """The memory of all graphs is given up: a plain call needs none of its own beside."""
+        """Free all graphs, so that the call can run without."""
         self._free_graphs()
         self.seen.clear()
         self._pool = None
@@ -316,16 +327,16 @@ class ModelGraphs:
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
     ) -> Captured | None:
-        """The call as a graph, which has not run yet; None if it cannot be one."""
+        """The call as a graph that has not run yet; None if that fails."""
         device = self.model.device
         stream = capture_stream(device)
         try:
             static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
             replacements = iter(static)
-            own = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-            args, kwargs = private.pytree.tree_unflatten(own, spec)
+            copied = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            args, kwargs = private.pytree.tree_unflatten(copied, spec)
             with torch.cuda.device(device):
-                if not self.graphs:  # PyTorch gives up a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
+                if not self.graphs:  # PyTorch frees a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
@@ -334,7 +345,7 @@ class ModelGraphs:
                     with _capture_on(device), _recording(graph, self._pool, stream):
                         try:
                             output = forward(*args, **kwargs, **fixed)
-                        except BaseException as error:  # the host's cancel is no Exception
+                        except BaseException as error:  # the host's interrupt is no Exception
                             failed = error
                     if failed is not None:
                         graph.replay()  # allocates what the error keeps alive
@@ -350,9 +361,9 @@ class ModelGraphs:
                 raise
             torch.cuda.synchronize(device)
             if is_out_of_memory(error):
-                self._ran_out_of_memory(key, _reason(error))
+                self._ran_out_of_memory(key, in_one_line(error))
             else:
-                self._fails(key, _reason(error))
+                self._fails(key, in_one_line(error))
             return None
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)
@@ -361,23 +372,18 @@ class ModelGraphs:
         return self.graphs[key]
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
 def _remember(table: dict[Hashable, T], key: Hashable, value: T) -> None:
-    """The last of the table; the first of many are forgotten."""
+    """Put an entry last; the first of more than MAX_OTHERS go."""
     table.pop(key, None)
     table[key] = value
     while len(table) > MAX_OTHERS:
         del table[next(iter(table))]
 
 
-def _made(model: nn.Module) -> ModelGraphs:
+def _graphs_for(model: nn.Module) -> ModelGraphs:
     graphs = ModelGraphs()
     weakref.finalize(model, graphs.drop).atexit = False
     return graphs
 
 
-# The graphs that belong to a model; with it their memory is given back.
-graphs_of = PerModel(_made)
+graphs_of = PerModel(_graphs_for)

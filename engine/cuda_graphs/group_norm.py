@@ -1,7 +1,7 @@
-"""Triton kernels for images whose channels lie side by side in memory (channels_last).
+"""Compute the group norm of images in channels_last, and convert weights to it, with Triton kernels.
 
-PyTorch's group norm knows only images whose channels lie one after the other; on others it copies first. cuDNN's convolutions
-for 16-bit numbers want channels side by side, and convert images and weights at each call where they are not.
+PyTorch's group norm copies such images first. cuDNN's 16-bit convolutions want channels_last, and convert images and weights of
+other layouts at each call.
 """
 
 from __future__ import annotations
@@ -91,15 +91,7 @@ def _turn_weight(weight, out, channels, taps, CHANNELS: tl.constexpr, TAPS: tl.c
 
 
 def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """The group norm of `x` as two numbers per image and channel: norm(x) = x * factors[:, 0] + factors[:, 1].
-
-    Args:
-        x: `[images, channels, height, width]`, channels_last.
-        weight, bias: `[channels]`.
-
-    Returns:
-        `[images, 2, channels]`, float32.
-    """
+    """The group norm of `x` as factors `[images, 2, channels]` in float32: norm(x) = x * factors[:, 0] + factors[:, 1]."""
     images, channels, height, width = x.shape
     pixels = height * width
     columns = triton.cdiv(channels, _CHANNELS)
@@ -110,13 +102,13 @@ def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.T
     _sum_channels[shares, columns, images](x, sums, pixels, channels, share, _ROWS, _CHANNELS)
     each = channels // groups
     padded = max(128, triton.next_power_of_2(each))  # the widest of the usual ones: one kernel for all
-    given = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
-    _find_factors[groups, images](*given, num_warps=1)
+    args = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
+    _find_factors[groups, images](*args, num_warps=1)
     return factors
 
 
 def apply_factors(x: torch.Tensor, factors: torch.Tensor, out: torch.Tensor, silu: bool) -> None:
-    """`out` = x * factors[:, 0] + factors[:, 1], and its SiLU if wanted; all channels_last."""
+    """`out` = x * factors[:, 0] + factors[:, 1], with `silu` its SiLU; all channels_last."""
     images, channels, height, width = x.shape
     size = channels * height * width
     _apply_factors[triton.cdiv(size, 1024), images](x, factors, out, size, channels, silu, 1024)

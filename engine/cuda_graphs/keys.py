@@ -32,20 +32,19 @@ _UNCHANGING = (enum.Enum, type, types.ModuleType, types.BuiltinFunctionType)
 
 
 class NoKey(Exception):
-    """An object whose state cannot be compared with what it was; the message names its class."""
+    """The state of an object cannot be compared with an earlier one; the message names its class."""
 
 
 def value_key(value: object, inputs: bool = False) -> Hashable:
-    """A key by value, of numbers, texts, dtypes, containers of them and functions.
+    """A key by value of numbers, strings, dtypes, containers of them and functions.
 
-    A function is known by its identity, and by what its closure and its defaults hold now; the module in which it is written
-    is not looked at.
+    The key of a function is its identity and what its closure and defaults hold; globals are ignored.
 
     Args:
-        inputs: tensors in lists, tuples and dicts are inputs of the graph, of which all but the data counts.
+        inputs: tensors in lists, tuples and dicts are inputs of the graph: all but their data counts.
 
     Raises:
-        NoKey: there is something else in it, which could change in place or be made anew at the same address.
+        NoKey: `value` holds another object, which could change in place or be replaced at the same address.
     """
     return _key(value, inputs, ())
 
@@ -75,7 +74,6 @@ def _key(value: Any, inputs: bool, above: tuple[int, ...]) -> Hashable:
 
 
 def _held_by(function: types.FunctionType) -> Iterator[object]:
-    """What a function brings along."""
     if function.__globals__.get("__name__", "").partition(".")[0] == "torch":  # torch.compiler.disable and its like
         yield function.__dict__.get("__wrapped__")
         return
@@ -87,12 +85,12 @@ _HELD_CONTAINERS = {list, dict, set}
 _NOT_OPENED = (nn.Module, torch.Tensor, type, types.ModuleType)
 # A longer tuple, list or dict is no setting.
 _LONGEST = 64
-# What the host keeps on layers under dynamic VRAM: LoRA for weights on their way into pages, which keep their place.
+# Attributes of the host under dynamic VRAM: LoRA for weights on their way into pages, whose addresses stay.
 _OF_THE_HOST = {"weight_lowvram_function", "bias_lowvram_function"}
 
 
 class _Key:
-    """Equal by value; the hash is computed once, since a key is looked up several times a call."""
+    """A tuple whose hash is computed once, since a key is looked up several times a call."""
 
     def __init__(self, *parts: Hashable):
         self._parts, self._hash = parts, hash(parts)
@@ -105,11 +103,7 @@ class _Key:
 
 
 class HeldValues:
-    """The public plain attributes of modules, and those of plain objects among their attributes; keeps neither alive.
-
-    Args:
-        modules: whose attributes are looked at.
-    """
+    """The public plain attributes of modules, and those of plain objects among their attributes; keeps neither alive."""
 
     def __init__(self, modules: Iterable[nn.Module] = ()):
         self._owners = [weakref.ref(module) for module in modules]
@@ -124,13 +118,12 @@ class HeldValues:
         self._key = _Key()
 
     def are_of(self, modules: list[nn.Module]) -> bool:
-        """Whether it looks at these modules."""
         return len(modules) == len(self._owners) and all(
             owner() is module for owner, module in zip(self._owners, modules, strict=True)
         )
 
     def key(self) -> Hashable:
-        """The same object as the last time, if nothing has changed."""
+        """The same object as at the last call, if nothing has changed."""
         values = self._fetch()
         if values is None:
             self._list()
@@ -151,7 +144,7 @@ class HeldValues:
         return self._key
 
     def _fetch(self) -> list | None:
-        """All values; None where something holds more or less than was listed."""
+        """All values; None if an attribute was added or removed."""
         if self._listed is None:
             return None
         values: list = []
@@ -163,7 +156,7 @@ class HeldValues:
                 if len(entries) != size:
                     return None
                 values += get(entries)
-        except (AttributeError, KeyError):  # it is gone, or has another attribute instead
+        except (AttributeError, KeyError):  # the object was freed, or an attribute replaced by another
             return None
         return values
 
@@ -179,7 +172,7 @@ class HeldValues:
         ]
         for owner in (*modules, *(value for *_, opened in self._opened if (value := opened()) is not None)):
             entries, reference = vars(owner), weakref.ref(owner)
-            # In one order: the host takes some away from a layer and puts them back.
+            # Sorted: the host removes attributes of a layer and puts them back.
             public = sorted(name for name in entries.keys() - _OF_THE_HOST if not name.startswith("_"))
             names = tuple(name for name in public if type(entries[name]) in _HELD_PLAIN)
             if names:
@@ -202,7 +195,7 @@ def _is_plain_object(value: object) -> bool:
 
 
 def _element(value: object) -> Hashable:
-    """Of a number its text, which tells the sign of a zero; of what is not plain any more its class."""
+    """The `repr` of a number, which has the sign of a zero; the class of a value that is no longer plain."""
     cls = type(value)
     return (cls, repr(value)) if cls in _HELD_PLAIN and cls is not tuple else _key_or_class(value)
 

@@ -1,4 +1,4 @@
-"""What a CUDA graph knows of a model beside its inputs: where the weights are, and what its layers run."""
+"""Tell whether the weights are where a CUDA graph expects them, and whether layers still run the same functions."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from ..forwards import is_of_class
 from ..per_model import Same
 from .keys import HeldValues, value_key
 
-# The host makes tensors up to 16 KiB anew for each run, and small ones of layers that it does not page: at most this, in bytes.
+# The host allocates tensors up to 16 KiB, and small ones of layers that it does not page, again for each run: up to this size.
 SMALL = 2**20
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
-# Packages whose layers keep nothing that a call changes.
+# Packages whose layers hold no state that a call changes.
 _KNOWN_PACKAGES = ("torch", "comfy")
 
 
 @dataclass
 class ModelState:
-    """As it was when the graphs were captured.
+    """The model as it was when the graphs were captured.
 
     Args:
-        device: where the model computes.
-        obstacle: what about the layers forbids replays in this sampling run, or None.
+        obstacle: why layers forbid replays in this sampling run, or None.
         functions: what the layers run in this sampling run.
     """
 
@@ -45,17 +44,14 @@ class ModelState:
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        """A sampling run begins: weights may have moved since the last."""
+        """At the start of a sampling run: weights may have moved."""
         self._checked = False
         self.obstacle = self._held = None
 
     def held(self) -> Hashable:
-        """A key of what layers hold beside weights.
+        """A key of what layers hold beside weights; NoKey if changes of it cannot be seen.
 
-        Some nodes set the step there before each call (DyPE): an obstacle, on layers of theirs that have no weights.
-
-        Raises:
-            NoKey: such a layer holds something whose changes cannot be seen.
+        Some nodes set the step on layers of theirs before each call (DyPE): an obstacle.
         """
         foreign = [module for reference in self._foreign if (module := reference()) is not None]
         held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in foreign])
@@ -65,19 +61,18 @@ class ModelState:
         return held, self._values.key()
 
     def forget(self) -> None:
-        """There are no graphs."""
+        """Called when all graphs were dropped."""
         self._known = None
         self._copies.clear()
 
     def look_at(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
-        """Once a sampling run; `forget` is called where it is not as it was.
+        """Once a sampling run; `forget` is called if the model has changed.
 
         Args:
-            device: where the model computes.
-            places: where the host keeps the weights of a layer that come and go, None for other layers. The host that pages
-                weights makes all small ones anew for each run; these are copied to where the graphs know them.
+            places: gives where the host pages the weights of a layer, None for other layers. A host that pages weights
+                allocates small ones again for each run; they are copied to where the graphs expect them.
         """
         if self._checked:
             return
@@ -117,7 +112,7 @@ class ModelState:
 
 
 def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
-    """What somebody else has put over the methods of this one module: (name, function, whose method it is)."""
+    """Methods that other nodes have put in the module's `__dict__`: (name, function, `self` of the method)."""
     return [
         (name, Same(getattr(value, "__func__", value)), Same(getattr(value, "__self__", None)))
         for name, value in module.__dict__.items()
@@ -126,7 +121,7 @@ def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
 
 
 def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
-    """A copy of ours with the same values, put in the tensor's place; that one may be what the host restores."""
+    """Put a copy in the tensor's place, since the tensor may be the one that the host restores."""
     with torch.inference_mode(tensor.is_inference()):  # compiled code tells inference tensors from others
         if copy is None or _layout(copy) != _layout(tensor):
             copy = tensor.detach().clone()
@@ -141,7 +136,7 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 
 def _addresses(tensor: torch.Tensor) -> list[object]:
-    """Where its data are; quantised tensors are made of several, and those of other packs know more (GGUF: a LoRA)."""
+    """Where the tensor's data are: those of its parts if it is quantised; tensors of other packs also hold a LoRA (GGUF)."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return [tensor.data_ptr()]
     if not hasattr(tensor, "__tensor_flatten__"):
