@@ -165,7 +165,7 @@ def everywhere(engine, monkeypatch):
 
     module = engine("inductor.backend")
     engine("inductor.rotary_norms").register()
-    monkeypatch.setattr(module, "_fuses", lambda device: True)
+    monkeypatch.setattr(module, "is_nvidia", lambda device: True)
     return module
 
 

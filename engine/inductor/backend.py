@@ -1,8 +1,8 @@
-"""PyTorch's inductor, given code where the model calls kernels that it cannot see into.
+"""Lower a graph with PyTorch's inductor, with decompositions of the host's kernels.
 
-To inductor a hand-written kernel is a wall: what comes before it must be written to memory, what comes after it read again.
-Where a kernel only saves what inductor saves too, its plain PyTorch code is worth more: the norm and the rotary embedding of
-queries and keys become one kernel (docs/figures.md, where the time goes).
+Inductor cannot fuse across a hand-written kernel, whose input and output go through memory. Its plain PyTorch code is worth
+more where the kernel only saves what fusing saves: the norm and the rotary embedding of queries and keys become one kernel
+(docs/figures.md, where the time goes).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..torch_settings import SharedScope, is_nvidia
 from .persistent_reductions import in_one_pass
 
 aten = torch.ops.aten
-# Operator -> the same in PyTorch's own operators, out of place.
+# Operator -> decomposition, out of place.
 REPLACEMENTS: dict[Any, Callable] = {}
-# Called with the graph as Dynamo has traced it, to change it in place; True if it did.
+# Called with Dynamo's graph, to change it in place; True if that was done.
 REWRITES: list[Callable[[fx.Graph], bool]] = []
 
 
@@ -31,8 +31,8 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     if private.compile_fx is None:
         raise RuntimeError(f"PyTorch {torch.__version__} has no {private.NAMES['compile_fx'].path}")
     options, table = options or {}, None
-    on_gpu = any(isinstance(t, torch.Tensor) and _fuses(t.device) for t in example_inputs)
-    if on_gpu and private.select_decomp_table is not None:
+    on_nvidia = any(isinstance(t, torch.Tensor) and is_nvidia(t.device) for t in example_inputs)
+    if on_nvidia and private.select_decomp_table is not None:
         table = _table_with_replacements
         options = {**_as_eager_rounds(), **options}
         rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
@@ -50,31 +50,25 @@ def _table_with_replacements() -> dict:
     return table | {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, exact)}
 
 
-# PyTorch's key of a graph has the name of the function that gives the table: that of the one which it stands in for.
+# PyTorch's key of a graph has the name of the function that gives the table, so it must be that of PyTorch's function.
 _module, _, _name = private.NAMES["decomp_table_in_use"].path.partition(":")
 _table_with_replacements.__module__, _table_with_replacements.__qualname__ = _module, _name
-# Given as an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
+# As an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
 _table_scope = SharedScope({"table": private.switch("decomp_table_in_use", late=True)})
 
 
 def _as_eager_rounds() -> dict:
     """The option of inductor to round to bf16 and fp16 where eager does.
 
-    What is fused is otherwise kept in fp32 from one operation to the next, which moves results away from eager's as far as
-    another attention kernel would, and saves no time (docs/figures.md).
+    Fused operations otherwise keep fp32 in between, which moves results as far from eager's as another attention kernel would,
+    and saves no time (docs/figures.md).
     """
     name = "emulate_precision_casts"
     return {name: True} if hasattr(private.inductor_config, name) else {}
 
 
 def needs_gradients(inputs: Sequence) -> bool:
-    """Whether a backward through what is compiled is wanted."""
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in inputs)
-
-
-def _fuses(device: torch.device) -> bool:
-    """Where it has been measured to pay."""
-    return is_nvidia(device)
 
 
 def _gelu(exact: Callable, x: torch.Tensor, approximate: str = "none") -> torch.Tensor:

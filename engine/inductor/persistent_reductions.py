@@ -1,7 +1,7 @@
-"""Norms in one pass.
+"""Have inductor compute norms in one pass.
 
-Inductor keeps a row in registers up to 1024 elements and reads longer ones twice, in a loop (torch/_inductor/choices.py). A
-token's channels, 3072 to 5120 in today's transformers, fit as well; on NVIDIA's GPUs, as measured.
+Inductor keeps a row in registers up to 1024 elements and reads longer rows twice, in a loop (torch/_inductor/choices.py). A
+token's channels, 3072 to 5120 in today's transformers, also fit into the registers of NVIDIA's GPUs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _TILED = "torch_compile_kit_tiled"
 
 
 def in_one_pass() -> AbstractContextManager:
-    """While it lasts, this thread's inductor makes such kernels; nothing changes where somebody else has made its choices."""
+    """While it lasts, this thread's inductor makes such kernels, unless another pack has set a handler of choices."""
     if None in (private.InductorChoices, private.ReductionHint, private.V, private.inductor_config):
         return nullcontext()
     chosen = private.V.choices

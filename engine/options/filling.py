@@ -1,8 +1,8 @@
-"""Functions among a block's arguments that close over an object which changes, such as a cache.
+"""Notice functions among a block's arguments that close over an object which changes, such as a cache.
 
-Qwen-Image 2.1 hands each block its attention as a closure; in the first step that one puts the keys and values of the text into
-a cache, under the block's number. Its code depends on the number and on what the cache holds: compiled, each block would have a
-graph of its own. It runs once, on the tokens of the text alone, and stays eager.
+Qwen-Image 2.1 passes each block its attention as a closure; in the first step that closure puts keys and values of the text
+into a cache, under the block's number. Compiled, each block would need a graph. That step runs once, on the tokens of the text
+alone, and stays eager.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ..forwards import contents_of
 
 _FUNCTION = types.FunctionType | types.MethodType | functools.partial
 _SEQUENCE = list | tuple | set | frozenset
-# Of these the graph depends on what the block reads, and no further.
+# Guards see what the block reads of these.
 _PLAIN = torch.Tensor | nn.Module | Mapping | type | types.ModuleType
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
 _STORES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR"}
 _CHANGERS = {"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "pop", "popitem", "remove", "clear"}
-# Other methods of this form are Python's to call, and objects that never change have them as well (frozen dataclasses).
+# Python calls other methods of this form, and objects that never change have them as well (frozen dataclasses).
 _SPECIAL = {"__call__", "__setitem__", "__delitem__"}
 
-_known: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
+_changing: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
 def changes_an_object(args: tuple, kwargs: dict) -> bool:
@@ -54,9 +54,9 @@ def _holds_changing(value: object, depth: int = 4) -> bool:
 
 
 def _is_changing(cls: type) -> bool:
-    if cls not in _known:
-        _known[cls] = any(_stores(method.__code__) for method in _methods(cls))
-    return _known[cls]
+    if cls not in _changing:
+        _changing[cls] = any(_stores(method.__code__) for method in _methods(cls))
+    return _changing[cls]
 
 
 def _methods(cls: type) -> Iterator[types.FunctionType]:

@@ -52,8 +52,8 @@ _NO_PACKS = _HOST.union(sys.stdlib_module_names)
 def keys_read(block: nn.Module) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` may depend on.
 
-    For code of the host those that it names: in the methods of the block's class and of the classes below it, and in the
-    functions that these name. BOOKKEEPING where code of another pack may be given the options.
+    Code of the host depends on the keys that it names: in the methods of the block's class and of the classes below it, and in
+    the functions that these name. BOOKKEEPING if code of another pack may get the options.
     """
     for module in block.modules():
         replaced = given_forward(module) if module is not block else None
@@ -117,7 +117,6 @@ def _codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.Code
 
 
 def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    """The functions that stand in for the forward of single modules."""
     for module in modules:
         replaced = given_forward(module)
         function = getattr(replaced, "__func__", replaced)
@@ -167,12 +166,9 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
 
 
 class OptionsFilter:
-    """Removes from `transformer_options` what a block class and the patches in it do not read.
+    """Remove from `transformer_options` what a block class and the patches in it do not read.
 
     `is_whole`: code of another pack may read the options, so that the block gets the host's own dict.
-
-    Args:
-        block: any block of the class.
     """
 
     def __init__(self, block: nn.Module):
@@ -214,7 +210,7 @@ class OptionsFilter:
 
     @staticmethod
     def write_back(original: dict, given: Mapping) -> None:
-        """Carry what the block wrote for later blocks back into the host's dict."""
+        """Copy what the block wrote for later blocks to the host's dict."""
         for key, value in given.items():
             if key not in BOOKKEEPING and key not in PATCHES and original.get(key, original) is not value:
                 original[key] = value
@@ -223,19 +219,19 @@ class OptionsFilter:
 def _replacements_for(options: Mapping) -> dict[str, dict]:
     """The replacements inside the block that `options` places, by kind; those of other blocks are not looked up by it."""
     here = _place(options)
-    found = {}
+    replacements = {}
     for name, entries in (options.get("patches_replace") or {}).items():
         if name == "dit":  # wraps the block from outside (ldm/*/model.py) and never reaches into it
             continue
         if here is not None and name in ("attn1", "attn2"):
             entries = {k: v for k, v in entries.items() if not _is_place(k) or tuple(k[:2]) == here}
         if entries:
-            found[name] = entries
-    return found
+            replacements[name] = entries
+    return replacements
 
 
 def _add_position(kept: dict, options: Mapping, dropped: frozenset[str]) -> None:
-    """Let the block find its replacements: under one place for all, where nothing but the lookup depends on it."""
+    """Let the block look up its replacements: under one place for all blocks, where only the lookup depends on the place."""
     tables = kept["patches_replace"]
     here = _place(options)
     if here is None or not dropped.issuperset(POSITION) or any(not _is_place(k) for t in tables.values() for k in t):

@@ -1,7 +1,7 @@
-"""Which entries of `transformer_options` the code of a patch reads.
+"""Tell which entries of `transformer_options` the code of a patch reads.
 
-The answer is exact or None ("may read anything"): a patch counts as understood only where each use of the dict is a lookup with
-a literal key. Handing the dict on, looping over it, capturing it, or code that is no plain Python function give None.
+The answer is exact, or None ("may read anything") unless each use of the dict is a lookup with a literal key: where the dict is
+passed on, looped over or captured, and for code that is no plain Python function.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARGUMENT = {
 BY_NAME = ("extra_options", "transformer_options")
 FRAMES = {"locals", "vars", "eval", "exec", "_getframe", "currentframe"}
 
-_known: weakref.WeakKeyDictionary[types.FunctionType, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
+_keys_by_function: weakref.WeakKeyDictionary[types.FunctionType, dict[str, frozenset[str] | None]] = weakref.WeakKeyDictionary()
 
 
 def keys_of_patch(name: str, patch: object) -> frozenset[str] | None:
@@ -36,13 +36,13 @@ def keys_of_patch(name: str, patch: object) -> frozenset[str] | None:
         function, bound = patch.__func__, 1
     if not isinstance(function, types.FunctionType) or (function.__module__ or "").partition(".")[0] == "torch":
         return None
-    known = _known.setdefault(function, {})
-    if name not in known:
+    keys = _keys_by_function.setdefault(function, {})
+    if name not in keys:
         if name == OVERRIDE:
-            known[name] = frozenset() if _reads_no_options(function, set()) else None
+            keys[name] = frozenset() if _reads_no_options(function, set()) else None
         else:
-            known[name] = _keys_of_function(function, name, bound)
-    return known[name]
+            keys[name] = _keys_of_function(function, name, bound)
+    return keys[name]
 
 
 def _keys_of_function(function: types.FunctionType, name: str, bound: int) -> frozenset[str] | None:
@@ -97,7 +97,7 @@ def _lookups(code: types.CodeType, names: set[str]) -> frozenset[str] | None:
     """The literal keys looked up in the variables `names`; None when one of them is used in another way."""
     if names.intersection(code.co_cellvars) or FRAMES.intersection(code.co_names):
         return None
-    found = set()
+    keys = set()
     instructions = [i for i in dis.get_instructions(code) if i.opname not in ("PUSH_NULL", "RESUME", "NOP")]
     for at, here in enumerate(instructions):
         named = here.argval if isinstance(here.argval, tuple) else (here.argval,)
@@ -106,8 +106,8 @@ def _lookups(code: types.CodeType, names: set[str]) -> frozenset[str] | None:
         key = _lookup(instructions, at)
         if key is None:
             return None
-        found.add(key)
-    return frozenset(found)
+        keys.add(key)
+    return frozenset(keys)
 
 
 def _lookup(instructions: list[dis.Instruction], at: int) -> str | None:

@@ -242,7 +242,7 @@ def test_who_sets_the_rounding_is_obeyed(everywhere, monkeypatch):
 
 
 def test_what_was_tuned_on_nvidias_gpus_is_off_on_others(engine, monkeypatch):
-    fuses = engine("inductor.backend")._fuses
+    fuses = engine("inductor.backend").is_nvidia
     assert fuses(torch.device("cuda")) is (torch.version.hip is None)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not fuses(torch.device("cuda")) and not fuses(torch.device("xpu")) and not fuses(torch.device("cpu"))

@@ -23,7 +23,7 @@ def kernels(engine, monkeypatch):
         found[name] = source
         return types.SimpleNamespace(run=lambda *_args, **_kwargs: None)
 
-    monkeypatch.setattr(inductor, "_fuses", lambda _device: True)
+    monkeypatch.setattr(inductor, "is_nvidia", lambda _device: True)
     monkeypatch.setattr(engine("inductor.persistent_reductions"), "is_nvidia", lambda _device: True)
     monkeypatch.setattr(AsyncCompile, "triton", compile_kernel)
     monkeypatch.setattr(torch.utils._triton, "triton_hash_with_backend", lambda *_: "none")
