@@ -10,7 +10,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +19,6 @@ import torch
 
 from ..background.gate import gate
 from ..cache.disk import current
-from ..inductor.dynamic_sizes import traceable_contains
 from ..torch_compat import private
 from ..torch_settings import (
     SharedScope,
@@ -122,6 +121,37 @@ def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
     finally:
         self.prev_backends = before
         private.sdpa_kernel(before, set_priority=self.set_priority)
+
+
+# Dynamo denies before 2.15 that a constant is in a list of numbers that may vary (`1 in cond_or_uncond`), without a word
+# (pytorch#153366). While a block is traced, `contains` runs instead: the same result, from steps that Dynamo can follow.
+_iter_contains = private.iter_contains
+
+
+def contains(items: tuple, wanted: object) -> bool:
+    """`wanted in items`; which item it is becomes a constant."""
+    for item in items:  # noqa: SIM110  in plain steps, for Dynamo
+        if item == wanted:
+            return True
+    return False
+
+
+def traceable_contains(items: Iterable, search: Any, translator: Any, *options) -> Any:
+    """In place of `iter_contains` of torch/_dynamo/variables/lists.py."""
+    items = list(items)
+    if not search.is_python_constant() or not any(map(_may_vary, items)):
+        return _iter_contains(items, search, translator, *options)
+    variables = private.variables
+    function = variables.VariableTracker.build(translator, contains)
+    return function.call_function(translator, [variables.TupleVariable(items), search], {})
+
+
+def _may_vary(value: Any) -> bool:
+    """Whether it is a dynamic size, or a list of them."""
+    value = value.realize()
+    if isinstance(value, private.variables.BaseListVariable):
+        return any(map(_may_vary, value.items))
+    return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
 # Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
