@@ -1,5 +1,20 @@
-"""The engine: block-wise torch.compile for diffusion models. Rooms of plain PyTorch, and `host/`, which alone imports ComfyUI.
+"""Compile the blocks of diffusion models with torch.compile; `host/` alone imports ComfyUI.
 
-In this folder itself: settings and errors, what is kept per model, PyTorch's settings in scopes; they import no room.
-CONTRIBUTING.md has the floors and the way of a call; devtools/rooms.py holds them.
+A model call, from the node's wrapper to the kernel:
+
+1. `BlockCompiler.__call__` (host/model/wrapper.py), an APPLY_MODEL wrapper, has network_calls.py choose how the call runs. If
+   `graphed` (host/graphs/replay.py) knows the call, it replays a CUDA graph, and the walk ends here.
+2. `Binding.bound` (compile/binding.py) gives each block a `forward` of ours until the call ends.
+3. `_run_block`, that forward, puts weights in place (host/weights/) and calls the block's group.
+4. `BlockGroup.__call__` (compile/group.py) removes from `transformer_options` what neither block nor patch reads
+   (options/filter.py); blocks with patches have a group of their own. `_run` normalizes layouts.
+5. `BlockCode.call` (compile/compiled_code.py) calls `torch.compile` of a copy of the block's forward. If no graph fits, Dynamo
+   traces one, in a `CompileSession` with settings of its own.
+6. `TracedGraph.__call__` (compile/traced_graph.py) runs the graph operator by operator, or waits, until its code is there; then
+   it runs the code.
+7. `Compiler.submit` (background/thread.py) has the worker thread lower the graph, when gate.py lets it.
+8. `inductor` (inductor/backend.py) lowers it: the kernels of step 6.
+
+Modules in this folder import no room: settings, errors, values per model, switches of PyTorch. devtools/rooms.py has the
+floors.
 """

@@ -1,4 +1,1 @@
-"""CUDA graphs over a whole model: capture and replay, what tells two calls apart, the norm's kernels.
-
-May import: `compile` and what is below it. Door: `capture.graphs_of`.
-"""
+"""Capture and replay a whole model. May import: `compile` and the floors below. Door: `capture.graphs_of`."""

@@ -1,4 +1,1 @@
-"""What PyTorch promises nothing about: every private name of it that the engine uses, looked up when it is first used.
-
-Imports nothing of the engine. Doors: `private.NAME`, `private.switch`, `private.unsupported`.
-"""
+"""Look up private names of PyTorch. Imports nothing of the engine. Doors: `private.NAME`, `.switch`, `.unsupported`."""
