@@ -25,13 +25,8 @@ MAX_ONLY_BLOCKS = 10_000
 AUTOMATIC_CACHE_LIMIT = 64
 
 _CHOICES = {
-    "backend": BACKENDS,
-    "mode": MODES,
-    "dynamic": DYNAMIC,
-    "block_swap": BLOCK_SWAP,
-    "attention": ATTENTION,
-    "on_failure": ON_FAILURE,
-    "compile": COMPILE,
+    **{"backend": BACKENDS, "mode": MODES, "dynamic": DYNAMIC, "block_swap": BLOCK_SWAP},
+    **{"attention": ATTENTION, "on_failure": ON_FAILURE, "compile": COMPILE},
 }
 
 
@@ -148,14 +143,12 @@ class CompileSettings:
 
     def describe(self) -> str:
         """One line for logs and reports."""
-        parts = [self.backend]
-        if self.mode not in ("auto", "default"):
-            parts.append(self.mode)
-        parts.append(f"dynamic {self.dynamic}")
-        if self.fullgraph:
-            parts.append("fullgraph")
-        if self.cache_limit:
-            parts.append(f"cache limit {self.cache_limit}")
-        if self.only_blocks:
-            parts.append(f"only {self.only_blocks}")
-        return ", ".join(parts)
+        parts = [
+            self.backend,
+            "" if self.mode in ("auto", "default") else self.mode,
+            f"dynamic {self.dynamic}",
+            "fullgraph" if self.fullgraph else "",
+            f"cache limit {self.cache_limit}" if self.cache_limit else "",
+            f"only {self.only_blocks}" if self.only_blocks else "",
+        ]
+        return ", ".join(filter(None, parts))

@@ -24,29 +24,22 @@ from ..per_model import Same
 
 
 class Twin(NamedTuple):
-    """A module, the class made for it, and the class of the first module of this kind."""
-
     module: nn.Module
     cls: type
-    original: type
+    original: type  # of the first module of its kind
 
 
 def find_twins(model: nn.Module) -> list[Twin]:
-    """Modules whose class is made inside a function, where another one before them has the same code and closure."""
+    """Modules whose class was made inside a function, if an earlier module's class has the same code and closure."""
     first: dict[Hashable, type] = {}
-    twins = []
-    for module in model.modules():
-        cls = type(module)
-        if "<locals>" in cls.__qualname__:
-            original = first.setdefault(class_key(cls), cls)
-            if original is not cls:
-                twins.append(Twin(module, cls, original))
-    return twins
+    local = [module for module in model.modules() if "<locals>" in type(module).__qualname__]
+    twins = [Twin(module, type(module), first.setdefault(class_key(type(module)), type(module))) for module in local]
+    return [twin for twin in twins if twin.original is not twin.cls]
 
 
 @contextmanager
 def one_class(twins: list[Twin]) -> Iterator[None]:
-    """While it lasts, each module has the class of the first; those that somebody has given another one keep that."""
+    """While it lasts, each module has the class of the first, unless another node has changed its class."""
     unchanged = [twin for twin in twins if type(twin.module) is twin.cls]
     try:
         for twin in unchanged:
@@ -58,7 +51,7 @@ def one_class(twins: list[Twin]) -> Iterator[None]:
 
 
 def class_key(cls: type) -> Hashable:
-    """Equal for a class and its twins, as long as their methods are the same; what the bases have is not looked at."""
+    """Equal for a class and its twins, as long as their methods are the same; the bases' methods are ignored."""
     if "<locals>" not in cls.__qualname__:
         return Same(cls), *map(Same, functions_in(cls))
     members: list[tuple] = []
@@ -75,14 +68,14 @@ def functions_in(cls: type) -> list[types.FunctionType]:
     return [member for member in cls.__dict__.values() if member.__class__ is types.FunctionType]
 
 
-# Nobody traces what is in these.
+# Their methods are not traced.
 _COMMON = (nn.Module, object)
 
 
 class Methods:
     """The methods of a class and of its bases at one time; keeps neither class nor methods alive.
 
-    `key`: equal for the same methods of the same class, and of its twins (`duplicate_classes.py`), at another time.
+    `key` is equal for the same methods of the same class, and of its twins, at another time.
     """
 
     def __init__(self, cls: type):
@@ -93,22 +86,22 @@ class Methods:
         self.key = tuple(class_key(base) for base in cls.__mro__ if base not in _COMMON)
 
     def are_those_of(self, cls: type) -> bool:
-        """Whether none has been replaced since; an `id` is as good as the function while that is alive."""
+        """Whether no method was replaced since; while a function is alive, its `id` is unique."""
         return not self._freed and [*map(id, _functions(cls))] == self._ids
 
 
 class MethodsNow(dict[type, Methods]):
-    """The methods of each class it is asked for: the object of the last time where they are the same."""
+    """The methods by class, looked up once; the earlier object if they are the same."""
 
     def __missing__(self, cls: type) -> Methods:
-        methods = _known.get(cls)
+        methods = _methods.get(cls)
         if methods is None or not methods.are_those_of(cls):
-            methods = _known[cls] = Methods(cls)
+            methods = _methods[cls] = Methods(cls)
         self[cls] = methods
         return methods
 
 
-_known: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
+_methods: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
 
 
 def _functions(cls: type) -> list[types.FunctionType]:
@@ -120,13 +113,13 @@ T = TypeVar("T")
 
 
 class BlockState(Generic[T]):
-    """The modules inside a block, as they were when it was last looked at; keeps none of them alive.
+    """The modules inside a block, as they were when the state was made; keeps none of them alive.
 
-    Args:
-        block: what is compiled; its own given `forward` and hooks are outside of that and do not count.
-        now: shared by all that is looked at in one call of a model.
+    Hooks and a `forward` of the block itself run outside its compiled code and do not count.
 
-    `groups`: what it runs, by settings. `methods`: those of each class in it, its own class first.
+    Attributes:
+        groups: what the block runs, by settings.
+        methods: those of each class in the block, its own class first.
     """
 
     def __init__(self, block: nn.Module, now: MethodsNow):
@@ -148,14 +141,14 @@ class BlockState(Generic[T]):
         self.methods = tuple(methods.key for methods in dict.fromkeys(self._found[1]))
 
     def holds(self, block: nn.Module, now: MethodsNow) -> bool:
-        """Whether nothing in the block has changed since; asked for each block before each call of the model."""
+        """Whether nothing in the block has changed; asked for each block before each call of the model."""
         return not self._freed and _look_at(block, now) == self._found
 
 
 def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods], list[tuple]]:
-    """The modules in a block by `id`, the methods of their classes, and what runs something else than its class's forward.
+    """The modules in a block by `id`, the methods of their classes, and modules with another forward or with hooks.
 
-    An `id` is as good as the module while that is alive. Plain dicts and a loop: for SDXL this looks at 2,000 modules a step.
+    Plain dicts and a loop: for SDXL this visits 2,000 modules a step.
     """
     ids, methods, special = [], [now[block.__class__]], []
     waiting = [*block._modules.values()]
@@ -176,18 +169,18 @@ def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods
 
 
 def _given_code(module: nn.Module) -> Code | None:
-    """The code of a `forward` that somebody has given this one module, or the class of that callable; else None.
+    """The code, or class, of a `forward` that another node has put over that of the module's class, or None.
 
-    The class's own in the module's dict changes nothing except for guards, so it is removed.
+    If the module's dict has the forward of its class, only guards see it, so it is removed.
     """
     if "forward" not in module.__dict__:
         return None
-    found = given_forward(module)
-    if found is None:
+    forward = given_forward(module)
+    if forward is None:
         del module.__dict__["forward"]
         return None
-    function = getattr(found, "__func__", found)
-    return function.__code__ if isinstance(function, types.FunctionType) else type(found)
+    function = getattr(forward, "__func__", forward)
+    return function.__code__ if isinstance(function, types.FunctionType) else type(forward)
 
 
 def _is_hooked(module: nn.Module) -> bool:

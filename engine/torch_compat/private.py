@@ -1,18 +1,17 @@
-"""Look up PyTorch's private names at their first use, and say what is off where one is missing.
+"""Look up PyTorch's private names at their first use, and warn what a missing one costs.
 
 A new version of PyTorch may rename any of them, so no other package names one. `private.counters` is the object of that name in
-`NAMES`. Where this PyTorch has none it is what stands there in its place, and a warning says once what that costs; without one
-of those that have no `without`, nothing is compiled (`unsupported`).
+`NAMES`, or its `instead`. If a name without a `without` is missing, nothing is compiled (`unsupported`).
 """
 
 from __future__ import annotations
 
-import collections
 import functools
 import logging
 import pkgutil
 import sys
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ TESTED = "2.9", "2.15"
 
 
 class NeverRaised(Exception):
-    """In the place of an exception that this PyTorch does not have."""
+    """Replaces an exception that this PyTorch does not have."""
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None: ...
@@ -33,13 +32,7 @@ def _nothing(*_args: object, **_kwargs: object) -> None: ...
 
 @dataclass(frozen=True)
 class PrivateName:
-    """A name of which PyTorch promises nothing.
-
-    Args:
-        path: `module:attribute.attribute`, or a module.
-        without: what is off without it; None: compiling.
-        instead: what is used in its place.
-    """
+    """The `path` is `module:attribute.attribute`, or a module; `without` says what is off without it (None: compiling)."""
 
     path: str
     without: str | None = None
@@ -60,9 +53,7 @@ _CACHE = "the first compilation of a start takes some seconds longer"
 NAMES = {
     # What has been traced of a function, and when.
     "callback_handler": PrivateName("torch._dynamo.callback:callback_handler"),
-    "counters": PrivateName(
-        "torch._dynamo.utils:counters", "graph breaks are not counted", collections.defaultdict(collections.Counter)
-    ),
+    "counters": PrivateName("torch._dynamo.utils:counters", "graph breaks are not counted", defaultdict(Counter)),
     "get_compilation_metrics": PrivateName("torch._dynamo.utils:get_compilation_metrics", "causes are not told", list),
     "reset_code": PrivateName(
         "torch._C:_dynamo.eval_frame.reset_code", "the code of models that were freed stays in memory", _nothing
@@ -171,14 +162,14 @@ def _find(entry: PrivateName) -> Any:
 
 
 def is_imported(name: str) -> bool:
-    """Whether PyTorch has imported the module of a name, to its end or at least as far as that."""
+    """Whether PyTorch has imported the module of a name, at least as far as the name."""
     module, _, attribute = NAMES[name].path.partition(":")
     return module in sys.modules and (not attribute or hasattr(sys.modules[module], attribute.partition(".")[0]))
 
 
 @functools.cache
 def unsupported() -> str | None:
-    """Which name this PyTorch lacks without which nothing can be compiled."""
+    """The missing name without which nothing can be compiled, or None."""
     for entry in NAMES.values():
         if entry.without is None:
             try:
@@ -189,11 +180,7 @@ def unsupported() -> str | None:
 
 
 def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """(read, write) of a function of PyTorch's that is exchanged for a while; None where there is none, and not written.
-
-    Args:
-        late: not before PyTorch has imported its module.
-    """
+    """(read, write) of a function of PyTorch; None if it is missing or, with `late`, its module is not imported yet."""
     module, _, path = NAMES[name].path.partition(":")
     owners, _, attribute = path.rpartition(".")
 
@@ -206,8 +193,8 @@ def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[
             return None
 
     def read() -> Any:
-        found = owner()
-        return vars(found).get(attribute) if isinstance(found, type) else getattr(found, attribute, None)
+        holder = owner()
+        return vars(holder).get(attribute) if isinstance(holder, type) else getattr(holder, attribute, None)
 
     def write(value: Any) -> None:
         if value is not None:
