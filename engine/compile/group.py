@@ -11,8 +11,8 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import Failure
-from ..options.filling import changes_an_object
 from ..options.filter import OptionsFilter
+from ..options.patches import changes_an_object
 from ..settings import CompileSettings
 from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
 from .compiled_code import BlockCode, first_call_lock
@@ -30,7 +30,7 @@ class BlockGroup:
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
-        fills_cache: calls have run eager because of a function that changes an object, see `options/filling.py`.
+        fills_cache: calls have run eager because of a function that changes an object, see `options/patches.py`.
     """
 
     class_name: str
