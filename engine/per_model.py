@@ -12,11 +12,7 @@ T = TypeVar("T")
 
 
 class PerModel(Generic[T]):
-    """One value for each module, made when it is first asked for and freed with the module.
-
-    Args:
-        make: called with the module; what it returns must not refer to it.
-    """
+    """One value for each module, freed with it; `make` is called with the module and must not return a reference to it."""
 
     def __init__(self, make: Callable[[nn.Module], T]):
         self._make = make

@@ -32,16 +32,13 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The inputs of the node Torch Compile Model, as one comparable and hashable value.
+    """The inputs of the node Torch Compile Model, hashable; InvalidSetting if a value is unknown or contradicts another.
 
     Args:
         mode: `auto` (`default`, with CUDA graphs where they pay) or one of PyTorch's four inductor modes.
         dynamic: `auto` and `true` make one code for all sizes, `false` one for each.
         cache_limit: compiled variants per block group; 0 means `AUTOMATIC_CACHE_LIMIT`.
         only_blocks: comma-separated fnmatch patterns of block paths; empty means all.
-
-    Raises:
-        InvalidSetting: a value is unknown, or two inputs contradict each other.
     """
 
     backend: str = "inductor"

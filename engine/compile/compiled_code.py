@@ -291,13 +291,11 @@ class BlockCode:
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
 
     def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
-        """The numbers in which blocks differ, as Dynamo names them, after those that the user has set.
+        """Settings of a trace: which sizes vary, and numbers in which blocks differ, after those that the user has set.
 
         Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm had PyTorch trace a block twice
         (torch/fx/passes/_tensorify_python_scalars.py), and a graph with symbols is lowered in the call.
-
-        Args:
-            traces_for: gets the `traced_state` of the call. If there is a graph for the same state, a float differs.
+        `traces_for` gets the `traced_state` of the call. If there is a graph for the same state, a float differs.
         """
         if not self.variants():  # a reset
             self._traced.clear()

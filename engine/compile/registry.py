@@ -76,11 +76,7 @@ class ModelCode:
             return otherwise
 
     def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
-        """The group that runs `block`; None where it cannot be compiled or looked at.
-
-        Args:
-            now: shared by all blocks of one call of the model.
-        """
+        """The group that runs `block`, or None; `now` is shared by all blocks of one call of the model."""
         return self.look(block, functools.partial(self._group_of, block, settings, now), None)
 
     def _group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:

@@ -20,14 +20,7 @@ import torch
 from ..background.gate import gate
 from ..cache.disk import current
 from ..torch_compat import private
-from ..torch_settings import (
-    SharedScope,
-    c_environment_kept,
-    compile_scope,
-    libdevice,
-    libdevice_scope,
-    lowering_settings,
-)
+from ..torch_settings import SharedScope, c_environment_kept, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .call_shapes import static_heads
 
 

@@ -140,17 +140,8 @@ def give_back(device: torch.device | None) -> None:
 # Outputs of graphs that have never run. Under cudaMallocAsync only a run allocates them, and freeing what was never allocated
 # ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
 _never_allocated: list[object] = []
-# Devices with a running capture.
-_capturing: list[torch.device] = []
-
-
-@contextmanager
-def _capture_on(device: torch.device) -> Iterator[None]:
-    _capturing.append(device)
-    try:
-        yield
-    finally:
-        _capturing.remove(device)
+# Graphs that are being captured.
+_capturing: list[torch.cuda.CUDAGraph] = []
 
 
 @contextmanager
@@ -162,6 +153,7 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
     """
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
     mode = torch.cuda.get_sync_debug_mode()
+    _capturing.append(graph)
     try:
         with as_numbers(), capture:
             if torch.cuda.device_count() == 1:
@@ -176,6 +168,8 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
         if torch.cuda.current_stream() == stream:
             capture.stream_ctx.__exit__(None, None, None)
         raise
+    finally:
+        _capturing.remove(graph)
 
 
 @functools.cache
@@ -342,7 +336,7 @@ class ModelGraphs:
                 torch.cuda.synchronize(device)
                 output, failed = None, None
                 try:
-                    with _capture_on(device), _recording(graph, self._pool, stream):
+                    with _recording(graph, self._pool, stream):
                         try:
                             output = forward(*args, **kwargs, **fixed)
                         except BaseException as error:  # the host's interrupt is no Exception

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import operator
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -146,10 +147,7 @@ class AttentionSurvey:
             logger.info("attention is not measured this time, %s: ComfyUI's own is used", reason)
             self.complete = False
             return "host"
-        totals = {
-            name: sum(count * seconds for count, seconds in zip(chosen.values(), each, strict=True))
-            for name, each in measured.items()
-        }
+        totals = {name: sum(map(operator.mul, chosen.values(), seconds)) for name, seconds in measured.items()}
         fastest = min(totals, key=totals.__getitem__)
         if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
             return "host"

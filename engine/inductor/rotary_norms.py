@@ -22,12 +22,7 @@ logger = logging.getLogger("torch-compile-kit")
 
 
 def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
-    """Rotate pairs of neighbours.
-
-    Args:
-        x: `[..., tokens, head_dim]` or `[..., tokens, heads, head_dim]`.
-        freqs: `[..., head_dim / 2, 2, 2]`, a rotation a pair; more tokens than those of `x` are cut off at dimension 2.
-    """
+    """Rotate pairs of neighbours; `freqs` is `[..., head_dim / 2, 2, 2]`, and may have more tokens than `x`, in dimension 2."""
     pairs = x.to(freqs.dtype).reshape(*x.shape[:-1], -1, 1, 2)
     freqs = _trimmed(x, freqs)
     return (freqs[..., 0] * pairs[..., 0] + freqs[..., 1] * pairs[..., 1]).reshape(x.shape).type_as(x)

@@ -47,6 +47,7 @@ _RECOMPILES = "a new size may compile again"
 _NO_REPLACEMENTS = "inductor does not fuse ComfyUI's own kernels"
 _ONE_PASS = "norms of long rows take two passes"
 _PROCESS_WIDE = "compiling in the background may change a setting under another node"
+_NO_GRAPHS = "models with such kernels get no CUDA graphs"
 _SHARE = "compiling in the background slows sampling more"
 _CACHE = "the first compilation of a start takes some seconds longer"
 
@@ -55,9 +56,7 @@ NAMES = {
     "callback_handler": PrivateName("torch._dynamo.callback:callback_handler"),
     "counters": PrivateName("torch._dynamo.utils:counters", "graph breaks are not counted", defaultdict(Counter)),
     "get_compilation_metrics": PrivateName("torch._dynamo.utils:get_compilation_metrics", "causes are not told", list),
-    "reset_code": PrivateName(
-        "torch._C:_dynamo.eval_frame.reset_code", "the code of models that were freed stays in memory", _nothing
-    ),
+    "reset_code": PrivateName("torch._C:_dynamo.eval_frame.reset_code", "code of freed models stays in memory", _nothing),
     "cache_entries": PrivateName(
         "torch._C:_dynamo.eval_frame._debug_get_cache_entry_list",
         "a warmup does not notice that another node has reset Dynamo",
@@ -133,12 +132,8 @@ NAMES = {
     "patch_method": PrivateName("torch.fx._symbolic_trace:_Patcher.patch_method", _PROCESS_WIDE),
     "fx_symbolic_trace": PrivateName("torch.fx._symbolic_trace", _PROCESS_WIDE),
     # Launchers of Triton kernels.
-    "run_of_autotuner": PrivateName(
-        "torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", "models with such kernels get no CUDA graphs"
-    ),
-    "call_of_launcher": PrivateName(
-        "triton.backends.nvidia.driver:CudaLauncher.__call__", "models with such kernels get no CUDA graphs"
-    ),
+    "run_of_autotuner": PrivateName("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", _NO_GRAPHS),
+    "call_of_launcher": PrivateName("triton.backends.nvidia.driver:CudaLauncher.__call__", _NO_GRAPHS),
     "sleep_on_gpu": PrivateName("torch.cuda:_sleep", "attention kernels are measured less exactly", _nothing),
     "xpu_is_compiled": PrivateName("torch.xpu:_is_compiled", "Intel GPUs are not named", lambda: False),
 }
