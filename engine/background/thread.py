@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import collections
 import functools
-import logging
 import sys
 import threading
 import time
@@ -20,12 +19,12 @@ from dataclasses import dataclass, field
 import torch
 
 from ..failures.describe import never_swallowed
+from ..log import logger
 from ..threads import started
 from ..torch_compat import private
 from .gate import Stopped, gate, waiting_at_gate
 from .isolation import isolated
 
-logger = logging.getLogger("torch-compile-kit")
 # GIL switch interval while the worker runs. Every CUDA launch releases the GIL and waits up to one interval to get it back: 150
 # launches took 42 ms more with 0.5 ms, 12 ms with this, the worker as fast.
 INTERVAL = 5e-5

@@ -137,12 +137,12 @@ class BlockState(Generic[T]):
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
-        self._found = _look_at(block, now)
-        self.methods = tuple(methods.key for methods in dict.fromkeys(self._found[1]))
+        self._looked_at = _look_at(block, now)
+        self.methods = tuple(methods.key for methods in dict.fromkeys(self._looked_at[1]))
 
     def holds(self, block: nn.Module, now: MethodsNow) -> bool:
         """Whether nothing in the block has changed; asked for each block before each call of the model."""
-        return not self._freed and _look_at(block, now) == self._found
+        return not self._freed and _look_at(block, now) == self._looked_at
 
 
 def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods], list[tuple]]:

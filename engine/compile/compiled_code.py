@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import threading
 import time
 import weakref
@@ -20,6 +19,7 @@ from ..background.thread import Job
 from ..cache.disk import current as current_cache
 from ..errors import BlockCompileError
 from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
+from ..log import logger
 from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
@@ -27,7 +27,6 @@ from .call_shapes import Changed, traced_state
 from .session import DYNAMIC, STATIC, CompileSession, CompileStats, monitor
 from .traced_graph import backend_for, current, dead_code, with_own_code
 
-logger = logging.getLogger("torch-compile-kit")
 # PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
 TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import types
 import weakref
 from collections import Counter
@@ -17,6 +16,7 @@ from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError, in_one_line
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class
+from ..log import logger
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
@@ -24,7 +24,6 @@ from .compiled_code import free_unused
 from .group import BlockGroup
 
 T = TypeVar("T")
-logger = logging.getLogger("torch-compile-kit")
 
 
 class ModelCode:

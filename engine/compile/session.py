@@ -7,7 +7,6 @@ thread's stack; a compilation that starts then belongs to it. In the steady stat
 from __future__ import annotations
 
 import gc
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ import torch
 
 from ..background.gate import gate
 from ..cache.disk import current
+from ..log import logger
 from ..torch_compat import private
 from ..torch_settings import SharedScope, c_environment_kept, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .call_shapes import static_heads
@@ -265,9 +265,6 @@ class CompileSession:
         metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
         return CompileStats(self.graphs, sum(breaks.values()), self.seconds, recompiles, breaks)
-
-
-logger = logging.getLogger("torch-compile-kit")
 
 
 class _Monitor(threading.local):

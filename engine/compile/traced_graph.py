@@ -23,7 +23,6 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-import logging
 import threading
 import time
 import types
@@ -41,13 +40,13 @@ from ..background.thread import Job, Postponed, compiler
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
+from ..log import logger
 from ..out_of_place import may_write, out_of_place
 from ..tensor_spec import TensorSpec, hint
 from ..torch_compat import private
 from .call_shapes import Changed
 from .session import lowering_scope, monitor, tracing_scope
 
-logger = logging.getLogger("torch-compile-kit")
 # By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
 gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 # Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered at a time.
@@ -139,7 +138,7 @@ class TracedGraph:
         self.version = live_owner.version if live_owner is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         # Dynamo removes the fake tensors from the nodes when the backend returns.
-        fakes = [node.meta.get("example_value", given) for node, given in zip(placeholders, example_inputs, strict=True)]
+        fakes = [node.meta.get("example_value", value) for node, value in zip(placeholders, example_inputs, strict=True)]
         self._sizes_at = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
         self._changeable = [i for i, node in enumerate(placeholders) if not _is_weight(node)]
         devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import logging
 import sys
 import warnings
 import weakref
@@ -40,6 +39,7 @@ from torch import nn
 from ..compile.traced_graph import gpu_locks
 from ..errors import in_one_line
 from ..failures.describe import is_out_of_memory, never_swallowed
+from ..log import logger
 from ..per_model import PerModel
 from ..torch_compat import private
 from ..torch_settings import SharedScope
@@ -73,7 +73,6 @@ def _with_addresses(launcher: Callable) -> Callable:
 
 
 T = TypeVar("T")
-logger = logging.getLogger("torch-compile-kit")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
 # Keys without a graph that are remembered.

@@ -7,7 +7,6 @@ kernel depends on card, shape and dtype, so `auto` measures them once on the mod
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections import Counter
 from collections.abc import Callable
@@ -18,10 +17,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..errors import InvalidSetting
+from ..log import logger
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 
-logger = logging.getLogger("torch-compile-kit")
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

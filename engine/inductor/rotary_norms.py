@@ -6,7 +6,6 @@ They mean what comfy_kitchen/backends/eager/{rope,adaln}.py means; code that wor
 from __future__ import annotations
 
 import functools
-import logging
 import operator
 from collections.abc import Iterator
 
@@ -14,11 +13,10 @@ import torch
 from torch import fx
 from torch.nn import functional
 
+from ..log import logger
 from ..out_of_place import may_write
 from ..torch_compat import private
 from .backend import REPLACEMENTS, REWRITES
-
-logger = logging.getLogger("torch-compile-kit")
 
 
 def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
