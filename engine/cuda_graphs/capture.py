@@ -26,10 +26,11 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -77,6 +78,23 @@ T = TypeVar("T")
 MAX_GRAPHS = 8
 # Keys without a graph that are remembered.
 MAX_OTHERS = 256
+
+
+# PyTorch bears one capture at a time in a process (CUDAMallocAsyncAllocator.cpp, `beginAllocateToPool`), on whatever GPU.
+_capture_lock = threading.Lock()
+
+
+@contextmanager
+def _all_held(*locks: threading.Lock) -> Iterator[bool]:
+    """Hold all of some locks, if they are free; whether they were."""
+    with ExitStack() as held:
+        for lock in locks:
+            if not lock.acquire(blocking=False):
+                held.close()
+                yield False
+                return
+            held.callback(lock.release)
+        yield True
 
 
 @dataclass
@@ -261,14 +279,13 @@ class ModelGraphs:
                     self.graphs[key] = captured
                     self._never_replayed.discard(key)
                     self.replays += 1
-                elif in_place and gpu_locks[device].acquire(blocking=False):  # else the worker loads kernels: at the next call
-                    try:
-                        self._make_room()
-                        captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                elif in_place:
+                    with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else at the next call
+                        if are_held:
+                            self._make_room()
+                            captured = self._capture(key, forward, leaves, spec, tensors, fixed)
                         if captured is not None:
                             self._never_replayed.add(key)
-                    finally:
-                        gpu_locks[device].release()
                 if captured is not None:
                     try:
                         return captured.replay(tensors)

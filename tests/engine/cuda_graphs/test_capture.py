@@ -52,6 +52,26 @@ def test_a_capture_is_put_off_only_while_code_is_tried_on_its_own_device(graphs,
     assert graphs.captures == 1
 
 
+def test_one_model_is_captured_at_a_time_on_whatever_gpu(graphs, engine, monkeypatch):
+    kind, seen = engine("cuda_graphs.capture").ModelGraphs, []
+    other, capture, x = kind(), kind._capture, torch.ones(2, device="meta")
+    other.model.device = x.device
+
+    def call_other():
+        for _ in range(2):
+            other.call("key", lambda x: x * 2, (x,), {}, {})
+        return other.captures
+
+    def meanwhile(self, *args):
+        if self is graphs:
+            seen.append(call_other())
+        return capture(self, *args)
+
+    monkeypatch.setattr(kind, "_capture", meanwhile)
+    call(graphs, "key"), call(graphs, "key")
+    assert seen == [0] and graphs.captures == 1 and call_other() == 1
+
+
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("no room"),
     torch.AcceleratorError("CUDA error: out of memory") if hasattr(torch, "AcceleratorError") else None,
