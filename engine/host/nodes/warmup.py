@@ -103,7 +103,7 @@ class _Warmup:
         """Sample, unless the same was sampled before and PyTorch still has all the code that existed then."""
         began, before = time.perf_counter(), stats_for(self.model, self.settings)
         run, lengths = fingerprint(self.patcher, self.settings, self.conditioning, self.cfg, latent)
-        another_length = self.settings.dynamic != "false" and self._is_warm(run)
+        another_length = self.settings.dynamic != "false" and self._is_warm(run) and not self._is_warm((run, lengths))
         # Not where code depends on where the weights are, or where unloading the model drops CUDA graphs.
         may_skip = self.settings.block_swap != "eager linears" and not self.settings.wants_graphs
         may_skip = may_skip and self._blocks_are_as_they_ran()
@@ -156,7 +156,8 @@ def fingerprint(
         *(torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.is_autocast_enabled()),
         *(torch.get_default_dtype(), torch.get_num_threads(), *numerics()),
     )
-    embeddings = (entry[0] for entries in conditioning for entry in entries)  # `[batch, tokens, channels]`
+    sampled = conditioning[:1] if cfg == 1.0 else conditioning  # ComfyUI leaves the negative prompt out then
+    embeddings = (entry[0] for entries in sampled for entry in entries)  # `[batch, tokens, channels]`
     lengths = tuple(e.shape[1] for e in embeddings if isinstance(e, torch.Tensor) and e.ndim == 3)
     names = {length: f"length {at}" for at, length in enumerate(dict.fromkeys(lengths)) if length > 1}
     # ComfyUI repeats a prompt at most four times to run it with a longer one (comfy/conds.py, `CONDCrossAttn.can_concat`).

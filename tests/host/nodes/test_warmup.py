@@ -214,6 +214,12 @@ def test_a_third_length_of_the_prompt_is_not_run_again(warming):
     assert runs.sampled(**runs.prompts(300, 7)) == 0
 
 
+def test_lengths_of_a_negative_that_is_not_sampled_settle_nothing(warming):
+    runs = warming(cfg=1.0)
+    for pair in ((24, 7), (24, 9), (41, 7)):
+        assert SKIPPED not in runs.warm((64, 64), **runs.prompts(*pair))
+
+
 def above_a_hundred_tokens(out, _options):
     return out * 0.5 if out.shape[1] > 100 else out
 
