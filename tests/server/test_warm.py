@@ -106,8 +106,9 @@ def test_nothing_compiles_after_the_warmup(server, loras, name, backend):
     for what, variant in real_work(name, prompt, cfg):
         assert error_of(server.queue(variant)) is None, what
         now = graphs(server)
-        if now != before:
-            added[what], before = now - before, now
+        if now > before:  # fewer: the model of an earlier test was collected, which the report still counted
+            added[what] = now - before
+        before = now
     assert not added
     assert not notices(server) - told
 
