@@ -1,4 +1,4 @@
-"""Choose what of a UNet is compiled.
+"""Choose which blocks of a UNet are compiled.
 
 Fusing saves little for convolutions and the smallest images, beside the seconds that each graph takes to compile (SDXL: 14
 graphs for all blocks, 2 for those that matter). Transformers are compiled whole. The choice is the same for all sizes, so that

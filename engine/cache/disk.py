@@ -90,7 +90,7 @@ class DiskCache:
             folder_scope.exit()
             self._look_later(LOOK_SECONDS)
 
-    def heal(self, name: str, error: BaseException) -> bool:
+    def drop_if_corrupt(self, name: str, error: BaseException) -> bool:
         """Empty a folder, entered or not, if it caused the error that a compilation raised; returns whether to compile again.
 
         Once for each folder in a process: what fails again has another cause.

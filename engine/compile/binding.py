@@ -67,7 +67,7 @@ class Binding:
         """While it lasts, the blocks run compiled.
 
         Only `block.__dict__["forward"]` changes: classes, `named_modules()` and `state_dict()` keys stay as they are, hooks run
-        as ever, and a forward that another node has put there stays.
+        as always, and a forward that another node has put there stays.
         """
         code = code_of(self._model)
         no_runs: dict[nn.Module, _Run] = {}

@@ -151,7 +151,7 @@ class BlockCode:
                 self._reach_limit()
                 return self.forward(block, *args, **kwargs)
             cache = current_cache()
-            if cache is None or not cache.heal(self.folder[0], error):
+            if cache is None or not cache.drop_if_corrupt(self.folder[0], error):
                 if self._excludes_layers(error, block, call.began):
                     return self.forward(block, *args, **kwargs)
                 return self._run_after(error, block, args, kwargs)
@@ -190,7 +190,7 @@ class BlockCode:
             return False
         block = self._block() if self._block is not None else None
         cache = current_cache()
-        if cache is not None and cache.heal(self.folder[0], error):
+        if cache is not None and cache.drop_if_corrupt(self.folder[0], error):
             return True
         if block is not None and self._excludes_layers(error, block, self._traced_from):
             self._discard()
@@ -284,7 +284,7 @@ class BlockCode:
         return torch.compile(function, backend=backend, fullgraph=self.settings.fullgraph, **limit)
 
     def variants(self) -> list[object]:
-        """The guards of the code that PyTorch holds now: none after `torch._dynamo.reset()`."""
+        """The guards of the code that PyTorch holds now: none after Dynamo was reset."""
         entries = private.cache_entries(self._function.__code__) if self._function is not None else []
         guards = [entry.guard_manager for entry in entries]
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]

@@ -224,7 +224,7 @@ class CompileSession:
         if not self.started:
             self.started = True
             self._breaks = private.counters["graph_break"].copy()
-            self._metrics = private.get_compilation_metrics()  # kept: their numbers start again after torch._dynamo.reset()
+            self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
             self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
             scopes.enter_context(gate.tracing())
@@ -329,7 +329,7 @@ class _Watching:
         self.renew()
 
     def renew(self) -> None:
-        """Register again what `torch._dynamo.reset()` has forgotten, whoever called it."""
+        """Register again what a reset of Dynamo has forgotten, whoever asked for it."""
         with self._lock:
             if self._users and _on_compile_start not in private.callback_handler.start_callbacks:
                 private.callback_handler.register_start_callback(_on_compile_start)

@@ -120,7 +120,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
 
 
 def load_cache(filename: str) -> str:
-    """Unpack a file of the user's folder into the cache; says what was loaded, or why not: blocks then compile as ever."""
+    """Unpack a file of the user's folder into the cache; says what was loaded, or why blocks compile without it."""
     if filename == NO_FILE:
         return "No file chosen: blocks compile as ever."
     cache = open_users_cache()

@@ -299,34 +299,34 @@ def test_what_cannot_be_loaded_is_compiled_once_more(cache, caplog):
     folder = filled(cache, a_so=ELF[:20])
     error = raised(load_library(folder / "ab" / "a.so"))
     cache.enter(NAMES[0], "Block")  # as during the call that failed
-    assert cache.heal(NAMES[0], error)
+    assert cache.drop_if_corrupt(NAMES[0], error)
     assert not (folder / "ab").exists() and str(folder) in caplog.text
-    assert not cache.heal(NAMES[0], error), "what fails again has another cause"
+    assert not cache.drop_if_corrupt(NAMES[0], error), "what fails again has another cause"
     cache.exit(NAMES[0])
 
 
 @pytest.mark.parametrize("source", ["import json.no_such_module", "json.dum", "def f(:"])
 def test_a_module_that_is_cut_off_is_compiled_once_more(cache, source):
     folder = filled(cache, a_py=source.encode())
-    assert cache.heal(NAMES[0], raised(load_module(folder / "ab" / "a.py")))
+    assert cache.drop_if_corrupt(NAMES[0], raised(load_module(folder / "ab" / "a.py")))
 
 
 def test_a_pickle_that_is_cut_off_is_compiled_once_more(cache):
     import pickle
 
     filled(cache, a_so=ELF)
-    assert cache.heal(NAMES[0], raised(lambda: pickle.loads(pickle.dumps([1, 2, 3])[:-2])))
+    assert cache.drop_if_corrupt(NAMES[0], raised(lambda: pickle.loads(pickle.dumps([1, 2, 3])[:-2])))
 
 
 def test_an_empty_file_is_reason_enough(cache):
     """A cubin: the driver's error names no file."""
     filled(cache, a_cubin=b"")
-    assert cache.heal(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
+    assert cache.drop_if_corrupt(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
 
 
 def test_a_folder_that_is_gone_is_as_good_as_emptied(cache):
     """The user has removed it: what is compiled anew has a new one."""
-    assert cache.heal(NAMES[0], ImportError(f"{cache.root / NAMES[0] / 'a.so'}: file too short"))
+    assert cache.drop_if_corrupt(NAMES[0], ImportError(f"{cache.root / NAMES[0] / 'a.so'}: file too short"))
 
 
 def test_other_errors_leave_the_folder_alone(cache, engine):
@@ -342,7 +342,7 @@ def test_other_errors_leave_the_folder_alone(cache, engine):
         OSError(28, "No space left on device", f"{folder}/ab/a.so"),
         raised(load_library("/nowhere/libgomp.so.1")),
     ):
-        assert not cache.heal(NAMES[0], error), error
+        assert not cache.drop_if_corrupt(NAMES[0], error), error
     assert (folder / "ab" / "a.so").exists()
 
 
