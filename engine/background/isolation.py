@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import threading
 from collections.abc import Callable, Iterator
@@ -11,7 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch.nn import functional
 
-from ..threads import started
 from ..torch_compat import private
 from ..torch_settings import SharedScope, attribute, entry
 
@@ -51,7 +49,7 @@ _REPLACED: dict[str, tuple[tuple, Callable]] = {
     # (c10/core/impl/FakeGuardImpl.h): the next to trace crashes.
     "guard": (private.switch("ensure_device_guard"), _no_op),
     # Trying a kernel that writes to its inputs asks for room to copy them (torch/_inductor/runtime/triton_heuristics.py,
-    # `copy_args_to_cpu_if_needed`), and waits for the allocator while it holds the GIL: see `TracedGraph._submit`.
+    # `copy_args_to_cpu_if_needed`), and waits for the allocator while it holds the GIL: see `TracedGraph._make_job`.
     "memory": (attribute(torch.cuda.memory, "memory_stats_as_nested_dict"), _no_statistics),
     # What is traced with FX gets each call of a module in the process, and refuses those it does not know
     # (torch/fx/_symbolic_trace.py, `Tracer.trace`). What compiling traces are functions.
@@ -88,7 +86,6 @@ def isolated() -> Iterator[None]:
         _isolated.discard(threading.get_ident())
 
 
-@functools.cache
 def warm_up_dynamo() -> None:
     """Trace once: a process's first trace is a second slower than the next, as Dynamo imports and fills tables."""
 
@@ -103,9 +100,3 @@ def warm_up_dynamo() -> None:
         private.maybe_mark_dynamic(x, dimension)
     with isolated(), torch.inference_mode():
         torch.compile(block, backend="eager")(x, torch.zeros(8, 8))
-
-
-@functools.cache
-def warm_up_beside_loading() -> None:
-    """Run `warm_up_dynamo` on a thread; a call that traces meanwhile waits in PyTorch's lock, and so does the exit."""
-    started(threading.Thread(target=warm_up_dynamo, name="torch-compile-kit warm-up"))

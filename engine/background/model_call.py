@@ -16,6 +16,8 @@ class ModelCall:
     Args:
         synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has lowered their graphs.
         poll: called while the call waits; may raise (the host's interrupt).
+        when_over: called when the model has run: a worker that started in the middle would slow the traces of other blocks
+            five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
     """
@@ -24,7 +26,12 @@ class ModelCall:
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    when_over: list[Callable[[], object]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+
+    def over(self) -> None:
+        while self.when_over:
+            self.when_over.pop(0)()
 
     @contextmanager
     def holding(self, lock: Any) -> Iterator[None]:

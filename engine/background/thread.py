@@ -83,8 +83,10 @@ class Compiler:
     _interval: float = 0.0
 
     def submit(self, job: Job) -> None:
-        """Queue a job. If no thread can be started, the job is over."""
+        """Queue a job, once. If no thread can be started, the job is over."""
         with self._changed:
+            if job.attempts or job.over or job in self._jobs:
+                return
             self._jobs.append(job)
             self._changed.notify_all()
             if self._thread is not None:
@@ -122,8 +124,9 @@ class Compiler:
 
     def finish(self, job: Job, poll: Callable[[], None]) -> None:
         """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise."""
+        job.awaited = True
+        self.submit(job)
         with self._changed:
-            job.awaited = True
             if job in self._jobs:
                 self._jobs.remove(job)
                 self._jobs.appendleft(job)
@@ -164,6 +167,7 @@ class Compiler:
                 job = next((job for job in self._jobs if job.awaited or job.due <= time.monotonic()), None)
                 if job is not None:
                     self._jobs.remove(job)
+                    job.attempts += 1
                     return job
                 self._changed.wait(min(job.due for job in self._jobs) - time.monotonic())
             # Before another thread starts, which would take our interval for the one to restore.
@@ -174,7 +178,6 @@ class Compiler:
             return None
 
     def _work(self, job: Job) -> None:
-        job.attempts += 1
         retries = at_once = False
         try:
             if job.owner() is not None:

@@ -18,15 +18,25 @@ from .disk import current
 
 LONGEST_WAIT = 300.0
 _thread: threading.Thread | None = None
+_begun: set[Callable] = set()
+_since = 0.0
 
 
-def prepare(on_gpu: bool, first: Callable[[], None] = lambda: None) -> None:
-    """Start the thread, once a process; `first` is a step of the caller before those of this module."""
-    global _thread
-    if _thread is None:
-        steps = [*([start_workers] if on_gpu else []), first, import_inductor, trim_cache]
-        thread = threading.Thread(target=_run, args=(steps,), name="torch-compile-kit prepare", daemon=True)
-        _thread = thread if started(thread) else None
+def prepare(*steps: Callable[[], object]) -> None:
+    """Run those steps on a thread that have not begun in this process, behind those of earlier calls."""
+    global _thread, _since
+    new = [step for step in steps if step not in _begun]
+    if new:
+        # The exit waits for it: a thread inside PyTorch would abort the process.
+        thread = threading.Thread(target=_run, args=(new, _thread), name="torch-compile-kit prepare")
+        if started(thread):
+            _begun.update(new)
+            _thread, _since = thread, time.monotonic()
+
+
+def is_preparing() -> bool:
+    """Whether to trace would be slow now, and would slow what prepares: both are Python. One that hangs counts no more."""
+    return _thread is not None and _thread.is_alive() and time.monotonic() - _since < LONGEST_WAIT
 
 
 def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
@@ -41,7 +51,9 @@ def wait_until_prepared(poll: Callable[[], None] = lambda: None) -> float:
     return time.perf_counter() - began
 
 
-def _run(steps: list[Callable[[], object]]) -> None:
+def _run(steps: list[Callable[[], object]], after: threading.Thread | None) -> None:
+    if after is not None:
+        after.join(LONGEST_WAIT)
     for step in steps:
         began = time.perf_counter()
         try:

@@ -85,6 +85,7 @@ class Binding:
             effort = next((run.effort for run in runs.values()), None)  # one for all
             code.too_small = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
+            self.call.over()
             if self._weights is not None:
                 self._weights.drop()
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..cache.startup import wait_until_prepared
+from ..cache.startup import is_preparing, wait_until_prepared
 from ..failures.describe import Failure
 from ..options.filter import OptionsFilter
 from ..options.patches import changes_an_object
@@ -123,6 +123,9 @@ class BlockGroup:
             return self.forward(block, *args, **kwargs)
         if call.synchronous:
             self.stats.seconds += wait_until_prepared(call.poll)
+        elif is_preparing():
+            call.uncompiled = True
+            return self.forward(block, *args, **kwargs)
         with call.holding(first_call_lock):
             watching.renew()
             result = self.code.call(block, call, args, kwargs)

@@ -5,8 +5,8 @@ minutes. Tracing later, on a copy and on another thread, misses what holds only 
 ComfyUI or another node swaps. So:
 
 1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend.
-2. The first run queues a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
-   exact and as slow as uncompiled code.
+2. The first run makes a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
+   exact and as slow as uncompiled code. The job is queued when the model's call is over.
 3. The worker lowers the graph on fake tensors, so it holds no weight.
 4. It loads and tunes the kernels on zeros, while it holds one of `gpu_locks`: a CUDA graph capture bears neither.
 5. The code is published, and runs from then on wherever the guards hold that lowering added to those of Dynamo. A call with
@@ -173,7 +173,9 @@ class TracedGraph:
             return self._run_traced(*args)
         must_wait = call.synchronous and not is_capturing(self._device)
         if job is None or job.over:
-            job = self._submit(owner, must_wait)
+            job = self._job = self._make_job(owner)
+            if not must_wait:
+                call.when_over.append(functools.partial(compiler.submit, job))
         if must_wait:
             if monitor.listener is not None:
                 monitor.listener(owner.name)
@@ -192,7 +194,7 @@ class TracedGraph:
         call.uncompiled = True
         return self._run_traced(*args)
 
-    def _submit(self, owner: Any, awaited: bool) -> Job:
+    def _make_job(self, owner: Any) -> Job:
         """Called by the first run: before that Dynamo makes the guards of the graph, which read what lowering changes."""
         cached = 0
         if self._device.type == "cuda":
@@ -215,9 +217,7 @@ class TracedGraph:
                 traced._lowering = None  # for good
             return retry
 
-        job = Job(owned_by, action, self._device, on_error, awaited)
-        compiler.submit(job)
-        self._job = job
+        job = Job(owned_by, action, self._device, on_error)
         owner.jobs.add(job)
         return job
 

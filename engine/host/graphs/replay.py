@@ -109,7 +109,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
                     norm_kernels.ready = True  # from here on
                     return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
                 if code.left_out:
-                    norm_kernels.prepare(device)
+                    binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
 
         if graphs.plain_calls < PLAIN_CALLS and key not in graphs.graphs and key not in graphs.failures:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import folder_paths
 
-from ...background.isolation import warm_up_beside_loading, warm_up_dynamo
+from ...background.isolation import warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache, was_opened_before
 from ...cache.environment import compile_for
-from ...cache.startup import prepare
+from ...cache.startup import import_inductor, prepare, start_workers, trim_cache
 from ...settings import CompileSettings
 from ..adapter import device_type
 
@@ -49,8 +49,8 @@ def get_ready(settings: CompileSettings) -> None:
     if settings.backend == "inductor" and settings.waits:
         _prepare()
     else:
-        warm_up_beside_loading()
+        prepare(warm_up_dynamo)
 
 
 def _prepare() -> None:
-    prepare(on_gpu=device_type() == "cuda", first=warm_up_dynamo)
+    prepare(*([start_workers] if device_type() == "cuda" else []), warm_up_dynamo, import_inductor, trim_cache)

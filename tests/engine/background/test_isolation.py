@@ -12,19 +12,18 @@ sys.path.insert(0, sys.argv[1])
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from engine.background import isolation
+from engine.cache import startup
 
 traces, go_on, dispatch = threading.Event(), threading.Event(), FakeTensorMode.dispatch
 FakeTensorMode.dispatch = lambda *args, **kwargs: (traces.set(), go_on.wait(60), dispatch(*args, **kwargs))[2]
 torch.set_default_dtype(torch.float16)
-isolation.warm_up_beside_loading()
+startup.prepare(isolation.warm_up_dynamo)
 assert traces.wait(60)
 torch.set_default_dtype(torch.float32)
 torch.use_deterministic_algorithms(True)
 torch.backends.cuda.matmul.allow_tf32 = True
 go_on.set()
-for thread in threading.enumerate():
-    if "warm-up" in thread.name:
-        thread.join()
+startup.wait_until_prepared()
 print(torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.matmul.allow_tf32)
 """
 

@@ -10,15 +10,17 @@ def prepare(engine, monkeypatch):
     for name in ("start_workers", "import_inductor", "trim_cache"):
         monkeypatch.setattr(module, name, lambda name=name: done.append(name))
     monkeypatch.setattr(module, "_thread", None)
+    monkeypatch.setattr(module, "_begun", set())
     return module, done
 
 
-def test_once_a_process(prepare):
+def test_each_step_once_a_process(prepare):
     module, done = prepare
+    module.prepare(module.import_inductor)
     for _ in range(2):
-        module.prepare(on_gpu=True, first=lambda: done.append("first"))
+        module.prepare(module.start_workers, module.import_inductor, module.trim_cache)
         module.wait_until_prepared()
-    assert done == ["start_workers", "first", "import_inductor", "trim_cache"], "workers start while this process imports"
+    assert done == ["import_inductor", "start_workers", "trim_cache"]
 
 
 def test_the_log_says_what_each_step_took(prepare, caplog):
@@ -27,22 +29,15 @@ def test_the_log_says_what_each_step_took(prepare, caplog):
 
     module, _ = prepare
     with caplog.at_level("DEBUG", "torch-compile-kit"):
-        module.prepare(on_gpu=False, first=first)
+        module.prepare(first)
         module.wait_until_prepared()
     assert "first: " in caplog.text, "tests/server/test_prepare.py waits for such a line, benchmarks/steps.py shows it"
-
-
-def test_without_a_gpu_there_are_no_workers(prepare):
-    module, done = prepare
-    module.prepare(on_gpu=False)
-    module.wait_until_prepared()
-    assert done == ["import_inductor", "trim_cache"]
 
 
 def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
     module, done = prepare
     monkeypatch.setattr(module, "import_inductor", lambda: 1 / 0)
-    module.prepare(on_gpu=True)
+    module.prepare(module.start_workers, module.import_inductor, module.trim_cache)
     module.wait_until_prepared()
     assert done == ["start_workers", "trim_cache"]
 

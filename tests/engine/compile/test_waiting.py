@@ -2,8 +2,10 @@
 
 import threading
 
+import pytest
 import torch
-from support import Net
+from support import Block, CompiledNet, Net
+from torch import nn
 
 
 def test_a_run_that_need_not_wait_goes_on_while_another_still_waits(engine, monkeypatch):
@@ -40,3 +42,51 @@ def test_a_run_that_need_not_wait_goes_on_while_another_still_waits(engine, monk
         go_on.set()
         first.join(60)
     assert right["first"]
+
+
+class _Other(Block):
+    pass
+
+
+class _TwoKinds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), _Other(), _Other()])
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_no_graph_is_lowered_while_the_call_may_trace_another(engine, monkeypatch):
+    """Both are Python: on an H100's host a trace of 0.6 s took 3 s beside the worker."""
+    compiler, seen = engine("background.thread").compiler, []
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_trace", [lambda: seen.append(compiler.busy)])
+    net, x = _TwoKinds(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+    with torch.inference_mode():
+        assert compiler.wait(60) and torch.equal(step(x)[0], net(x))
+        assert len(seen) >= 2 and not any(seen)
+        step.wait()
+        assert torch.equal(step(x)[0], net(x)) and not step.is_being_compiled and not step.failures
+
+
+@pytest.mark.parametrize("hangs", [False, True])
+def test_nothing_is_traced_while_the_process_prepares(engine, monkeypatch, hangs):
+    """Unless that hangs; nor does the call wait for it."""
+    startup, go_on = engine("cache.startup"), threading.Event()
+    monkeypatch.setattr(startup, "_thread", None)
+    monkeypatch.setattr(startup, "_begun", set())
+    startup.prepare(lambda: go_on.wait(60))
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+    with torch.inference_mode():
+        if hangs:
+            monkeypatch.setattr(startup, "LONGEST_WAIT", 0.0)
+        assert torch.equal(step(x)[0], net(x)) and step.graphs == hangs
+        go_on.set()
+        startup.wait_until_prepared()
+        step(x)
+        step.wait()
+        assert step.graphs == 1

@@ -27,12 +27,11 @@ pytestmark = pytest.mark.host
 )
 def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, monkeypatch, nodes, prepared):
     folder, asked = engine("host.model.user_folder"), []
-    monkeypatch.setattr(folder, "prepare", lambda on_gpu, first: asked.append(on_gpu))
-    monkeypatch.setattr(folder, "warm_up_beside_loading", lambda: None)
+    monkeypatch.setattr(folder, "prepare", lambda *steps: asked.append(folder.import_inductor in steps))
     monkeypatch.setattr(folder, "open_users_cache", lambda: None)
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
-    assert len(asked) == prepared
+    assert sum(asked) == prepared
 
 
 @pytest.mark.parametrize("place", ["user", "TORCHINDUCTOR_CACHE_DIR", "home", None])
@@ -52,7 +51,7 @@ def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, 
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(folder, "kit_folder", lambda: tmp_path / "user" / "torch-compile-kit")
     monkeypatch.setattr(folder, "open_users_cache", lambda: cache)
-    monkeypatch.setattr(folder, "prepare", lambda on_gpu, first: prepared.append(on_gpu))
+    monkeypatch.setattr(folder, "prepare", lambda *steps: prepared.append(steps))
     before = list(tmp_path.rglob("*"))
     folder.get_ready_again()
     assert len(prepared) == (place is not None) and list(tmp_path.rglob("*")) == before
