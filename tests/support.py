@@ -100,6 +100,11 @@ def _unchecked(settings: type) -> type:
     return type("UncheckedSettings", (settings,), {"__post_init__": lambda self: None})
 
 
+def eager_blocks(code):
+    """The blocks that run eager, by class, by the name of the reason."""
+    return {reason.name: dict(blocks) for reason, blocks in code.eager.items() if blocks}
+
+
 def compile_settings(engine, backend="eager", **values):
     """CompileSettings that are not validated: any mode with any backend, also backends of a test's own.
 

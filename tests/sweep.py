@@ -11,6 +11,7 @@ import json
 import sys
 import time
 import types
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
@@ -131,7 +132,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     groups = report.groups_for(network, chosen)
     outcome.eager = {group.class_name: group.failure.reason for group in groups if group.failure}
     code = engine("compile.registry").code_of(network)
-    outcome.left_out, outcome.parts = dict(code.left_out + code.too_small), dict(code.parts)
+    outcome.left_out, outcome.parts = dict(sum(code.eager.values(), Counter())), dict(code.parts)
     ran = {group.class_name for group in groups if group.code.compiles}
     outcome.idle = sorted(set(outcome.classes) - ran - set(outcome.left_out) - _opened(engine, network, plan, outcome.parts))
     outcome.uncalled = dict(code.uncalled or {})

@@ -139,7 +139,10 @@ def is_active() -> bool:
 
 @contextmanager
 def paused() -> Iterator[None]:
-    """Switch the mode off for compiled code: PyTorch compiles for the modes that are on."""
+    """Switch the mode off, if it is on, for compiled code: PyTorch compiles for the modes that are on."""
+    if not _active.modes:
+        yield
+        return
     mode = _active.modes[-1]
     mode.__exit__(None, None, None)
     try:
@@ -149,15 +152,17 @@ def paused() -> Iterator[None]:
 
 
 def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """The arguments with all images in channels_last, since each layout would need a graph, and (image, copy) of each copy."""
+    """While the mode is on, the arguments with all images in channels_last, and (image, copy) of each that was copied."""
+    if not _active.modes:
+        return args, []
     copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
     by_id = {id(image): copy for image, copy in copies}
     return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
 
 
 def result_channels_last(result: Any) -> object:
-    """A block's result for the next layers: one copy here saves one in each of them."""
-    return result.contiguous(memory_format=SIDE_BY_SIDE) if _is_image(result) else result
+    """A block's result, while the mode is on, for the next layers: one copy here saves one in each of them."""
+    return result.contiguous(memory_format=SIDE_BY_SIDE) if _active.modes and _is_image(result) else result
 
 
 def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:

@@ -20,6 +20,7 @@ from ..blocks.state import MethodsNow, Twin, find_twins, one_class
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
+from .eager import Eager
 from .group import BlockGroup
 from .registry import ModelCode, code_of
 
@@ -83,7 +84,7 @@ class Binding:
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all
-            code.too_small = Counter(effort.left_out.values()) if effort is not None else Counter()
+            code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
             self.call.over()
             if self._weights is not None:
@@ -93,10 +94,11 @@ class Binding:
         """How each block runs. Some blocks of a UNet run eager, or are compiled in parts; their weights are put in place all
         the same, since the block before has begun to fetch them."""
         if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
-            code.left_out, code.parts = Counter(), Counter()
+            code.eager.clear()
+            code.parts.clear()
             return {}
         choice = choose(self._free, self.settings)
-        code.left_out = Counter(type(block).__name__ for block in choice.left_out)
+        code.eager[Eager.CONVOLUTIONS] = Counter(type(block).__name__ for block in choice.left_out)
         code.parts = Counter(type(part).__name__ for part in choice.parts)
         now = MethodsNow()
         groups = {block: group for block in choice.compiled if (group := code.group_of(block, self.settings, now)) is not None}
@@ -126,16 +128,9 @@ def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> 
     run.call.ran = True
     run.call.poll()
     with nullcontext() if run.weights is None else _placed(run.weights):
-        if run.group is None or (run.effort is not None and run.effort.is_too_small(run.group, block, args)):
+        if run.group is None:
             return type(block).forward(block, *args, **kwargs)
-        if not channels_last.is_active():
-            return run.group(block, run.call, args, kwargs)
-        with channels_last.paused():
-            args, copies = channels_last.to_channels_last(args)
-            result = run.group(block, run.call, args, kwargs)
-            for image, copy in copies:
-                image.copy_(copy)
-            return channels_last.result_channels_last(result)
+        return run.group(block, run.call, args, kwargs, run.effort)
 
 
 def is_ours(forward: object) -> bool:
@@ -146,7 +141,7 @@ def is_ours(forward: object) -> bool:
 @contextmanager
 def _placed(weights: Any) -> Iterator[None]:
     try:
-        with channels_last.paused() if channels_last.is_active() else nullcontext():
+        with channels_last.paused():
             weights.place()
         yield
     finally:

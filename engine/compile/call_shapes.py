@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from ..blocks import channels_last
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import numerics
@@ -119,21 +120,29 @@ def copied_containers(value: T) -> T:
     return private.pytree.tree_map(lambda leaf: leaf, value)
 
 
+def in_usual_layout(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """The arguments with tensors in layouts that save graphs, and (tensor, copy) of each that was copied for that.
+
+    Images are channels_last while that mode is on. The first block of a video model gets its tokens as a transposed view of a
+    convolution's output. Dimensions of size 1 (a batch of one) may have strides of another layout than guards expect.
+    """
+    args, copies = channels_last.to_channels_last(args)
+    copies += [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
+    by_id = {id(tensor): copy for tensor, copy in copies}
+    return tuple(_with_usual_strides(by_id.get(id(a), a)) for a in args), copies
+
+
 def is_transposed(tensor: torch.Tensor) -> bool:
     """Whether `[batch, tokens, channels]` is a dense view of `[batch, channels, tokens]`."""
     return tensor.dim() == 3 and not tensor.is_contiguous() and tensor.transpose(1, 2).is_contiguous()
 
 
-def has_odd_strides(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is contiguous, but dimensions of size 1 (a batch of one) have strides of another layout."""
-    return 1 in tensor.shape and tensor.is_contiguous() and tensor.stride() != _strides_for(tensor.shape)
-
-
-def with_usual_strides(value: object) -> object:
-    """The same memory with the strides that guards expect of a contiguous tensor."""
-    if isinstance(value, torch.Tensor) and has_odd_strides(value):
-        return value.as_strided(value.shape, _strides_for(value.shape))
-    return value
+def _with_usual_strides(value: Any) -> Any:
+    """A contiguous tensor's memory with the usual strides; other values as they are."""
+    if not isinstance(value, torch.Tensor) or 1 not in value.shape or not value.is_contiguous():
+        return value
+    usual = _strides_for(value.shape)
+    return value if value.stride() == usual else value.as_strided(value.shape, usual)
 
 
 def _strides_for(shape: torch.Size) -> tuple[int, ...]:

@@ -219,11 +219,6 @@ class BlockCode:
         if self.failure is not None and self.settings.on_failure == "stop":
             raise BlockCompileError(self.failure.message())
 
-    def run_eager(self, block: nn.Module, args: tuple, kwargs: dict) -> object:
-        """Run a block whose compilation has failed, unless the user wants the run to stop."""
-        self.raise_if_stopped()
-        return self.forward(block, *args, **kwargs)
-
     def _run_after(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run the call in which compiling has failed with `error`, and give up."""
         failure = describe_failure(self.name, error)

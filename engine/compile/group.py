@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
+from ..blocks import channels_last
+from ..blocks.convolutions import Effort
 from ..cache.startup import is_preparing, wait_until_prepared
 from ..failures.describe import Failure
 from ..options.filter import OptionsFilter
-from ..options.patches import changes_an_object
 from ..settings import CompileSettings
-from .call_shapes import has_odd_strides, is_transposed, shapes_of, with_usual_strides
+from .call_shapes import in_usual_layout, shapes_of
 from .compiled_code import BlockCode, first_call_lock
+from .eager import Eager, why_eager
 from .session import CompileStats, watching
-from .traced_graph import is_capturing
 
 
 @dataclass(eq=False)
@@ -30,7 +31,7 @@ class BlockGroup:
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
-        fills_cache: calls have run eager because of a function that changes an object, see `options/patches.py`.
+        eager: why calls have run eager so far.
     """
 
     class_name: str
@@ -42,7 +43,7 @@ class BlockGroup:
     patched: dict[tuple[str, ...], BlockGroup] = field(default_factory=dict)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
-    fills_cache: bool = False
+    eager: set[Eager] = field(default_factory=set)
     _seen: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -68,33 +69,41 @@ class BlockGroup:
     def is_being_compiled(self) -> bool:
         return self.code.is_being_lowered or any(group.is_being_compiled for group in self.patched.values())
 
-    def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        if changes_an_object(args, kwargs):
-            self.fills_cache = True
-            return self.forward(block, *args, **kwargs)
-        all_options = kwargs.get("transformer_options")
+    def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, effort: Effort | None = None) -> object:
         at = None
+        all_options: Any = kwargs.get("transformer_options")
         if all_options is None and self._options_at is not None and len(args) >= self._options_at:
             at = self._options_at - 1
             all_options = args[at]
-        if not all_options:
-            return self._run(block, call, args, kwargs)
-        options, patches = self.filter_options(all_options)
+        options: Any = all_options
+        patches: tuple[str, ...] = ()
+        if all_options:
+            options, patches = self.filter_options(all_options)
         group = self._for_patches(patches) if patches else self
-        if self.failure is not None or group.failure is not None:
-            return (group if self.failure is None else self).code.run_eager(block, args, kwargs)
-        if at is None:
+        inputs, copies = in_usual_layout(args)
+        shapes = shapes_of(inputs, kwargs)
+        reason = why_eager(self, group, block, args, kwargs, shapes, effort)
+        if reason is not None:
+            self.eager.add(reason)
+            for code in (self.code, group.code) if reason is Eager.FAILED else ():
+                code.raise_if_stopped()
+            return self.forward(block, *args, **kwargs)
+        with_options, traces = inputs, group.code.traces
+        if at is not None:
+            with_options = (*inputs[:at], options, *inputs[at + 1 :])
+        elif all_options:
             kwargs = {**kwargs, "transformer_options": options}
-        else:
-            args = (*args[:at], options, *args[at + 1 :])
-        traces = group.code.traces
         try:
-            return group._run(block, call, args, kwargs)
+            with channels_last.paused():
+                result = group._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
-            if patches or self.filter_options.is_whole:
-                group.code.count_variant(shapes_of(args, kwargs), call, group.code.traces != traces)
+            if patches or (all_options and self.filter_options.is_whole):
+                group.code.count_variant(shapes, call, group.code.traces != traces)
+        for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
+            original.copy_(copy)
+        return channels_last.result_channels_last(result)
 
     def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
         if patches not in self.patched:
@@ -108,19 +117,13 @@ class BlockGroup:
         for group in (self, *self.patched.values()):
             group.code.reset_failure()
 
-    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        if self.failure is not None:
-            return self.code.run_eager(block, args, kwargs)
-        for tensor in args:
-            if isinstance(tensor, torch.Tensor) and is_transposed(tensor):
-                return self._run_contiguous(block, call, args, kwargs)
-            if isinstance(tensor, torch.Tensor) and has_odd_strides(tensor):
-                return self._run(block, call, tuple(map(with_usual_strides, args)), kwargs)
-        signature = (self.code.version, *shapes_of(args, kwargs))
-        if signature in self._seen:
+    def has_run(self, shapes: tuple) -> bool:
+        """Whether the code of now has run with inputs of these shapes."""
+        return (self.code.version, *shapes) in self._seen
+
+    def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> object:
+        if self.has_run(shapes):
             return self.code.call(block, call, args, kwargs)
-        if (self.limit_reached and self.settings.dynamic == "false") or _is_captured(args):
-            return self.forward(block, *args, **kwargs)
         if call.synchronous:
             self.stats.seconds += wait_until_prepared(call.poll)
         elif is_preparing():
@@ -128,18 +131,10 @@ class BlockGroup:
             return self.forward(block, *args, **kwargs)
         with call.holding(first_call_lock):
             watching.renew()
+            signature = self.code.version, *shapes
             result = self.code.call(block, call, args, kwargs)
             if self.failure is None and self.code.has_code:
                 self._seen.add(signature)
-        return result
-
-    def _run_contiguous(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
-        """The first block of a video model gets tokens as a view of a convolution's output; copying them saves a graph."""
-        copied = [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
-        by_id = {id(original): copy for original, copy in copied}
-        result = self._run(block, call, tuple(by_id.get(id(a), a) for a in args), kwargs)
-        for original, copy in copied:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
-            original.copy_(copy)
         return result
 
     def record_varying_ints(self, block: nn.Module) -> None:
@@ -148,9 +143,3 @@ class BlockGroup:
         if self.numbers is None:
             self.numbers = numbers
         self.varying.update(name for name, value in numbers.items() if self.numbers.get(name) != value)
-
-
-def _is_captured(args: tuple) -> bool:
-    """Whether a CUDA graph is being captured, during which nothing may be traced."""
-    first = args[0] if args else None
-    return isinstance(first, torch.Tensor) and is_capturing(first.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
 from .compiled_code import free_unused
+from .eager import Eager
 from .group import BlockGroup
 
 T = TypeVar("T")
@@ -31,7 +32,7 @@ class ModelCode:
 
     Attributes:
         warm: the guards that there were after each warmup, see `host/nodes/warmup.py`.
-        left_out, too_small: uncompiled blocks of a UNet, by class: convolutions, and blocks with little of the work.
+        eager: blocks that run eager, by class, as far as that is decided for a whole call of the model.
         parts: what is compiled of blocks that are not compiled whole, by class.
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
@@ -41,8 +42,7 @@ class ModelCode:
     def __init__(self) -> None:
         self._groups: dict[tuple, BlockGroup] = {}
         self.warm: dict[Hashable, set[Same]] = {}
-        self.left_out: Counter[str] = Counter()
-        self.too_small: Counter[str] = Counter()
+        self.eager: defaultdict[Eager, Counter[str]] = defaultdict(Counter)
         self.parts: Counter[str] = Counter()
         self.uncalled: Counter[str] | None = None
         self.not_looked_at: dict[str, str] = {}

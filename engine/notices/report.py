@@ -9,6 +9,7 @@ from torch import nn
 
 from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
+from ..compile.eager import Eager
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
@@ -111,7 +112,7 @@ class CompileReport:
         lines = [f"Graph breaks: {total.graph_breaks}"]
         reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
         lines += [f"  {count} x {reason}" for reason, count in reasons]
-        lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if group.fills_cache]
+        lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if Eager.FILLS_CACHE in group.eager]
         return lines
 
 

@@ -34,6 +34,7 @@ from ...blocks.channels_last import run_channels_last
 from ...blocks.convolutions import is_convolutional
 from ...compile.binding import Binding, modules_at, plan_for
 from ...compile.call_shapes import copied_containers
+from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
@@ -105,10 +106,11 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
         def run_bound(*args, **kwargs):
             with binding.bound():
-                if code.left_out and fast:
+                convolutions = code.eager[Eager.CONVOLUTIONS]
+                if convolutions and fast:
                     norm_kernels.ready = True  # from here on
                     return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
-                if code.left_out:
+                if convolutions:
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
 

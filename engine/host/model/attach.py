@@ -12,6 +12,7 @@ from comfy.patcher_extension import CallbacksMP, WrappersMP
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
+from ...compile.eager import Eager
 from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_words
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
@@ -124,14 +125,15 @@ def notes_about(patcher) -> list[str]:
         notes.append(f"Attention: {in_words(chosen)}.")
     notes += graphs_summary(network)
     code = code_of(network)
-    if code.left_out:
+    convolutions, small = code.eager[Eager.CONVOLUTIONS], code.eager[Eager.SMALL]
+    if convolutions:
         channels_last = graphs_of(network).captures and runs_channels_last(network)
         notes.append(
-            f"Blocks of convolutions ({_counted(code.left_out)}) stay uncompiled, as they take most of the compile time"
+            f"Blocks of convolutions ({_counted(convolutions)}) stay uncompiled, as they take most of the compile time"
             f"{'; in CUDA graphs they run channels_last' if channels_last else ''}."
         )
-    if code.left_out and code.too_small:
-        notes.append(f"So do blocks at which compiling would save little ({_counted(code.too_small)}).")
+    if convolutions and small:
+        notes.append(f"So do blocks at which compiling would save little ({_counted(small)}).")
     notes += [not_looked_at_in_words(name, reason) for name, reason in code.not_looked_at.items()]
     if code.uncalled:
         notes.append(uncalled_in_words(code.uncalled))

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from support import Block, compile_settings
+from support import Block, compile_settings, eager_blocks
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -50,7 +50,7 @@ def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, h
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
     assert binding.plain is not hooked and len(code.groups) == groups
-    assert dict(code.left_out) == ({"ConvolutionBlock": 3} if groups == 1 else {})
+    assert eager_blocks(code) == ({"CONVOLUTIONS": {"ConvolutionBlock": 3}} if groups == 1 else {})
 
 
 class ImageTransformer(torch.nn.Module):
@@ -88,8 +88,8 @@ def test_in_a_unet_only_large_transformers_are_compiled(engine):
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
     graphs = {group.class_name: group.stats.graphs for group in code.groups.values() if group.stats.graphs}
-    assert graphs == {"Block": 1} and dict(code.parts) == {"Block": 4} and dict(code.too_small) == {"Block": 2}
-    assert dict(code.left_out) == {"ConvolutionBlock": 2}
+    assert graphs == {"Block": 1} and dict(code.parts) == {"Block": 4}
+    assert eager_blocks(code) == {"CONVOLUTIONS": {"ConvolutionBlock": 2}, "SMALL": {"Block": 2}}
 
 
 def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
@@ -133,7 +133,7 @@ def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
     with engine("compile.binding").Binding(net, settings).bound():
         net(x)
     code = engine("compile.registry").code_of(net)
-    assert len(code.groups) == 1 and not code.left_out
+    assert len(code.groups) == 1 and not eager_blocks(code)
 
 
 def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):

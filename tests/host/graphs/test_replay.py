@@ -6,7 +6,7 @@ from capturing import capture_again
 from paging import paged
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
-from support import compile_settings, relative_error
+from support import compile_settings, eager_blocks, relative_error
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
@@ -247,7 +247,7 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     compiled = engine("host.model.attach").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
-    assert code.left_out["ResBlock"] and any(group.stats.graphs for group in code.groups.values())
+    assert "ResBlock" in eager_blocks(code)["CONVOLUTIONS"] and any(group.stats.graphs for group in code.groups.values())
     notes = engine("host.model.attach").notes_about(compiled)
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
 
@@ -279,7 +279,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
         assert (step(), step()) == ([], ["captured"])
     assert engine("background.thread").compiler.wait(60)
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
-    assert step() == [] and code.left_out
+    assert step() == [] and eager_blocks(code)
     with monkeypatch.context() as patch:
         patch.setattr(type(code), "is_being_compiled", True)
         graphing.norm_kernels.ready = True

@@ -1,0 +1,50 @@
+"""Decide which calls of blocks run eager, and why. Reports read what is kept here of the decisions.
+
+Before a call of the model, `choose` (blocks/convolutions.py) leaves out blocks, and a block that cannot be looked at gets no
+group (`ModelCode.look`). In the call `why_eager` decides. Not decided here: while a graph has no code yet, it runs operator by
+operator (traced_graph.py).
+"""
+
+import enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..blocks.convolutions import Effort
+from ..options.patches import changes_an_object
+from .traced_graph import is_capturing
+
+
+class Eager(enum.Enum):
+    """Why a block runs eager."""
+
+    CONVOLUTIONS = enum.auto()  # `choose` has left out the block
+    SMALL = enum.auto()  # compiling the block would save little
+    FILLS_CACHE = enum.auto()  # an argument changes an object: each block would need a graph
+    FAILED = enum.auto()  # the block, or its patches, could not be compiled
+    LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
+    CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
+
+
+def why_eager(
+    group: Any, patched: Any, block: nn.Module, args: tuple, kwargs: dict, shapes: tuple, effort: Effort | None
+) -> Eager | None:
+    """Why a call of `block` runs eager; None: it runs the code of `patched`, or is compiled.
+
+    Args:
+        group, patched: the `BlockGroup` (group.py imports this module) without and with the patches of the call.
+        effort: of the call of the model; None where all groups are worth a graph.
+    """
+    if effort is not None and effort.is_too_small(group, block, args):
+        return Eager.SMALL
+    if changes_an_object(args, kwargs):
+        return Eager.FILLS_CACHE
+    if group.failure is not None or patched.failure is not None:
+        return Eager.FAILED
+    if patched.has_run(shapes):
+        return None
+    if patched.limit_reached and patched.settings.dynamic == "false":
+        return Eager.LIMIT
+    first = args[0] if args else None
+    return Eager.CAPTURING if isinstance(first, torch.Tensor) and is_capturing(first.device) else None
