@@ -6,16 +6,15 @@ guards the class of a module, its class attributes and static methods, but no me
 that was traced.
 
 Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), each of
-which would need a graph of its own: while blocks run compiled, instances of such twins have the class of the first of them.
+which would need a graph of its own: `unify_classes` gives all of these the first one's.
 """
 
 from __future__ import annotations
 
 import types
 import weakref
-from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
-from typing import Generic, NamedTuple, TypeVar
+from collections.abc import Hashable, MutableMapping
+from typing import Generic, TypeVar
 
 from torch import nn
 
@@ -23,35 +22,15 @@ from ..forwards import contents_of, given_forward
 from ..per_model import Same
 
 
-class Twin(NamedTuple):
-    module: nn.Module
-    cls: type
-    original: type  # of the first module of its kind
-
-
-def find_twins(model: nn.Module) -> list[Twin]:
-    """Modules whose class was made inside a function, if an earlier module's class has the same code and closure."""
-    first: dict[Hashable, type] = {}
-    local = [module for module in model.modules() if "<locals>" in type(module).__qualname__]
-    twins = [Twin(module, type(module), first.setdefault(class_key(type(module)), type(module))) for module in local]
-    return [twin for twin in twins if twin.original is not twin.cls]
-
-
-@contextmanager
-def one_class(twins: list[Twin]) -> Iterator[None]:
-    """While it lasts, each module has the class of the first, unless another node has changed its class."""
-    unchanged = [twin for twin in twins if type(twin.module) is twin.cls]
-    try:
-        for twin in unchanged:
-            twin.module.__class__ = twin.original
-        yield
-    finally:
-        for twin in unchanged:
-            twin.module.__class__ = twin.cls
+def unify_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> None:
+    """Give modules whose class was made inside a function the class in `first`, if its code and closure are the same."""
+    for module in block.modules():
+        if "<locals>" in type(module).__qualname__:
+            module.__class__ = first.setdefault(class_key(type(module)), type(module))
 
 
 def class_key(cls: type) -> Hashable:
-    """Equal for a class and its twins, as long as their methods are the same; the bases' methods are ignored."""
+    """Equal for classes that one function has made, as long as their methods are the same; the bases' methods are ignored."""
     if "<locals>" not in cls.__qualname__:
         return Same(cls), *map(Same, functions_in(cls))
     members: list[tuple] = []
@@ -75,7 +54,7 @@ _COMMON = (nn.Module, object)
 class Methods:
     """The methods of a class and of its bases at one time; keeps neither class nor methods alive.
 
-    `key` is equal for the same methods of the same class, and of its twins, at another time.
+    `key` is equal for the same methods of the same class at another time.
     """
 
     def __init__(self, cls: type):

@@ -16,7 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose
 from ..blocks.discovery import BlockPlan, find_blocks
-from ..blocks.state import MethodsNow, Twin, find_twins, one_class
+from ..blocks.state import MethodsNow
 from ..forwards import exchanged, given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -73,14 +73,8 @@ class Binding:
         code = code_of(self._model)
         no_runs: dict[nn.Module, _Run] = {}
         runs = code.look(self._model, lambda: self._runs(code), no_runs)
-        if code.twins is None:
-            no_twins: list[Twin] = []
-            code.twins = code.look(self._model, lambda: find_twins(self._model), no_twins)
         try:
-            with (
-                exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}),
-                one_class(code.twins),
-            ):
+            with exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from ..blocks.state import BlockState, MethodsNow, Twin
+from ..blocks.state import BlockState, MethodsNow, unify_classes
 from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError, in_one_line
 from ..failures.describe import Failure, never_swallowed
@@ -48,7 +48,7 @@ class ModelCode:
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
         self._generation = 0, False
-        self.twins: list[Twin] | None = None
+        self._local_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
 
     @property
@@ -82,8 +82,8 @@ class ModelCode:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block, now):
+            unify_classes(block, self._local_classes)
             state = self._of_block[block] = BlockState(block, now)
-            self.twins = None
         if settings_key not in state.groups:
             state.groups[settings_key] = self._find_group(block, state, settings)
         return state.groups[settings_key]

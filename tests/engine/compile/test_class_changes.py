@@ -159,17 +159,6 @@ def test_a_class_that_each_block_has_of_its_own(check):
     assert check(net) == 3
 
 
-def test_one_outside_of_the_blocks_keeps_the_class_that_somebody_gives_it(check):
-    net = Net(with_twins)
-    entry = nn.Sequential(net.entry, with_twins().norm)
-    del net.entry  # the first of the twins, whose class the others get, is to be in a block
-    net.entry = entry
-    check(net)
-    net.entry[1].__class__ = nn.LayerNorm
-    check(net)
-    assert type(net.entry[1]) is nn.LayerNorm
-
-
 def knowing(block):
     class Knowing(Inner):
         def forward(self, x):
