@@ -9,7 +9,7 @@ Life cycle of a call within `graphed`:
    (`run_bound`); a replay runs no Python of the model.
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
-Graphs go when weights or modules change (`ModelGraphs.check_model`), when memory is short (`Residency`), and when the host
+Graphs go when weights or modules change (`ModelGraphs.check_model`), when memory is short (`_pinned`), and when the host
 unloads the model (`watch_unloading`).
 """
 
@@ -21,7 +21,7 @@ import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,16 +69,17 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         with binding.bound():
             yield
         return
-    graphs, pages = graphs_of(network), pages_of(network)
+    graphs, state = graphs_of(network), state_of(network)
+    pages = state.pages
 
     def look() -> bool:
         graphs.check_model(network, device, address_of if pages else None)
-        read_of(network).look(network, graphs.model.functions)
+        state.read.look(network, graphs.model.functions)
         return True
 
     if not code_of(network).look(network, look, False):
         graphs.model.obstacle = "the model cannot be looked at"
-    pinned = functools.partial(_pinned, pages, graphs, residency_of(network)) if pages else lambda: nullcontext(True)
+    pinned = functools.partial(_pinned, state, graphs) if pages else lambda: nullcontext(True)
 
     def graphed_call(forward, args, kwargs, wrapped=False):
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
@@ -168,25 +169,17 @@ def _is_harmless(wrapper: object) -> bool:
     return code is not None and (Path(code.co_filename).name, code.co_name) in _HARMLESS_WRAPPERS
 
 
-@dataclass
-class Residency:
-    """Whether all paged weights of a model fit into memory."""
-
-    missed_calls: int = 0  # of this run, in a row: not all weights were in memory
-    crowded: bool = False
-
-
 @contextmanager
-def _pinned(pages: AllPages, graphs: ModelGraphs, residency: Residency) -> Iterator[bool]:
+def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
     """Keep the weights in memory during a capture or a replay; yields whether all of them are there."""
-    pinned = pages.pin()
+    pages, pinned = state.pages, state.pages.pin()
     try:
-        residency.missed_calls = 0 if pinned else residency.missed_calls + 1
+        state.missed_calls = 0 if pinned else state.missed_calls + 1
         have_room = pages.have_room()
-        residency.crowded = not pinned and (residency.crowded or (residency.missed_calls > 1 and not have_room))
-        if residency.crowded and graphs.graphs:
+        state.crowded = not pinned and (state.crowded or (state.missed_calls > 1 and not have_room))
+        if state.crowded and graphs.graphs:
             graphs.drop()  # the graphs' memory is better used for weights
-        elif residency.missed_calls > 1 and have_room:  # a layer that was used once is not used any more
+        elif state.missed_calls > 1 and have_room:  # a layer that was used once is not used any more
             graphs.drop()
             pages.learn(anew=True)
         yield pinned is not None
@@ -219,23 +212,18 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
             raise
         result = forward(*args, **kwargs)  # an error of the model itself comes again here
         reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-        no_channels_last(network).append(reason)
+        state_of(network).channels_last_fails = True
         note(notes, f"Convolutions keep ComfyUI's layout: {reason}")
         return result
 
 
 def runs_channels_last(network: nn.Module) -> bool:
     """Whether convolutions that stay eager run channels_last: there is Triton, and the model has not failed with them."""
-    return kernels() is not None and not no_channels_last(network)
+    return kernels() is not None and not state_of(network).channels_last_fails
 
 
 # Whether a model has blocks of convolutions, which may stay eager.
 has_convolutions = PerModel(lambda network: any(map(is_convolutional, modules_at(network, plan_for(network)))))
-# Why a model cannot run channels_last.
-no_channels_last: PerModel[list[str]] = PerModel(lambda _network: [])
-pages_of = PerModel(AllPages)
-residency_of = PerModel(lambda _network: Residency())
-read_of = PerModel(lambda _network: Read())
 
 
 # Our replacements of `ModelPatcher.detach`; a second one where another pack has replaced the first.
@@ -275,14 +263,14 @@ def new_run(network: nn.Module) -> None:
     graphs.new_run()
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
-    pages_of(network).new_run(network)
-    residency_of(network).missed_calls = 0
+    state_of(network).pages.new_run(network)
+    state_of(network).missed_calls = 0
 
 
 def graphs_summary(network: nn.Module) -> list[str]:
     graphs = graphs_of(network)
     lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
-    if residency_of(network).crowded:
+    if state_of(network).crowded:
         lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
@@ -293,7 +281,7 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"
-    keys = read_of(network).keys
+    keys = state_of(network).read.keys
     if keys == BOOKKEEPING:
         return "the model has code of another pack, which may read the step"
     read = keys & {"sigmas", "sample_sigmas", "uuids"}
@@ -304,7 +292,7 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
 
 def kept_options(network: nn.Module, options: dict) -> dict:
     """The options that a call depends on."""
-    ignored = _MACHINERY | (BOOKKEEPING - read_of(network).keys)
+    ignored = _MACHINERY | (BOOKKEEPING - state_of(network).read.keys)
     return {name: value for name, value in options.items() if name not in ignored}
 
 
@@ -319,3 +307,22 @@ class Read:
         """Look again when a function was replaced; not while blocks are bound."""
         if functions != self.functions:
             self.functions, self.keys = functions, keys_read(network)
+
+
+@dataclass
+class NetworkState:
+    """What is kept of a network beside its graphs.
+
+    Args:
+        missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
+        crowded: the paged weights do not all fit into memory.
+    """
+
+    pages: AllPages
+    read: Read = field(default_factory=Read)
+    missed_calls: int = 0
+    crowded: bool = False
+    channels_last_fails: bool = False
+
+
+state_of = PerModel(lambda network: NetworkState(AllPages(network)))

@@ -30,7 +30,7 @@ def compiled(flux):
 
 
 def crowded(runs):
-    return runs.engine("host.graphs.replay").residency_of(runs.patcher.model.diffusion_model).crowded
+    return runs.engine("host.graphs.replay").state_of(runs.patcher.model.diffusion_model).crowded
 
 
 def check(flux, compiled, expected):
