@@ -1,7 +1,5 @@
 """Tell what a module runs: the `forward` in its `__dict__`, and what closures hold."""
 
-from __future__ import annotations
-
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping

@@ -5,8 +5,6 @@ with autograd. In eager, gradient checkpointing hides that from autograd's check
 the tensor as it was afterwards.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable
 from typing import Any

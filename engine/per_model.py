@@ -1,7 +1,5 @@
 """Keep values for each model, and key objects by identity, without keeping either alive."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Generic, TypeVar

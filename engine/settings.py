@@ -1,7 +1,5 @@
 """Validate the inputs of the node Torch Compile Model, and derive what depends on them alone."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass, fields
 

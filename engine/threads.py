@@ -1,7 +1,5 @@
 """Start threads in a process that may have no room for another, or that ends."""
 
-from __future__ import annotations
-
 import threading
 
 

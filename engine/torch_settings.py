@@ -5,8 +5,6 @@ restores them: for the process, or, where PyTorch keeps its settings for each th
 on), for that thread.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib.util
 import os

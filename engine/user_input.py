@@ -3,8 +3,6 @@
 Each `check_...` raises InvalidSetting.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

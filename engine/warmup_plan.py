@@ -3,8 +3,6 @@
 RAM of this process and of its compile workers, VRAM of the GPU that samples.
 """
 
-from __future__ import annotations
-
 import re
 import sys
 from collections.abc import Callable

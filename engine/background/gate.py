@@ -15,8 +15,6 @@ functions call `Gate.wait`:
 Waiting is polling: no event tells when the host's thread blocks.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

@@ -1,7 +1,5 @@
 """Confine to the worker thread what PyTorch does to the whole process while it compiles."""
 
-from __future__ import annotations
-
 import random
 import threading
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Carry what holds for one call of a model."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 The thread is started by the first job and exits when the queue is empty.
 """
 
-from __future__ import annotations
-
 import atexit
 import collections
 import functools

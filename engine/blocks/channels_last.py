@@ -4,8 +4,6 @@ For models that are captured as CUDA graphs, where this Python code runs once pe
 model does not change: a `torch.overrides.TorchFunctionMode` overrides the functions that it calls.
 """
 
-from __future__ import annotations
-
 import threading
 import types
 import weakref

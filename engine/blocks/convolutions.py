@@ -5,8 +5,6 @@ graphs for all blocks, 2 for those that matter). Transformers are compiled whole
 a size that was not warmed up needs no other code.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple

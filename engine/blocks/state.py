@@ -9,8 +9,6 @@ Guards compare classes by identity. Some models make a class anew for each insta
 which would need a graph of its own: `unify_classes` gives all of these the first one's.
 """
 
-from __future__ import annotations
-
 import types
 import weakref
 from collections.abc import Hashable, MutableMapping

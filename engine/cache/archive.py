@@ -7,8 +7,6 @@ process compiled, no compiled C++ of the CPU, and no header that could be checke
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -4,8 +4,6 @@ Inductor writes to a group's folder only while a block of the group compiles, so
 PyTorch's folder. When all folders together are too large, the least recently used are removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

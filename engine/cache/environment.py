@@ -1,7 +1,5 @@
 """Tell what the disk cache depends on beside the model: versions, device, and the user's variables."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import importlib.metadata

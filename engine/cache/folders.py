@@ -1,7 +1,5 @@
 """Check folders that hold code: who may write them, what in them is damaged, what a killed process has left in them."""
 
-from __future__ import annotations
-
 import json
 import os
 import pickle

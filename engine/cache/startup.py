@@ -5,8 +5,6 @@ without which PyTorch compiles one Triton kernel after the other in this process
 or while a model loads for somebody who will wait for the code.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Tell the shapes and memory layouts of a block's arguments, on which its graphs depend, and restore what a call changed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar

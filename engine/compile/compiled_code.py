@@ -1,7 +1,5 @@
 """Compile the forward of one block group and call it; run eager what cannot be compiled, or stop where the user wants that."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import threading

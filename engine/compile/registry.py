@@ -1,7 +1,5 @@
 """Keep compiled code by model: shared by all clones and nodes, kept across executions, freed with the model."""
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref

@@ -18,8 +18,6 @@ are lowered in the call (`lowered_inline`): PyTorch restarts the trace for some 
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
 
-from __future__ import annotations
-
 import collections
 import copy
 import functools

@@ -21,8 +21,6 @@ allocator, that belongs to a running capture: "CUDA driver error: invalid argume
 from Triton". Pointers that come as numbers are not checked, so `as_numbers` makes numbers of tensors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 import sys

@@ -4,8 +4,6 @@ PyTorch's group norm copies such images first. cuDNN's 16-bit convolutions want 
 other layouts at each call.
 """
 
-from __future__ import annotations
-
 import torch
 import triton
 import triton.language as tl

@@ -7,8 +7,6 @@ calls, so `HeldValues` looks at them before each call: the 2,000 modules of SDXL
 then its values are fetched at once and told apart by `id`.
 """
 
-from __future__ import annotations
-
 import enum
 import functools
 import operator

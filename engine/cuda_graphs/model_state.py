@@ -1,7 +1,5 @@
 """Tell whether the weights are where a CUDA graph expects them, and whether layers still run the same functions."""
 
-from __future__ import annotations
-
 import functools
 import types
 import weakref

@@ -1,7 +1,5 @@
 """Describe why a block could not be compiled, and what to do about it."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ A cure is a text, or texts by key, from which `Machine.cure` takes the first who
 among `Machine.traits`, and fills in its {names}.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 

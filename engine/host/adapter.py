@@ -4,8 +4,6 @@ A function that is missing, or takes other arguments than those listed here, is 
 own way, and one line in the log says so. An untested ComfyUI costs speed, never an image.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -4,8 +4,6 @@ ComfyUI asks PyTorch for flash attention first (comfy/ops.py); on Hopper cuDNN's
 kernel depends on card, shape and dtype, so `auto` measures them once on the model's own calls.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections import Counter

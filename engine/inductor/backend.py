@@ -5,8 +5,6 @@ more where the kernel only saves what fusing saves: the norm and the rotary embe
 (docs/figures.md, where the time goes).
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext

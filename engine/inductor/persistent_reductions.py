@@ -4,8 +4,6 @@ Inductor keeps a row in registers up to 1024 elements and reads longer rows twic
 token's channels, 3072 to 5120 in today's transformers, also fit into the registers of NVIDIA's GPUs.
 """
 
-from __future__ import annotations
-
 import functools
 from contextlib import AbstractContextManager, nullcontext
 

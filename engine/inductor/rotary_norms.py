@@ -3,8 +3,6 @@
 They mean what comfy_kitchen/backends/eager/{rope,adaln}.py means; code that works in place there is out of place here.
 """
 
-from __future__ import annotations
-
 import functools
 import operator
 from collections.abc import Iterator

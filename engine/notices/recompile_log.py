@@ -1,7 +1,5 @@
 """Tell users why a call of a model had to compile while sampling, and what would have avoided it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

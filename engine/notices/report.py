@@ -1,7 +1,5 @@
 """Report what was compiled, what it cost and what stayed eager, in words and as JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Show a line on a node in the page: whether its model is being compiled, and how long its steps take."""
 
-from __future__ import annotations
-
 import statistics
 import time
 import weakref

@@ -1,7 +1,5 @@
 """Say sentences in the user's language, from locales/LANGUAGE/report.json, or in English where there is none."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re

@@ -10,8 +10,6 @@ makes patches that are added later silently ineffective. Here entries are remove
 3. A patch inside a block gets what its code looks up (`options/patches.py`), or the host's own dict where that cannot be told.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

@@ -4,8 +4,6 @@ The answer is exact, or None ("may read anything") unless each use of the dict i
 passed on, looped over or captured, and for code that is no plain Python function.
 """
 
-from __future__ import annotations
-
 import dis
 import functools
 import inspect

@@ -4,8 +4,6 @@ A new version of PyTorch may rename any of them, so no other package names one. 
 `NAMES`, or its `instead`. If a name without a `without` is missing, nothing is compiled (`unsupported`).
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 import pkgutil

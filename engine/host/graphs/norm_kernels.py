@@ -1,7 +1,5 @@
 """Compile the Triton kernels for channels_last on the worker thread."""
 
-from __future__ import annotations
-
 import functools
 import weakref
 from typing import Any

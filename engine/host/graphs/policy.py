@@ -3,8 +3,6 @@
 Graphs pay where the GPU waits for the CPU in eager steps: measured, not by the model's name.
 """
 
-from __future__ import annotations
-
 import enum
 import logging
 import time

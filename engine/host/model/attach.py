@@ -1,7 +1,5 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import Counter

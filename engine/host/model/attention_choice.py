@@ -1,7 +1,5 @@
 """Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable

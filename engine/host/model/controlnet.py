@@ -1,7 +1,5 @@
 """Attach compile settings to a ControlNet of the host."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import logging

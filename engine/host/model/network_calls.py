@@ -1,7 +1,5 @@
 """Run each call of a network that the host has loaded: compiled, replayed from a CUDA graph, or uncompiled."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext

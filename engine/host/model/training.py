@@ -5,8 +5,6 @@ the compiled forwards must be in the blocks by then, and stay there until traini
 So forwards are exchanged when the trainer's model is cloned, and go with that model.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Open the cache of the host's user, and get ready to compile."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Wrap the host's `apply_model`: choose how each call of a diffusion model runs, and tell what it compiled."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Save what is compiled for a model into a file of the host's user, and load it on another machine."""
 
-from __future__ import annotations
-
 import logging
 import re
 import shutil

@@ -4,8 +4,6 @@ PyTorch's wrapper of a compiled module has that name (torch/_dynamo/eval_frame.p
 that such a file needs: the header is written anew, the weights are copied as they are.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

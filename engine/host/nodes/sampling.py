@@ -1,7 +1,5 @@
 """Run the host's own sampling path for a size, as a real generation does."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Warm up: compile for the chosen sizes before the real work starts."""
 
-from __future__ import annotations
-
 import enum
 import itertools
 import math

@@ -5,8 +5,6 @@ decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json
 faster on calls that are made anyway: nothing is computed twice.
 """
 
-from __future__ import annotations
-
 import copy
 import logging
 import time

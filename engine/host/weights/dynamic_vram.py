@@ -14,8 +14,6 @@ Life cycle of a whole model's pages, for CUDA graphs (`AllPages`):
 3. `unpin`, after it; `clean_up` where a call failed halfway.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -13,8 +13,6 @@ computing stream has been told to wait for the copy, and the sources are kept al
 its pinned memory itself (`cudaHostRegister`), so PyTorch does not know that a copy still reads that memory.
 """
 
-from __future__ import annotations
-
 import weakref
 from typing import NamedTuple
 

@@ -5,8 +5,6 @@ others for none. With as many bytes to move for every block, the same traffic hi
 buffers that it needs are the smallest.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ The host's partial loading keeps what fits; here the host is told that less does
 layers stay, and `host/weights/blocks.py` puts the others in place block by block.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ turned out not to compile: they run eager.
 Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
