@@ -160,25 +160,6 @@ def _folder(name: str) -> tuple:
     return read, write
 
 
-def _unless_python_alone_reads(original: Callable) -> Callable:
-    return lambda name, *value: None if name in _READ_BY_PYTHON else original(name, *value)
-
-
-_READ_BY_PYTHON = {os.environ.encodekey(name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", _LIBDEVICE)}
-_environment_scope = SharedScope(attributes(os, ("putenv", "unsetenv")))
-
-
-@contextmanager
-def c_environment_kept() -> Iterator[None]:
-    """While it lasts, `os.environ` and the environment of C differ in the variables that Python alone reads.
-
-    C++ reads variables in other threads, and setenv() moves the table under getenv(): the process can crash. PyTorch's
-    `cache_dir()` writes its variable too (torch/_inductor/runtime/cache_dir_utils.py).
-    """
-    with _environment_scope.wrapping(putenv=_unless_python_alone_reads, unsetenv=_unless_python_alone_reads):
-        yield
-
-
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
 folder_scope = SharedScope(
     {"inductor_folder": _folder("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _folder("TRITON_CACHE_DIR")}

@@ -20,7 +20,7 @@ from ..background.gate import gate
 from ..cache.disk import current
 from ..log import logger
 from ..torch_compat import private
-from ..torch_settings import SharedScope, c_environment_kept, compile_scope, libdevice, libdevice_scope, lowering_settings
+from ..torch_settings import SharedScope, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .call_shapes import static_heads
 
 
@@ -177,7 +177,6 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[CompileStats]:
     spent, cache, began = CompileStats(), current(), time.perf_counter()
     hits = private.counters["inductor"]["fxgraph_cache_hit"]
     with ExitStack() as scopes:
-        scopes.enter_context(c_environment_kept())
         if cache is not None:
             cache.enter(*folder)
             scopes.callback(cache.exit, folder[0])
