@@ -16,9 +16,8 @@ import comfy.cli_args
 import comfy.model_management
 import torch
 
+from ..log import logger
 from ..torch_settings import SharedScope, attribute
-
-logger = logging.getLogger("torch-compile-kit")
 
 
 class PageCalls(NamedTuple):

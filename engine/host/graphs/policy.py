@@ -4,7 +4,6 @@ Graphs pay where the GPU waits for the CPU in eager steps: measured, not by the 
 """
 
 import enum
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from torch import nn
 from ...cache.disk import current
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
+from ...log import logger
 from ...per_model import PerModel
 from ...settings import CompileSettings
 
@@ -23,7 +23,6 @@ MAX_BACKLOG = 0.3
 # Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails
 # can end the process, so other versions run without graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
-logger = logging.getLogger("torch-compile-kit")
 
 
 class Way(enum.Enum):

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -49,7 +48,6 @@ from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
-logger = logging.getLogger("torch-compile-kit")
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # The gate holds the worker thread back for so many calls in a row that no graph was captured for, so many seconds each.
 PLAIN_CALLS, CALL_SECONDS = 3, 2.0

@@ -1,7 +1,6 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
-import logging
 from collections import Counter
 
 import torch
@@ -15,6 +14,7 @@ from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_wor
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
+from ...log import logger
 from ...notices.status import Line, Status, tell_all
 from ...notices.words import told
 from ...settings import CompileSettings
@@ -30,7 +30,6 @@ from .user_folder import get_ready
 from .wrapper import BlockCompiler, install_apply, uninstall_apply
 
 KEY = "torch-compile-kit"
-logger = logging.getLogger(KEY)
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):

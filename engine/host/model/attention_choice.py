@@ -1,7 +1,6 @@
 """Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
 
 import functools
-import logging
 from collections.abc import Callable
 
 import comfy.ldm.modules.attention as host_attention
@@ -12,11 +11,11 @@ from ...cache.disk import current
 from ...compile.call_shapes import copied_containers
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
+from ...log import logger
 from ...options.patches import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
 
-logger = logging.getLogger("torch-compile-kit")
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
 

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import logging
 import weakref
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +15,7 @@ from ...background.gate import gate
 from ...compile.binding import plan_for
 from ...compile.registry import code_of, not_looked_at_in_words
 from ...errors import InvalidSetting
+from ...log import logger
 from ...notices.status import Line, Status
 from ...notices.words import told
 from ...settings import CompileSettings
@@ -26,7 +26,6 @@ from ..weights.blocks import Loaded
 from .attach import KEY, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 
-logger = logging.getLogger(KEY)
 # Networks whose sampling run has begun, until the host cleans up after the run.
 _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -1,6 +1,5 @@
 """Save what is compiled for a model into a file of the host's user, and load it on another machine."""
 
-import logging
 import re
 import shutil
 import tempfile
@@ -17,13 +16,13 @@ from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
+from ...log import logger
 from ...notices.recompile_log import CallInfo, watch_of
 from ...notices.report import groups_for
 from ...user_input import check_model, check_text
 from ..model.attach import attached_settings, diffusion_model, model_name
 from ..model.user_folder import kit_folder, open_users_cache
 
-logger = logging.getLogger("torch-compile-kit")
 NO_FILE = "none"
 NOTHING_TO_SAVE = "Nothing to save: put Torch Compile Model (backend inductor) and Torch Compile Warmup before this node."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")

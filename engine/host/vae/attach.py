@@ -6,7 +6,6 @@ faster on calls that are made anyway: nothing is computed twice.
 """
 
 import copy
-import logging
 import time
 import types
 import weakref
@@ -24,6 +23,7 @@ from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import never_swallowed
 from ...forwards import is_of_class
+from ...log import logger
 from ...notices.status import Line
 from ...notices.words import told
 from ...torch_compat import private
@@ -31,7 +31,6 @@ from ..adapter import forbids_threads, set_callbacks
 from ..graphs.norm_kernels import kernels, norm_kernels
 
 KEY = "torch-compile-kit"
-logger = logging.getLogger(KEY)
 # The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 # Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.

@@ -12,7 +12,6 @@ turned out not to compile: they run eager.
 Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
 """
 
-import logging
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
@@ -23,13 +22,13 @@ from torch import nn
 
 from ...compile import compiled_code
 from ...forwards import exchanged
+from ...log import logger
 from ...per_model import PerModel
 from ...torch_settings import SharedScope, attribute
 from ..adapter import host
 from .dynamic_vram import parameter
 from .partial_load import QUANTIZED, is_known
 
-logger = logging.getLogger("torch-compile-kit")
 # Classes of layers in which tracing has failed.
 untraceable: set[type] = set()
 _DISPATCH = ("__torch_function__", "__torch_dispatch__")
