@@ -4,7 +4,7 @@ from comfy_api.latest import io, ui
 
 from ..engine.benchmark.plot import draw, draw_message
 from ..engine.host.nodes.benchmark import MAX_STEPS, NOT_COMPILED, benchmark
-from ..engine.warmup_plan import Size
+from ..engine.host.nodes.warmup_plan import Size
 from .inputs import latent_input, size_inputs
 
 

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..engine.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS
+from ..engine.host.nodes.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS
 
 
 def size_inputs() -> list:

@@ -3,8 +3,8 @@
 from comfy_api.latest import io
 
 from ..engine.host.nodes.warmup import warm_up
+from ..engine.host.nodes.warmup_plan import Size, parse_extra_sizes
 from ..engine.user_input import refusal
-from ..engine.warmup_plan import Size, parse_extra_sizes
 from .inputs import latent_input, size_inputs
 
 

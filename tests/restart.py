@@ -87,7 +87,7 @@ def main(base, actions):
                 options = compiled.model_options["transformer_options"]
                 options["optimized_attention_override"] = module("engine.inductor.attention_kernels").override_for("cudnn")
             positive, negative = tiny_models.conditioning("flux")
-            size = module("engine.warmup_plan").Size
+            size = module("engine.host.nodes.warmup_plan").Size
             began = time.perf_counter()
             answer["report"] = module("engine.host.nodes.warmup").warm_up(
                 compiled, positive, negative, 1.0, [size(64, 64, 1, 1), size(96, 64, 1, 1)]

@@ -73,19 +73,19 @@ def test_what_needs_a_gpu_says_so(settings, engine, chosen):
     ],
 )
 def test_sizes_are_read(engine, line, size):
-    (read,) = engine("warmup_plan").parse_extra_sizes(f"\n# my sizes\n{line}\n")
+    (read,) = engine("host.nodes.warmup_plan").parse_extra_sizes(f"\n# my sizes\n{line}\n")
     assert (read.width, read.height, read.length, read.batch) == size
 
 
 @pytest.mark.parametrize("line", ["1024", "1024x", "1024x768 batch", "axb", "0x512", "512x512 batch 0", "512x512x1x1"])
 def test_a_line_that_is_no_size_is_named(engine, line):
     with pytest.raises(engine("errors").InvalidSetting) as error:
-        engine("warmup_plan").parse_extra_sizes(f"512x512\n{line}")
+        engine("host.nodes.warmup_plan").parse_extra_sizes(f"512x512\n{line}")
     assert "line 2" in str(error.value) and line in str(error.value)
 
 
 def test_several_sizes_on_a_line(engine):
-    read = engine("warmup_plan").parse_extra_sizes("1024x1024, 768x768 batch 2,\n# 1x1, 2x2\n832x480x33")
+    read = engine("host.nodes.warmup_plan").parse_extra_sizes("1024x1024, 768x768 batch 2,\n# 1x1, 2x2\n832x480x33")
     assert [size.label() for size in read] == ["1024x1024 batch 1", "768x768 batch 2", "832x480x33 batch 1"]
 
 
@@ -105,14 +105,14 @@ def test_several_sizes_on_a_line(engine):
 )
 def test_sizes_have_limits(engine, text, said):
     with pytest.raises(engine("errors").InvalidSetting, match=said) as error:
-        engine("warmup_plan").parse_extra_sizes(text)
+        engine("host.nodes.warmup_plan").parse_extra_sizes(text)
     assert len(str(error.value)) < 500
 
 
 @pytest.mark.parametrize("size", [(16385, 64), (64, 0), (64, 64, 16385), (64, 64, 1, 4097)])
 def test_a_linked_number_beyond_the_limits_is_named(engine, size):
     with pytest.raises(engine("errors").InvalidSetting, match="use 1 to"):
-        engine("warmup_plan").Size(*size)
+        engine("host.nodes.warmup_plan").Size(*size)
 
 
 @pytest.mark.parametrize("value", ["a" * 10_000_000, ["a" * 10_000_000], 10**5000], ids=["text", "list", "number"])

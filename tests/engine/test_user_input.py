@@ -40,13 +40,13 @@ def test_a_setting_of_another_kind_is_named(engine, invalid, name, value):
 @pytest.mark.parametrize("value", [0.5, "64", None, [64], float("nan"), float("inf"), torch.tensor(64.0)])
 def test_a_size_of_another_kind_is_named(engine, invalid, value):
     with pytest.raises(invalid, match=r"^width = .+: use a whole number, 1 to 16384"):
-        engine("warmup_plan").Size(value, 64)
+        engine("host.nodes.warmup_plan").Size(value, 64)
 
 
 @pytest.mark.parametrize("value", [None, {"samples": 1}, 5])
 def test_sizes_that_are_no_text_are_named(engine, invalid, value):
     with pytest.raises(invalid, match=r"^extra_sizes = .+: use a text"):
-        engine("warmup_plan").parse_extra_sizes(value)
+        engine("host.nodes.warmup_plan").parse_extra_sizes(value)
 
 
 TEXT = torch.zeros(1, 4, 8)

@@ -9,7 +9,7 @@ import torch
 
 
 def test_a_new_peak_is_told_and_an_old_one_is_not(engine):
-    memory = engine("warmup_plan")
+    memory = engine("host.nodes.warmup_plan")
     peaks = memory.MemoryPeaks(torch.device("cpu"))
     above = memory.peak_of_ram() - peaks._used + 2**29  # of this process's highest so far
     held = torch.ones(above, dtype=torch.uint8)
@@ -22,7 +22,7 @@ def test_a_new_peak_is_told_and_an_old_one_is_not(engine):
 
 @pytest.mark.parametrize("named", [["torch/_inductor/compile_worker"], []])
 def test_processes_that_compile_are_counted(engine, named):
-    peaks = engine("warmup_plan").MemoryPeaks(torch.device("cpu"))
+    peaks = engine("host.nodes.warmup_plan").MemoryPeaks(torch.device("cpu"))
     before = peaks.text()
     child = subprocess.Popen([sys.executable, "-c", "input()", *named], stdin=subprocess.PIPE)
     try:
@@ -34,7 +34,7 @@ def test_processes_that_compile_are_counted(engine, named):
 
 
 def test_weights_that_the_host_pages_are_told_apart(engine, monkeypatch):
-    memory = engine("warmup_plan")
+    memory = engine("host.nodes.warmup_plan")
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 3 * 2**30)
     text = memory.MemoryPeaks(torch.device("cuda"), lambda: 22 * 2**30).text()
     assert "up to 3.0 GiB of VRAM and 22.0 GiB of weights that ComfyUI pages" in text

@@ -29,11 +29,11 @@ from ...notices.report import groups_for, stats_for
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
-from ...warmup_plan import Size
 from ..model.attach import attached_settings, diffusion_model, eager_clone, model_name, notes_about
 from ..weights.blocks import notes_on
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample
+from .warmup_plan import Size
 
 ROUNDS = 3
 MAX_STEPS = 10_000

@@ -15,7 +15,7 @@ from comfy.patcher_extension import WrappersMP
 from ...compile.session import monitor
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
-from ...warmup_plan import Size
+from .warmup_plan import Size
 
 # Some models keep state that only the second call uses (KV caches), so one call at a shape is not enough.
 STEPS = 2

@@ -22,13 +22,13 @@ from ...per_model import Same
 from ...settings import CompileSettings
 from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
-from ...warmup_plan import MemoryPeaks, Size
 from ..adapter import is_dynamic
 from ..model.attach import KEY, attached_settings, compile_plan, diffusion_model, model_name, notes_about
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
 from .progress import WarmupProgress
 from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ranges_of, sample_once
+from .warmup_plan import MemoryPeaks, Size
 
 MAX_REMEMBERED = 200  # runs of the sampler, per model
 # Two lengths of a prompt have run, and the second compiled nothing: a third will not either.

@@ -178,7 +178,7 @@ def test_paged_weights_are_not_held_and_need_the_same_code(flux, monkeypatch):
 
 def test_the_warmup_waits_and_leaves_nothing_to_make(flux, engine):
     compiled = flux.attach(flux.patcher)
-    size = engine("warmup_plan").Size
+    size = engine("host.nodes.warmup_plan").Size
     report = engine("host.nodes.warmup").warm_up(compiled, flux.positive, flux.negative, 1.0, [size(64, 64, 1, 1)])
     assert "1 graph compiled" in report
     expected = flux.run(flux.patcher)

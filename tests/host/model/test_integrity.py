@@ -98,7 +98,7 @@ def test_torch_settings_are_as_found(flux, attach, conditioning, latent):
 
 
 def test_the_warmup_leaves_the_random_state(flux, attach, engine, conditioning, latent):
-    compiled, size = attach(flux), engine("warmup_plan").Size(64, 64)
+    compiled, size = attach(flux), engine("host.nodes.warmup_plan").Size(64, 64)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine
     del first
     gc.collect()
     second = attach(tiny.build_patcher(name), settings)
-    size, latent = engine("warmup_plan").Size(64, 64), {"samples": empty} if length > 1 else None
+    size, latent = engine("host.nodes.warmup_plan").Size(64, 64), {"samples": empty} if length > 1 else None
     assert re.search(r"\d graphs? compiled", engine("host.nodes.warmup").warm_up(second, *prompts, cfg, [size], latent))
     assert torch.equal(without, sample(second, prompts, empty, cfg, 7, sampler="euler_ancestral"))
 
@@ -187,7 +187,7 @@ def test_only_blocks_compiles_only_those(flux, attach, engine, conditioning, lat
 
 
 def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditioning):
-    sizes = engine("warmup_plan").Size
+    sizes = engine("host.nodes.warmup_plan").Size
     invalid = engine("errors").InvalidSetting
     with pytest.raises(invalid, match=r"width = 4: too small"):
         engine("host.nodes.warmup").warm_up(attach(flux), *conditioning, 1.0, [sizes(4, 64)])
@@ -196,7 +196,7 @@ def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditionin
 
 
 def test_a_warmup_without_a_compiled_model_says_so(flux, engine, conditioning):
-    report = engine("host.nodes.warmup").warm_up(flux, *conditioning, 1.0, [engine("warmup_plan").Size(64, 64)])
+    report = engine("host.nodes.warmup").warm_up(flux, *conditioning, 1.0, [engine("host.nodes.warmup_plan").Size(64, 64)])
     assert "put Torch Compile Model" in report
 
 

@@ -53,7 +53,7 @@ OTHERS = [pytest.param(name, "aot_eager", marks=pytest.mark.rest) for name in ("
 @pytest.mark.parametrize(("name", "backend"), [*FIRST, *OTHERS, *MORE_CODE])
 def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model_files):
     _, cfg, (width, height, length), where, graphs = MODELS[name]
-    attachment, plan_of_size = engine("host.model.attach"), engine("warmup_plan").Size(width, height, length)
+    attachment, plan_of_size = engine("host.model.attach"), engine("host.nodes.warmup_plan").Size(width, height, length)
     settings = engine("settings").CompileSettings(backend=backend, compile="at once")
     patcher = loaded(name, tiny, model_files)
     conditioning, latent = tiny.conditioning(name), tiny.empty_latent(name, width, height, length)
@@ -83,7 +83,7 @@ def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model
 
 def test_inductors_own_code_equals_eager(engine, tiny):
     """Of one kind of block, for two sizes: the real compiler takes ten seconds of a core a graph."""
-    attachment, size = engine("host.model.attach"), engine("warmup_plan").Size
+    attachment, size = engine("host.model.attach"), engine("host.nodes.warmup_plan").Size
     settings = engine("settings").CompileSettings(compile="at once", only_blocks="single_blocks.*")
     patcher, conditioning = tiny.build_patcher("flux"), tiny.conditioning("flux")
     compiled = attachment.attach(patcher, settings)

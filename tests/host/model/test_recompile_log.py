@@ -22,7 +22,7 @@ class Watched(Runs):
         self.compiled = self.attach(self.patcher, **{"dynamic": "false", **settings})
 
     def warm(self, *sizes, patcher=None, positive=None, negative=None):
-        sizes = [self.engine("warmup_plan").Size(*size) for size in sizes or [(64, 64)]]
+        sizes = [self.engine("host.nodes.warmup_plan").Size(*size) for size in sizes or [(64, 64)]]
         conditioning = positive or self.positive, negative or self.negative
         return self.engine("host.nodes.warmup").warm_up(patcher or self.compiled, *conditioning, self.cfg, sizes)
 

@@ -31,7 +31,7 @@ class Benchmarked(Runs):
         return executor(*args, **kwargs)
 
     def benchmark(self, steps=3, size=(64, 64), **options):
-        size = self.engine("warmup_plan").Size(*size)
+        size = self.engine("host.nodes.warmup_plan").Size(*size)
         run = self.engine("host.nodes.benchmark").benchmark
         return run(self.compiled, self.positive, self.negative, size, self.cfg, steps, **options)
 

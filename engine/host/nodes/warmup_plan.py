@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from .errors import InvalidSetting
-from .user_input import check_text, check_whole
+from ...errors import InvalidSetting
+from ...user_input import check_text, check_whole
 
 GIB = 2**30
 MAX_PIXELS = 16384
