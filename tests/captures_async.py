@@ -3,7 +3,7 @@
     PYTORCH_CUDA_ALLOC_CONF=backend:cudaMallocAsync python tests/captures_async.py
 
 A process of its own, which a failed capture can end (CUDAMallocAsyncAllocator.cpp, `free_impl`). Versions of PyTorch with which
-it gets to its end go into `CAPTURES_ASYNC` of engine/host/graphs/policy.py.
+it gets to its end go into `CAPTURES_ASYNC` of engine/torch_compat/private.py.
 """
 
 import os

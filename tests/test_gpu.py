@@ -88,7 +88,7 @@ print("lives")
 
     def test_captures_from_memory_of_cudamallocasync(self, engine):
         version = ".".join(torch.__version__.split(".")[:2])
-        if version not in engine("host.graphs.policy").CAPTURES_ASYNC:
+        if version not in engine("torch_compat.private").CAPTURES_ASYNC:
             pytest.skip(f"not known to work with PyTorch {version}: there are no such graphs there")
         script = Path(__file__).resolve().parent / "captures_async.py"
         environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}

@@ -12,8 +12,6 @@ from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import numerics
 
-# Where PyTorch keeps what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
-_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 T = TypeVar("T")
 
 
@@ -65,7 +63,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
             tensor.dim() == 6
             and tensor.shape[-2:] == (2, 2)
             and tensor.shape[1] > 1
-            and not any(hasattr(tensor, m) for m in _MARKS)
+            and not any(hasattr(tensor, m) for m in private.STATIC_MARKS)
         ):
             for dimension in (2, 3):
                 private.mark_static(tensor, dimension)
@@ -74,7 +72,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
         yield
     finally:
         for tensor in marked:
-            for mark in _MARKS:
+            for mark in private.STATIC_MARKS:
                 vars(tensor).pop(mark, None)
 
 

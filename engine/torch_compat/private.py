@@ -19,6 +19,11 @@ import torch
 logger = logging.getLogger("torch-compile-kit")
 # The first and the last version with which the tests have passed.
 TESTED = "2.9", "2.15"
+# Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
+# process, so other versions run without CUDA graphs.
+CAPTURES_ASYNC = {"2.11", "2.15"}
+# Where PyTorch keeps on a tensor what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
+STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 
 
 class NeverRaised(Exception):
@@ -102,7 +107,6 @@ NAMES = {
     "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.13 keys do not depend on libdevice
     # Inductor.
     "compile_fx": PrivateName("torch._inductor.compile_fx", "inductor is not used"),
-    "compile_fx_function": PrivateName("torch._inductor.compile_fx:compile_fx", "inductor is not used"),
     "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),
     "decomp_table_in_use": PrivateName("torch._inductor.compile_fx:select_decomp_table", _NO_REPLACEMENTS),
     "list_mode_options": PrivateName("torch._inductor:list_mode_options", "every mode is as default", lambda mode: {}),
@@ -154,10 +158,11 @@ def _find(entry: PrivateName) -> Any:
         return entry.instead
 
 
-def is_imported(name: str) -> bool:
-    """Whether PyTorch has imported the module of a name, at least as far as the name."""
-    module, _, attribute = NAMES[name].path.partition(":")
-    return module in sys.modules and (not attribute or hasattr(sys.modules[module], attribute.partition(".")[0]))
+def is_imported(name: str, attribute: str = "") -> bool:
+    """Whether PyTorch has imported the module of a name, at least as far as the name, or as an attribute of that module."""
+    module, _, path = NAMES[name].path.partition(":")
+    first = path.partition(".")[0] or attribute
+    return module in sys.modules and (not first or hasattr(sys.modules[module], first))
 
 
 @functools.cache

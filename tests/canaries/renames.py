@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # What only compiling with inductor asks for; that takes seconds a name.
 OF_INDUCTOR = (
     "compile_fx",
-    "compile_fx_function",
     "select_decomp_table",
     "InductorChoices",
     "V",

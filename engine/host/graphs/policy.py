@@ -17,12 +17,10 @@ from ...cuda_graphs.capture import graphs_of
 from ...log import logger
 from ...per_model import PerModel
 from ...settings import CompileSettings
+from ...torch_compat import private
 
 # Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
 MAX_BACKLOG = 0.3
-# Versions of PyTorch with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails
-# can end the process, so other versions run without graphs.
-CAPTURES_ASYNC = {"2.11", "2.15"}
 
 
 class Way(enum.Enum):
@@ -63,7 +61,7 @@ def no_graphs(device: torch.device) -> str | None:
     allocator = torch.cuda.get_allocator_backend()
     if allocator == "cudaMallocAsync":
         version = ".".join(torch.__version__.split(".")[:2])
-        if version in CAPTURES_ASYNC:
+        if version in private.CAPTURES_ASYNC:
             return None
         return (
             f"CUDA graphs are off: with cudaMallocAsync, ComfyUI's default, they have not been tested with PyTorch {version}. "

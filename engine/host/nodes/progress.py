@@ -92,7 +92,7 @@ class WarmupProgress:
         block = self._compiling
         if block is None:
             how = say("sampling") if self._stepped or self._seen else say("loadingModel")
-        elif self._inductor and not private.is_imported("compile_fx_function"):
+        elif self._inductor and not private.is_imported("compile_fx", "compile_fx"):
             how = say("loadingCompiler")
         else:
             how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))

@@ -231,9 +231,9 @@ def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     assert no_graphs(torch.device("cuda")) is None
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
-    monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
+    monkeypatch.setattr(engine("torch_compat.private"), "CAPTURES_ASYNC", {".".join(torch.__version__.split(".")[:2])})
     assert no_graphs(torch.device("cuda")) is None
-    monkeypatch.setattr(engine("host.graphs.policy"), "CAPTURES_ASYNC", set())
+    monkeypatch.setattr(engine("torch_compat.private"), "CAPTURES_ASYNC", set())
     assert "--disable-cuda-malloc" in no_graphs(torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "pluggable")
     assert "another node" in no_graphs(torch.device("cuda"))
