@@ -90,6 +90,7 @@ NAMES = {
     "mark_static": PrivateName("torch._dynamo:mark_static", _SLOWER_TRACE, _nothing),
     "maybe_mark_dynamic": PrivateName("torch._dynamo:maybe_mark_dynamic", _SLOWER_TRACE, _nothing),
     "get_funcname": PrivateName("torch._dynamo.symbolic_convert:get_funcname", _SLOWER_TRACE),
+    "profile_guard_manager": PrivateName("torch._dynamo.guards:profile_guard_manager", _SLOWER_TRACE),
     "exit_of_sdpa_kernel": PrivateName(
         "torch._dynamo.variables.ctx_manager:SDPAKernelVariable.exit", "code with a chosen attention kernel is not cached"
     ),

@@ -115,6 +115,7 @@ TORCH = {
     "torch._dynamo.variables.ctx_manager.SDPAKernelVariable.exit": replaced("self", "tx"),
     "torch.nn.attention._sdpa_kernel": called(1, "set_priority"),
     "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
+    "torch._dynamo.guards.profile_guard_manager": READ,
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
     "torch._dynamo.variables.SymNodeVariable": READ,

@@ -66,6 +66,16 @@ def test_tracing_reads_no_source_files_for_pytorchs_debug_log(compiled, added):
     assert added(net) == 1 and not funcname_cache.cache
 
 
+def test_guards_are_not_timed_for_pytorchs_debug_log(compiled, added, monkeypatch):
+    timed, guards = [], torch._dynamo.guards
+    time = guards.profile_guard_manager
+    monkeypatch.setattr(guards, "profile_guard_manager", lambda *args: (timed.append(args), time(*args))[1])
+    net = Net()
+    with compiled(net):
+        net(torch.randn(2, 4, 8))
+    assert added(net) == 1 and not timed
+
+
 def test_no_garbage_is_collected_while_a_call_traces(compiled, watched, monkeypatch):
     seen = []
     run_while_tracing = torch._dynamo.assume_constant_result(lambda: seen.append(gc.isenabled()))
