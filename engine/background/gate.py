@@ -44,6 +44,7 @@ class Gate:
     def __init__(self) -> None:
         self.is_busy: Callable[[], bool] = lambda: False
         self.waited = 0.0
+        self.jobs_past_ceiling = 0
         self._open = threading.Event()
         self._host: int | None = None
         self._place: tuple[int, int] | None = None
@@ -54,9 +55,10 @@ class Gate:
         self._held_until = 0.0
         self._stopped = False
         self._waited_before_job = 0.0
+        self._is_past_ceiling = False
 
     def begin_job(self) -> None:
-        self._waited_before_job = self.waited
+        self._waited_before_job, self._is_past_ceiling = self.waited, False
 
     def stop(self) -> None:
         self._stopped = True
@@ -98,8 +100,8 @@ class Gate:
         """On the worker: wait until the gate is open or there is credit."""
         if self._stopped:
             raise Stopped
-        while self._is_held() and not self._stopped and self.waited - self._waited_before_job < CEILING:
-            if self._is_host_blocked(time.monotonic()):
+        while self._is_held() and not self._stopped:
+            if self._is_host_blocked(time.monotonic()) or self._has_waited_enough():
                 break
             time.sleep(POLL_SECONDS)
             self.waited += POLL_SECONDS
@@ -107,7 +109,7 @@ class Gate:
         if self._asked is not None:
             self._credit = max(self._credit - (now - self._asked), -MAX_DEBT)
         self._asked = None
-        if self._is_free(now) or self.waited - self._waited_before_job > CEILING:
+        if self._is_free(now):
             return
         while self._credit <= 0:
             self._open.wait(POLL_SECONDS)
@@ -123,7 +125,13 @@ class Gate:
         return self._tracing > 0 or (self._held_until > time.monotonic() and not self._open.is_set() and self.is_busy())
 
     def _is_free(self, now: float) -> bool:
-        return self._open.is_set() or not self.is_busy() or self._is_host_blocked(now)
+        return self._open.is_set() or not self.is_busy() or self._is_host_blocked(now) or self._has_waited_enough()
+
+    def _has_waited_enough(self) -> bool:
+        if not self._is_past_ceiling and self.waited - self._waited_before_job >= CEILING:
+            self._is_past_ceiling = True
+            self.jobs_past_ceiling += 1
+        return self._is_past_ceiling
 
     def _is_host_blocked(self, now: float) -> bool:
         frame = sys._current_frames().get(self._host or 0)

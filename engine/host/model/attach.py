@@ -6,6 +6,7 @@ from collections import Counter
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ...background.gate import CEILING, gate
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
@@ -136,6 +137,11 @@ def notes_about(patcher) -> list[str]:
         notes.append(uncalled_in_words(code.uncalled))
     if code.eager_calls:
         notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
+    if gate.jobs_past_ceiling:
+        notes.append(
+            f"{gate.jobs_past_ceiling} graphs had waited {CEILING:.0f} s for sampling to leave time, and were then compiled "
+            "beside it without a pause: steps were slower meanwhile."
+        )
     if compiler.busy:
         notes.append("More code is being made in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]

@@ -65,6 +65,16 @@ def test_it_goes_on_when_the_host_is_idle(gate, asked, monkeypatch):
     assert not step(torch.randn(2, 4, 8))[1]
 
 
+@pytest.mark.parametrize("seconds_held", [0, 60])
+def test_a_job_waits_so_long_and_no_longer(engine, gate, asked, monkeypatch, seconds_held):
+    monkeypatch.setattr(engine("background.gate"), "CEILING", 0.05)
+    monkeypatch.setattr(gate, "jobs_past_ceiling", 0)
+    gate.hold(seconds_held)
+    step = asked()
+    until(lambda: not step.is_being_compiled)
+    assert gate.jobs_past_ceiling == 1 and not step(torch.randn(2, 4, 8))[1]
+
+
 def test_who_waits_for_code_opens_it(asked):
     step = asked()
     step.at_once(torch.randn(2, 4, 8))

@@ -47,6 +47,13 @@ def flux(tiny, engine):
     return runs
 
 
+def test_the_report_says_that_compiling_was_not_paused_any_more(flux, engine, monkeypatch):
+    attachment, (said, unsaid) = engine("host.model.attach"), ("2 graphs had waited 20 s", "graphs had waited")
+    assert unsaid not in " ".join(attachment.notes_about(flux.patcher))
+    monkeypatch.setattr(engine("background.gate").gate, "jobs_past_ceiling", 2)
+    assert said in " ".join(attachment.notes_about(flux.patcher))
+
+
 @pytest.mark.parametrize("name", ["flux", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("wan", "qwen_image"))])
 def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     runs = Behind(tiny, engine, name)
