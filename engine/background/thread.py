@@ -104,7 +104,7 @@ class Compiler:
             return self._thread is not None
 
     def have_awaited(self) -> bool:
-        """Have sampling wait until the queue is empty; whether there is a job."""
+        """Make sampling wait until the queue is empty; returns whether the queue has a job."""
         with self._changed:  # else the queue may run empty in between, and stay awaited
             self.awaited = self._thread is not None
             return self.awaited

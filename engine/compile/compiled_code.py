@@ -36,10 +36,10 @@ _excluded_at = 0.0
 on_trace: list[Callable[[], None]] = []
 # In how many new runs code is compiled again that failed for a reason that may have passed.
 RETRIES = 3
-# More variants than this for the same shapes, under one set of patches: a patch, or a block of another pack, that differs for
-# each block or step.
+# A group is given up if it was compiled more than PATCH_VARIANTS times in a row for the same shapes and patches: the patch, or
+# the block of another pack, differs for each block or step. Or more than VARIANTS_IN_RUN times in one run, in a row or not: the
+# patch keeps state for each block and step.
 PATCH_VARIANTS = 4
-# More than this in one run, also where others of them are used in between: a patch that keeps state by block and step.
 VARIANTS_IN_RUN = 8
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()

@@ -147,10 +147,10 @@ def _may_vary(value: Any) -> bool:
     return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
-# Functions of PyTorch's modules, which are the process's: Dynamo traces on one thread at a time (`compile_lock`).
-# `get_funcname` splits each source file that is traced into tokens, for a line of a debug log: 0.7 of Flux's first 2 s.
-# `profile_guard_manager` times the guards of each graph, after it has flushed the CPU's caches, for another line.
-# A collection of garbage among all that the host and its nodes have loaded is another 0.3 s, and there is no garbage yet.
+# What is replaced or switched off while Dynamo traces. All of it belongs to the process; Dynamo traces on one thread at a time
+# (`compile_lock`). `get_funcname` tokenizes each source file that is traced, for a debug log: 0.7 of the first 2 s of Flux.
+# `profile_guard_manager` runs the guards of a new graph once more, for a debug log. The garbage collector takes 0.3 s to visit
+# what the host and its nodes have loaded.
 tracing_scope = SharedScope(
     {
         **{

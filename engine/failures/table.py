@@ -23,7 +23,7 @@ _BUNDLED = (
     "reinstall PyTorch from its {index} index (pytorch.org)."
 )
 _PIP = '{executable} -m pip install -U "{package}=={wanted}.*".'
-# `{install}` in the cures below; of triton-windows, 3.8 was the newest on PyPI in November 2026.
+# `{install}` in the cures below. In November 2026 the newest triton-windows on PyPI was 3.8.
 INSTALL_TRITON = {
     "Linux AMD": _BUNDLED,
     "Intel": _BUNDLED,

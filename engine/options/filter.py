@@ -229,7 +229,10 @@ def _replacements_for(options: Mapping) -> dict[str, dict]:
 
 
 def _add_position(kept: dict, options: Mapping, dropped: frozenset[str]) -> None:
-    """Let the block look up its replacements: under one place for all blocks, where only the lookup depends on the place."""
+    """Keep in the options what the block looks up its replacements by.
+
+    Where nothing but that lookup depends on the block's place, all blocks get the same place, and share a graph.
+    """
     tables = kept["patches_replace"]
     here = _place(options)
     if here is None or not dropped.issuperset(POSITION) or any(not _is_place(k) for t in tables.values() for k in t):

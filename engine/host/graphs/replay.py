@@ -49,7 +49,7 @@ from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
-# The gate holds the worker thread back for so many calls in a row that no graph was captured for, so many seconds each.
+# Of consecutive calls that run without a CUDA graph, each of the first PLAIN_CALLS holds the worker for up to CALL_SECONDS.
 PLAIN_CALLS, CALL_SECONDS = 3, 2.0
 # Entries that no code below `apply_model` can depend on but through the patcher's machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})

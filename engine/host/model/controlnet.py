@@ -133,6 +133,9 @@ def _end_run(patcher: Any) -> None:
 
 
 def _on_load(patcher: Any, *_: object) -> None:
-    """Weights may have moved. The host cleans up after no run that was cancelled (comfy/samplers.py, `outer_sample`), and loads
-    anew in the middle of one where a VAE needs room."""
+    """Have the next call begin a run, since weights may have moved.
+
+    The host calls no ON_CLEANUP after a cancelled run (comfy/samplers.py, `outer_sample`), and loads again in the middle of a
+    run when a VAE needs room.
+    """
     _running.discard(patcher.model)

@@ -39,9 +39,9 @@ def spread_weights(executor, patcher, *args, **kwargs):
 
 
 def override_methods(patcher: Any, methods: type) -> None:
-    """Have `methods` come before those of the patcher's class.
+    """Give the patcher a class that inherits from `methods` and from its class, in this order.
 
-    Functions in the patcher's `__dict__` would have to refer to the patcher, and `copy.copy` would hand them to another one.
+    Functions in the patcher's `__dict__` would do less: `copy.copy` copies them to another patcher, still bound to this one.
     """
     kind: Any = type(patcher)
     if not issubclass(kind, methods):
@@ -76,7 +76,7 @@ class EvenLoad:
             return items
         if args[0] if args else kwargs.get("for_dynamic"):
             return _even_by_rank(_ranks(self.model), items)
-        _tag_load_order(self.model)  # a part may be about to be unloaded; loading writes its own note at the end
+        _tag_load_order(self.model)  # for unloading, which asks for the list too; `partially_load` sets the tag at its end
         return _even_by_size(_ranks(self.model), items)
 
 
