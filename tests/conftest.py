@@ -186,17 +186,6 @@ def wait_for_the_compiler():
 
 
 @pytest.fixture(autouse=True)
-def guards_not_timed():
-    """PyTorch times the guards of each graph with emptied caches, for its logs alone: 25 ms, a seventh of the suite's time."""
-    guards = sys.modules.get("torch._dynamo.guards")
-    # Of its own: where a test's `monkeypatch` is undone is for the test to say.
-    with pytest.MonkeyPatch.context() as patch:
-        if hasattr(guards, "profile_guard_manager"):
-            patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
-        yield
-
-
-@pytest.fixture(autouse=True)
 def settings_restored():
     """No test leaves a setting of PyTorch changed: the tests after it would fail, or pass, for no reason of their own."""
     before = compiler_settings()
