@@ -26,7 +26,7 @@ def in_one_line(error: BaseException) -> str:
 
 
 def shown(value: object) -> str:
-    """A value as messages show it: megabytes in an input must not become megabytes of log."""
+    """Shorten a value for a message: an input of megabytes must not write megabytes of log."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest
         return "a number of very many digits"
     if isinstance(value, str):

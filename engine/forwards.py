@@ -14,9 +14,9 @@ class OwnForward(functools.partial):
 
 
 def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
-    """Whether a method in the module's `__dict__` is what the class has under that name anyway.
+    """Whether `value`, from the module's `__dict__`, is the class's own method of that name.
 
-    The host leaves it there when it takes another one back (weight_adapter/bypass.py, object patches).
+    The host leaves such a method there when it takes back a patch (weight_adapter/bypass.py, object patches).
     """
     return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
 

@@ -29,7 +29,8 @@ class PerModel(Generic[T]):
 
 
 class Same:
-    """A key by identity, not equal for an object at the same address later. Weak where the object has weak references."""
+    """A key by identity: an object that has the same address later is not equal. Keeps the object alive only if it has no weak
+    references."""
 
     __slots__ = ("_alive", "_hash", "_value")
 

@@ -243,5 +243,5 @@ def sampling_switches(allow_tf32: bool, cudnn_benchmark: bool) -> dict[str, bool
 
 
 def is_nvidia(device: torch.device) -> bool:
-    """Whether what was measured on an NVIDIA card may hold for `device`; PyTorch for AMD's cards calls them cuda as well."""
+    """Whether `device` is an NVIDIA card; PyTorch for AMD's cards calls them cuda as well."""
     return device.type == "cuda" and torch.version.hip is None

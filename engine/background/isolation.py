@@ -39,7 +39,7 @@ _REPLACED: dict[str, tuple[tuple, Callable]] = {
     "python": (attribute(random, "setstate"), _no_op),  # Dynamo, of the trace that warms it up
     "cpu": (attribute(torch.random, "set_rng_state"), _no_op),
     "cuda": (attribute(torch.cuda, "set_rng_state"), _no_op),
-    # Dynamo puts these back after a trace: what a loader sets meanwhile would be undone, or what it has undone stay.
+    # Dynamo restores these after a trace, which would undo what a loader has set or reset on another thread meanwhile.
     "dtype": (attribute(torch, "set_default_dtype"), _no_op),
     "deterministic": (attribute(torch, "use_deterministic_algorithms"), _no_op),
     "fp32": (private.switch("set_fp32_precision"), _no_op),
@@ -72,7 +72,7 @@ _fx_scope = SharedScope(_switches)
 
 @contextmanager
 def isolated() -> Iterator[None]:
-    """While it lasts, what compiling on this thread does to the process stays with the thread."""
+    """A context that limits to this thread what compiling on this thread would change for the whole process."""
     _isolated.add(threading.get_ident())
     try:
         with (

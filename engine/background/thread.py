@@ -95,7 +95,7 @@ class Compiler:
                 job.over = True
                 return
             self._thread = thread
-            self._interval = sys.getswitchinterval()  # the worker waits for our lock, so it restores this later
+            self._interval = sys.getswitchinterval()  # `_next` restores it, under the lock that is held here
             sys.setswitchinterval(min(self._interval, INTERVAL))
 
     @property

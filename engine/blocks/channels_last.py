@@ -150,7 +150,7 @@ def paused() -> Iterator[None]:
 
 
 def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """While the mode is on, the arguments with all images in channels_last, and (image, copy) of each that was copied."""
+    """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy)."""
     if not _active.modes:
         return args, []
     copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]

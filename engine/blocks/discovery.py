@@ -45,7 +45,7 @@ class BlockPlan:
         return sum(b.parameters for b in self.blocks) / max(1, self.total_parameters)
 
     def select(self, patterns: tuple[str, ...]) -> BlockPlan:
-        """The blocks whose path matches one of the fnmatch patterns, or all; InvalidSetting if a pattern matches no block."""
+        """Keep the blocks whose path matches a pattern of fnmatch, or all; InvalidSetting if a pattern matches no block."""
         if not patterns:
             return self
         for pattern in patterns:

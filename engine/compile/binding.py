@@ -85,8 +85,8 @@ class Binding:
                 self._weights.drop()
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
-        """How each block runs. Some blocks of a UNet run eager, or are compiled in parts; their weights are put in place all
-        the same, since the block before has begun to fetch them."""
+        """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:
+        the block before them has begun to fetch these."""
         if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.eager.clear()
             code.parts.clear()
@@ -108,7 +108,7 @@ class Binding:
 
 @dataclass(frozen=True)
 class _Run:
-    """How a block runs in this call of the model: eager without `group`, with its weights in place without `weights`."""
+    """How a block runs in this call of the model. Without `group` it runs eager; without `weights` its weights are in place."""
 
     call: ModelCall
     group: BlockGroup | None

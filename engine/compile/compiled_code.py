@@ -265,7 +265,7 @@ class BlockCode:
                 reason = f"compiled {in_run} times for the same shapes: {why}"
                 cure = "Other blocks, and runs without the patch, stay compiled."
                 self.give_up(Failure(self.name, reason, cure))
-        elif self._traced_in() is not call:  # that of other blocks in the same call is no use yet
+        elif self._traced_in() is not call:  # a later call of the model uses the code: it fits more than one step
             self._patch_variants.pop(shapes, None)
 
     def _compile(self) -> Callable:
@@ -304,8 +304,8 @@ class BlockCode:
 def free_unused() -> None:
     """Free the compiled code of `dead_code`, which PyTorch keeps for ever.
 
-    Its table of originals (`orig_code_map`) holds the code object as long as its compiled code lives, which the code object
-    holds: graphs, guards and a name in the module of the block's class would stay for each freed model.
+    PyTorch's `orig_code_map` keeps a code object alive as long as its compiled code lives, and the code object keeps that
+    alive: graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
     while dead_code:
         private.reset_code(dead_code.pop())

@@ -21,7 +21,7 @@ class Eager(enum.Enum):
 
     CONVOLUTIONS = enum.auto()  # `choose` has left out the block
     SMALL = enum.auto()  # compiling the block would save little
-    FILLS_CACHE = enum.auto()  # an argument changes an object: each block would need a graph
+    FILLS_CACHE = enum.auto()  # an argument fills a cache, and each block would need a graph of its own
     FAILED = enum.auto()  # the block, or its patches, could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced

@@ -313,7 +313,7 @@ def _on_compile_end(args: object = None) -> None:
 
 @contextmanager
 def _errors_logged(message: str) -> Iterator[None]:
-    """An error of ours inside PyTorch's callback would leave PyTorch counting a compilation for ever, for every pack."""
+    """Log errors of ours: raised in PyTorch's callback, they would leave a compilation pending for ever, for every pack."""
     try:
         yield
     except Exception:

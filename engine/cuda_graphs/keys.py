@@ -72,7 +72,7 @@ def _key(value: Any, inputs: bool, above: tuple[int, ...]) -> Hashable:
 
 
 def _held_by(function: types.FunctionType) -> Iterator[object]:
-    if function.__globals__.get("__name__", "").partition(".")[0] == "torch":  # torch.compiler.disable and its like
+    if function.__globals__.get("__name__", "").partition(".")[0] == "torch":  # wrapped by torch.compiler.disable or similar
         yield function.__dict__.get("__wrapped__")
         return
     yield from (function.__defaults__, function.__kwdefaults__, vars(function), *contents_of(function))

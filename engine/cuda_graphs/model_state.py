@@ -134,7 +134,7 @@ def _layout(tensor: torch.Tensor) -> tuple:
 
 
 def _addresses(tensor: torch.Tensor) -> list[object]:
-    """Where the tensor's data are: those of its parts if it is quantised; tensors of other packs also hold a LoRA (GGUF)."""
+    """The addresses of a tensor's data, or of its parts if it is quantised. Tensors of GGUF may also hold a LoRA."""
     if type(tensor) in (torch.Tensor, nn.Parameter):
         return [tensor.data_ptr()]
     if not hasattr(tensor, "__tensor_flatten__"):

@@ -29,7 +29,7 @@ class PageCalls(NamedTuple):
 
 
 class Host(NamedTuple):
-    """What of this ComfyUI can be used."""
+    """The internals of this ComfyUI that can be used."""
 
     pages: PageCalls | None  # None: no dynamic VRAM, or other functions than those of PageCalls
     traceable_cast: bool  # `comfy.ops.cast_bias_weight` takes the arguments of `weights/traceable_layers.py`

@@ -152,7 +152,7 @@ class AttentionSurvey:
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
-    """The calls that make up most of the work: for each shape cuDNN makes a plan, which takes far longer than a call."""
+    """The calls that make up most of the work. For each, cuDNN makes a plan, which takes far longer than the call."""
 
     def work(call: _Call) -> int:
         (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
@@ -172,7 +172,7 @@ class _NotMeasured(Exception):
 
 
 def _measure(kernel: str, call: _Call) -> float:
-    """Seconds of one call, infinite where the kernel cannot run it; raises _NotMeasured."""
+    """Time one call, in seconds; infinite if the kernel cannot run the call. Raises _NotMeasured."""
     *specs, scale = call
     try:
         with torch.cuda.device(call[0].device), sdpa_kernel([KERNELS[kernel]]):

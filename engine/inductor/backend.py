@@ -1,8 +1,8 @@
 """Lower a graph with PyTorch's inductor, with decompositions of the host's kernels.
 
-Inductor cannot fuse across a hand-written kernel, whose input and output go through memory. Its plain PyTorch code is worth
-more where the kernel only saves what fusing saves: the norm and the rotary embedding of queries and keys become one kernel
-(docs/figures.md, where the time goes).
+Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. Where
+the kernel only saves what fusion saves, the same in plain PyTorch is faster: the norm and the rotary embedding of queries and
+keys become one kernel (docs/figures.md, where the time goes).
 """
 
 import functools

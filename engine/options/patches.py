@@ -53,7 +53,7 @@ def _keys_of_function(function: types.FunctionType, name: str, bound: int) -> fr
     code = function.__code__
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
     required = code.co_argcount - len(function.__defaults__ or ()) - bound
-    # ldm/wan/model.py passes one dict of arguments, with the options in it.
+    # ldm/wan/model.py passes a patch one dict of arguments, which holds the options.
     if name not in _ARGUMENT or required < 2 or "transformer_options" in code.co_consts:
         return None
     candidates = {a for a in arguments if a in BY_NAME}

@@ -100,7 +100,7 @@ NAMES = {
     "statically_known_true": PrivateName(
         "torch.fx.experimental.symbolic_shapes:statically_known_true", _NO_REPLACEMENTS, lambda condition: condition is True
     ),
-    # Settings; one that is missing is not set.
+    # Modules of settings. A setting that is missing is not set.
     "dynamo_config": PrivateName("torch._dynamo.config"),
     "shape_config": PrivateName("torch.fx.experimental._config", _RECOMPILES),
     "functorch_config": PrivateName("torch._functorch.config", "a trainer's first step waits twice"),
@@ -114,7 +114,7 @@ NAMES = {
     "InductorChoices": PrivateName("torch._inductor.choices:InductorChoices", _ONE_PASS),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints:ReductionHint", _ONE_PASS),
     "V": PrivateName("torch._inductor.virtualized:V", _ONE_PASS),
-    # Where inductor writes, and what a first compilation would import.
+    # Inductor's folders, and modules that the first compilation imports.
     "cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:cache_dir", _CACHE, lambda: ""),
     "default_cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:default_cache_dir", _CACHE, lambda: ""),
     "maybe_warm_pool": PrivateName("torch._inductor.async_compile:maybe_warm_pool", _CACHE, _nothing),

@@ -101,7 +101,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
                 return forward(*args, **fixed, **kwargs)
         if pages:
             forward = functools.partial(_fetching, pages, forward)
-            options["prefetch_dynamic_vbars"] = False  # our block weights do, see adapter.without_prefetch
+            options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
 
         def run_bound(*args, **kwargs):
             with binding.bound():

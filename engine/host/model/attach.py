@@ -76,7 +76,7 @@ def _uncompiled(patcher, lacking: str, node: str | None):
 
 
 def prepare_compiling(settings: CompileSettings) -> None:
-    """Get ready to compile under `settings`; costs nothing the second time.
+    """Prepare for compiling under `settings`; a second call costs nothing.
 
     Raises:
         InvalidSetting: the machine, or the host as it was started, lacks what a setting needs.

@@ -67,7 +67,7 @@ def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[st
     """
     latent_format = patcher.get_model_object("latent_format")
     ratio = latent_format.spacial_downscale_ratio
-    if latent is None:  # a size between two latents is rounded, as by the host's nodes
+    if latent is None:  # sizes are rounded down to a whole latent, as by the host's nodes
         shape = latent_shape(patcher, size)
         length = (shape[2] - 1) * _frames_per_latent(latent_format) + 1 if len(shape) == 5 else 1
         sampled = Size(shape[-1] * ratio, shape[-2] * ratio, length, size.batch)

@@ -19,7 +19,7 @@ GIB = 2**30
 MAX_PIXELS = 16384
 MAX_FRAMES = 16384
 MAX_BATCH = 4096
-# The sampler runs at each size: more are a mistake.
+# The sampler runs once at each size; more sizes than this are a mistake.
 MAX_SIZES = 100
 MAX_TEXT = 10_000
 _LIMITS = {"width": MAX_PIXELS, "height": MAX_PIXELS, "length": MAX_FRAMES, "batch": MAX_BATCH}

@@ -69,7 +69,7 @@ class Timer:
 
 @dataclass
 class Trial:
-    """Plain, other, other, plain: then the faster way, for all shapes."""
+    """Time calls in the order of TURNS, then take the faster way for all shapes."""
 
     timer: Callable[[], Timer]
     other: bool | None = None  # whether the other way is taken; None: not decided
@@ -78,7 +78,7 @@ class Trial:
     _timers: dict[Hashable, list[Timer]] = field(default_factory=dict)  # of each shape, in the order of TURNS
 
     def next(self, shape: Hashable, possible: bool) -> bool:
-        """Whether this call goes the other way; where that is not `possible`, its turn comes later."""
+        """Whether this call goes the other way. If the other way is not `possible` now, its turn comes later."""
         if self.other is None:
             self._decide()
         if self.other is not None:
@@ -116,7 +116,7 @@ class Trial:
 
 
 class LaidOut:
-    """One function of a VAE's network, in whichever layout is faster."""
+    """Call one function of a VAE's network in the layout that is faster."""
 
     def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
         # This object is set on the network: a reference to the network would keep both until garbage is collected.
@@ -148,7 +148,7 @@ class LaidOut:
                 why = "" if never_swallowed(error) else f"{type(error).__name__}: {error}"
         with self.trial.timed(shape, False):
             result = self.function(x, *args, **kwargs)
-        if why:  # an error that is not about the layout would have come again
+        if why:  # and the plain call raised no error, so the layout was the cause
             self.trial.give_up()
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:

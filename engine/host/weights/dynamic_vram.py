@@ -230,5 +230,5 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
 
 
 def parameter(tensor: torch.Tensor | None) -> nn.Parameter | None:
-    """Guards tell tensors and parameters apart; blocks on the device have parameters."""
+    """Make a parameter of the tensor, since guards tell the two apart and blocks on the device have parameters."""
     return None if tensor is None else nn.Parameter(tensor, requires_grad=False)

@@ -19,7 +19,7 @@ from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
 from ..adapter import host, is_dynamic
 
-KEY = "torch-compile-kit.placement"  # of the tag on a model
+KEY = "torch-compile-kit.placement"  # tags a model that is loaded in our order, see `_tag_load_order`
 # Models whose pages were allocated in our order, by device.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
@@ -128,7 +128,7 @@ _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before a
 
 
 def _even_by_rank(ranks: dict, items: list) -> list:
-    """For dynamic VRAM: an item is (is large, -size, size, name, module, parameters), the first are kept."""
+    """Order a list for dynamic VRAM: items are (is large, -size, size, name, module, parameters), the first items are kept."""
     if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another host's
         return items
     return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
@@ -152,7 +152,7 @@ class _RankedSize(int):
 
 
 def _even_by_size(ranks: dict, items: list) -> list:
-    """For partial loading: an item is (size when moving, size, name, module, parameters), the last are kept."""
+    """Order a list for partial loading: items are (size when moving, size, name, module, parameters), the last are kept."""
     if not all(len(i) >= 3 and isinstance(i[0], int) and isinstance(i[2], str) for i in items):  # another host's
         return items
     ordered = []

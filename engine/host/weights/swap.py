@@ -20,7 +20,7 @@ MOST_BLOCKS = 1000
 
 
 class Swap(NamedTuple):
-    """What `swap_blocks` did."""
+    """The result of `swap_blocks`."""
 
     patcher: Any  # a clone; where the host pages weights, the patcher itself
     blocks: int  # of the model
@@ -58,7 +58,7 @@ class LimitedLoad:
     get_wrappers: Any
 
     def load(self, device_to=None, lowvram_model_memory=0, force_patch_weights=False, full_load=False, **more) -> object:
-        """The host's `load` (comfy/model_patcher.py) with at most `kept` bytes."""
+        """Call the host's `load` (comfy/model_patcher.py) with at most `kept` bytes."""
         for wrapper in self.get_wrappers(WrappersMP.PREPARE_SAMPLING, KEY):
             (kept,) = wrapper.args
             lowvram_model_memory, full_load = kept if full_load else min(kept, lowvram_model_memory), False

@@ -65,7 +65,7 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 
 
 class PackedWeights:
-    """The packed weights, in layers that `can_be_traced`, that are not on the device: copied there for a call, still packed."""
+    """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`."""
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device):
         self._device = device
