@@ -88,7 +88,7 @@ class CompileSettings:
 
     @property
     def may_have_graphs(self) -> bool:
-        """Whether the model is captured where that pays."""
+        """Whether the model is captured if CUDA graphs pay for it."""
         return self.wants_graphs or (self.backend == "inductor" and self.mode == "auto")
 
     @property

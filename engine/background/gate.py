@@ -24,8 +24,8 @@ from contextlib import contextmanager
 from ..torch_compat import private
 from ..torch_settings import SharedScope
 
-# Share of the waiting time that the worker may run beside the host. A smaller share slows each step less, for longer: the code
-# is ready after 45 s at 0.15, after 21 s at 0.5.
+# Share of the time it has waited that the worker may run beside the host. With a smaller share more steps are slower, each by
+# less: code is ready after 45 s at 0.15, after 21 s at 0.5.
 DUTY_CYCLE = 0.5
 CEILING = 20.0
 POLL_SECONDS, BLOCKED_AFTER = 0.003, 0.005

@@ -28,7 +28,7 @@ def unify_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> No
 
 
 def class_key(cls: type) -> Hashable:
-    """Equal for classes that one function has made, as long as their methods are the same; the bases' methods are ignored."""
+    """A key that classes made by one function share while their methods are the same; methods of base classes do not count."""
     if "<locals>" not in cls.__qualname__:
         return Same(cls), *map(Same, functions_in(cls))
     members: list[tuple] = []

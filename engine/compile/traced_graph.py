@@ -51,7 +51,7 @@ gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.d
 _lowering_lock = threading.Lock()
 # Of memory that stays free beside the tensors on which kernels are tuned.
 MARGIN = 512 * 2**20
-# What a block holds at its peak, in sizes of its inputs without weights: an MLP four times its width, and attention.
+# Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
 INTERMEDIATES = 8
 
 

@@ -78,7 +78,7 @@ MAX_GRAPHS = 8
 MAX_OTHERS = 256
 
 
-# PyTorch bears one capture at a time in a process (CUDAMallocAsyncAllocator.cpp, `beginAllocateToPool`), on whatever GPU.
+# PyTorch allows one capture at a time in a process, on all GPUs together (CUDAMallocAsyncAllocator.cpp, `beginAllocateToPool`).
 _capture_lock = threading.Lock()
 
 

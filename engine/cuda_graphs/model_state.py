@@ -15,7 +15,8 @@ from ..forwards import is_of_class
 from ..per_model import Same
 from .keys import HeldValues, value_key
 
-# The host allocates tensors up to 16 KiB, and small ones of layers that it does not page, again for each run: up to this size.
+# Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
+# and those of layers that it does not page, again for each run.
 SMALL = 2**20
 _FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Packages whose layers hold no state that a call changes.

@@ -133,9 +133,10 @@ def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: st
 
 
 def _differences(before: CallInfo, now: CallInfo, dynamic: str) -> Iterator[tuple[str, str, str, str | None]]:
-    """What changed, the cure where a warmup ran, a cure without a warmup (empty: there is none), and a line for extra_sizes.
+    """Yield each difference, the likeliest cause first.
 
-    The likeliest cause comes first.
+    A difference is what changed, the cure where a warmup ran, a cure without a warmup (empty: there is none), and a line for
+    extra_sizes.
     """
     set_auto = say("setAuto") if dynamic == "false" else ""
     if before.layers != now.layers:

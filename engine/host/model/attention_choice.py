@@ -73,7 +73,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous
 
 
 def _can_measure(device: torch.device) -> bool:
-    """Whether calls can be timed. AMD's cards, also called cuda, are measured for themselves."""
+    """Whether calls can be timed. This includes AMD's cards, which PyTorch also calls cuda."""
     return device.type == "cuda"
 
 

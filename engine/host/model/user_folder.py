@@ -36,7 +36,7 @@ def users_settings() -> dict:
 
 
 def get_ready_again() -> None:
-    """After a restart, before the first prompt: who has compiled here with these versions will do so again."""
+    """Prepare after a restart, before the first prompt, if code was compiled here before with these versions."""
     if was_opened_before(kit_folder() / CACHE) and (cache := open_users_cache()) is not None and cache.has_current():
         _prepare()
 

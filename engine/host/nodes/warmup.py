@@ -31,7 +31,7 @@ from .sampling import STEPS, labelled_latent, latent_shape, naming_the_size, ran
 from .warmup_plan import MemoryPeaks, Size
 
 MAX_REMEMBERED = 200  # runs of the sampler, per model
-# Two lengths of a prompt have run, and the second compiled nothing: a third will not either.
+# Stands for all lengths of the prompts, once a second length has compiled nothing: a third will not either.
 SETTLED = "any length"
 # Attributes of a patcher that can change compiled code. Values of weight patches cannot: blocks see plain weights.
 _PATCHER = ("object_patches", "weight_wrapper_patches", "injections", "wrappers", "callbacks", "attachments")
@@ -63,7 +63,7 @@ def warm_up(
 
 
 class _Warmup:
-    """One execution of the node."""
+    """Run the node once."""
 
     def __init__(self, patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float):
         self.patcher, self.settings, self.conditioning, self.cfg = patcher, settings, conditioning, cfg

@@ -84,7 +84,7 @@ class BlockWeights:
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
-        # Whether weights are transferred, as opposed to being on the device.
+        # Whether weights are transferred for each call; else they are on the device.
         self.moves = bool(self._fetched) or self._packed.move
         # Whether nothing is transferred as long as the pages are in memory.
         self.in_pages = not tensors and self._eager is None and not self._packed.move

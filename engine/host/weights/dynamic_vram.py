@@ -85,7 +85,7 @@ _streams = _Streams()
 
 
 def comes_apart(device: torch.device) -> bool:
-    """Whether prefetched weights wait where nobody else writes: in the buffers of `_Streams`, or in memory of their own."""
+    """Whether prefetched weights wait in memory that nobody else writes: a buffer of `_Streams`, or memory of their own."""
     return bool(_streams.of(device)) or comfy.model_management.get_offload_stream(device) is None
 
 

@@ -54,7 +54,7 @@ def _overridden(kind: Any, methods: type) -> type:
 
 
 class EvenLoad:
-    """Methods of a `ModelPatcher` that loads and unloads layers evenly, as long as `spread_weights` is among its wrappers."""
+    """Override methods of a `ModelPatcher` to load and unload evenly, while `spread_weights` is among its wrappers."""
 
     model: Any
 

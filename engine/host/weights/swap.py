@@ -53,7 +53,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
 
 
 class LimitedLoad:
-    """Methods of a `ModelPatcher` that loads at most the bytes that its `_unload_rest` wrapper allows."""
+    """Override `load` of a `ModelPatcher` to load at most the bytes that the patcher's `_unload_rest` wrapper allows."""
 
     get_wrappers: Any
 
