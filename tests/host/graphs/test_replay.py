@@ -12,13 +12,6 @@ from torch import nn
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
 
 
-@pytest.fixture
-def flux(tiny, engine, monkeypatch):
-    """A tiny Flux whose calls go through the decisions of `graphed`; what is captured runs the model again."""
-    capture_again(engine, monkeypatch)
-    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
-
-
 def graphs_of(runs):
     return runs.engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
 
@@ -33,22 +26,28 @@ def crowded(runs):
     return runs.engine("host.graphs.replay").state_of(runs.patcher.model.diffusion_model).crowded
 
 
-def check(flux, compiled, expected):
+@pytest.fixture
+def pages(flux, monkeypatch):
+    """The model's weights are in pages, all in memory; `flux.expected` is its image."""
+    flux.expected = flux.run(flux.patcher)
+    with paged(monkeypatch, flux.patcher.model) as pages:
+        pages.resident = set(pages.layers)
+        yield pages
+
+
+def check(flux, compiled, expected=None):
     """Run; how many calls were captured and how many replayed."""
     found = graphs_of(flux)
     before = found.captures, found.replays
-    assert relative_error(flux.run(compiled), expected) < 1e-6
+    assert relative_error(flux.run(compiled), flux.expected if expected is None else expected) < 1e-6
     return found.captures - before[0], found.replays - before[1]
 
 
-def test_weights_that_stay_in_their_pages(flux, compiled, monkeypatch):
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        assert check(flux, compiled, expected) == (1, 1)  # plain (which fetched the weights), captured, replayed
-        assert check(flux, compiled, expected) == (0, 3)
-        assert pages.pinned == 0 and not crowded(flux)
-        assert flux.graphs == 2, "tensors that were put elsewhere are not compiled for anew"
+def test_weights_that_stay_in_their_pages(flux, compiled, pages):
+    assert check(flux, compiled) == (1, 1)  # plain (which fetched the weights), captured, replayed
+    assert check(flux, compiled) == (0, 3)
+    assert pages.pinned == 0 and not crowded(flux)
+    assert flux.graphs == 2, "tensors that were put elsewhere are not compiled for anew"
 
 
 def test_a_replay_looks_at_no_block(flux, compiled, engine, monkeypatch):
@@ -66,42 +65,33 @@ def test_a_replay_looks_at_no_block(flux, compiled, engine, monkeypatch):
     assert graphs_of(flux).replays > 0 and not asked
 
 
-def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, monkeypatch):
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, expected)
-        del pages.memory[next(iter(pages.memory))]  # another model needed the room
-        assert check(flux, compiled, expected) == (0, 2)
-        assert pages.pinned == 0 and graphs_of(flux).graphs
+def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, pages):
+    check(flux, compiled)
+    del pages.memory[next(iter(pages.memory))]  # another model needed the room
+    assert check(flux, compiled) == (0, 2)
+    assert pages.pinned == 0 and graphs_of(flux).graphs
 
 
-def test_a_lora_that_belongs_in_the_pages_is_put_there_first(flux, compiled, monkeypatch):
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, expected)
-        layer = pages.layers[next(iter(pages.memory))]
-        with torch.inference_mode():
-            layer.weight.mul_(1.5)
-        layer._v_signature = None  # as the host's loading marks what has changed
-        changed = flux.run(flux.patcher)
-        layer._v_signature = None
-        assert check(flux, compiled, changed) == (0, 2)
-        assert relative_error(changed, expected) > 1e-3
+def test_a_lora_that_belongs_in_the_pages_is_put_there_first(flux, compiled, pages):
+    check(flux, compiled)
+    layer = pages.layers[next(iter(pages.memory))]
+    with torch.inference_mode():
+        layer.weight.mul_(1.5)
+    layer._v_signature = None  # as the host's loading marks what has changed
+    changed = flux.run(flux.patcher)
+    layer._v_signature = None
+    assert check(flux, compiled, changed) == (0, 2)
+    assert relative_error(changed, flux.expected) > 1e-3
 
 
-def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compiled, engine, monkeypatch):
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, expected)
-        pages.resident = set(list(pages.layers)[::2])
-        assert check(flux, compiled, expected) == (0, 0)
-        assert crowded(flux) and not graphs_of(flux).graphs and pages.pinned == 0
-        assert any("do not all fit" in note for note in engine("host.model.attach").notes_about(compiled))
-        pages.resident = set(pages.layers)
-        assert check(flux, compiled, expected) == (1, 1)
+def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compiled, pages, engine):
+    check(flux, compiled)
+    pages.resident = set(list(pages.layers)[::2])
+    assert check(flux, compiled) == (0, 0)
+    assert crowded(flux) and not graphs_of(flux).graphs and pages.pinned == 0
+    assert any("do not all fit" in note for note in engine("host.model.attach").notes_about(compiled))
+    pages.resident = set(pages.layers)
+    assert check(flux, compiled) == (1, 1)
 
 
 def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
@@ -116,62 +106,52 @@ def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
     assert check(flux, compiled, flux.run(flux.patcher)) == (1, 1)
 
 
-def test_weights_that_never_all_fit_are_never_captured(flux, compiled, monkeypatch):
+def test_weights_that_never_all_fit_are_never_captured(flux, compiled, pages):
     """Layers without a page look like layers that are not used."""
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        names = list(pages.layers)
-        pages.resident = set(names[: len(names) // 2])
-        assert check(flux, compiled, expected) == (0, 0)
-        assert check(flux, compiled, expected) == (0, 0)
-        assert crowded(flux) and pages.pinned == 0
+    names = list(pages.layers)
+    pages.resident = set(names[: len(names) // 2])
+    assert check(flux, compiled) == (0, 0)
+    assert check(flux, compiled) == (0, 0)
+    assert crowded(flux) and pages.pinned == 0
 
 
-def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, monkeypatch):
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, expected)
-        # Another input has made use of this one once; a LoRA has made the host want all weights anew since.
-        unused = pages.layers["img_in"]
-        unused._v_signature = "fetched"
-        check(flux, compiled, expected)
-        for layer in pages.layers.values():
-            layer._v_signature = None
-        longer = Runs.run.__get__(flux)
-        flux.steps = 8
-        assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not crowded(flux)
+def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, pages):
+    check(flux, compiled)
+    # Another input has made use of this one once; a LoRA has made the host want all weights anew since.
+    unused = pages.layers["img_in"]
+    unused._v_signature = "fetched"
+    check(flux, compiled)
+    for layer in pages.layers.values():
+        layer._v_signature = None
+    longer = Runs.run.__get__(flux)
+    flux.steps = 8
+    assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not crowded(flux)
 
 
-def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, engine, monkeypatch):
+def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, pages, engine, monkeypatch):
     """A larger image may need their room."""
-    expected = flux.run(flux.patcher)
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, expected)
-        found, pinned = graphs_of(flux), []
-        found.graphs.clear()
-        found.seen.clear()
-        layer = flux.patcher.model.diffusion_model.img_in  # outside the blocks, whose own pages are pinned while they run
-        original = layer.forward
-        monkeypatch.setattr(layer, "forward", lambda x: (pinned.append(pages.pinned), original(x))[1])
-        assert relative_error(flux.run(compiled), expected) < 1e-6
-        assert pinned[0] == 0 and pinned[1] > 0  # plain, then captured
+    check(flux, compiled)
+    found, pinned = graphs_of(flux), []
+    found.graphs.clear()
+    found.seen.clear()
+    layer = flux.patcher.model.diffusion_model.img_in  # outside the blocks, whose own pages are pinned while they run
+    original = layer.forward
+    monkeypatch.setattr(layer, "forward", lambda x: (pinned.append(pages.pinned), original(x))[1])
+    assert relative_error(flux.run(compiled), flux.expected) < 1e-6
+    assert pinned[0] == 0 and pinned[1] > 0  # plain, then captured
 
 
-def test_a_call_that_fails_leaves_no_page_pinned(flux, compiled, monkeypatch):
-    with paged(monkeypatch, flux.patcher.model) as pages:
-        pages.resident = set(pages.layers)
-        check(flux, compiled, flux.run(flux.patcher))
-        block = flux.patcher.model.diffusion_model.single_blocks[2]
+def test_a_call_that_fails_leaves_no_page_pinned(flux, compiled, pages):
+    check(flux, compiled)
+    block = flux.patcher.model.diffusion_model.single_blocks[2]
 
-        def fails(*args, **kwargs):
-            raise ValueError("stop")
+    def fails(*args, **kwargs):
+        raise ValueError("stop")
 
-        block.register_forward_pre_hook(fails)
-        with pytest.raises(ValueError, match="stop"):
-            flux.run(compiled)
-        assert pages.pinned == 0
+    block.register_forward_pre_hook(fails)
+    with pytest.raises(ValueError, match="stop"):
+        flux.run(compiled)
+    assert pages.pinned == 0
 
 
 class TestWhatGraphsKnow:

@@ -5,17 +5,12 @@ import functools
 import pytest
 import torch
 from capturing import capture_again
+from comfy.patcher_extension import WrappersMP
 from patch_kinds.conditions import cached
 from patching import Runs, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-
-
-@pytest.fixture
-def flux(tiny, engine, monkeypatch):
-    capture_again(engine, monkeypatch)
-    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
 
 
 @pytest.fixture
@@ -33,6 +28,33 @@ def counts(flux):
     return counts
 
 
+@pytest.fixture
+def compiled(flux, counts):
+    """A patcher of which a call was captured and replayed."""
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)  # plain, captured, replayed
+    return compiled
+
+
+def with_object_patch(patcher, name, value):
+    clone = patcher.clone()
+    clone.add_object_patch(f"diffusion_model.{name}", value)
+    return clone
+
+
+def with_function_wrapper(patcher, wrapper):
+    clone = patcher.clone()
+    clone.set_model_unet_function_wrapper(wrapper)
+    return clone
+
+
+def with_wrapper(patcher, wrapper):
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
+    return clone
+
+
 def notes(flux, compiled):
     return " ".join(flux.engine("host.model.attach").notes_about(compiled))
 
@@ -41,10 +63,7 @@ def louder(forward, factor, *args, **kwargs):
     return forward(*args, **kwargs) * factor
 
 
-def test_a_partial_of_another_pack_is_not_ours(flux, counts):
-    compiled = flux.attach(flux.patcher)
-    flux.run(compiled)
-    assert counts() == (1, 1)  # plain, captured, replayed
+def test_a_partial_of_another_pack_is_not_ours(flux, counts, compiled):
     layer = flux.patcher.model.diffusion_model.img_in
     for factor in (1.5, 2.5):
         layer.forward = functools.partial(louder, type(layer).forward.__get__(layer), factor)
@@ -62,10 +81,7 @@ def test_our_own_partials_are(engine):
     assert not binding.is_ours(functools.partial(louder, print, 1.0)) and not binding.is_ours(print)
 
 
-def test_a_forward_that_is_patched_later_and_reads_the_step(flux, counts, monkeypatch):
-    compiled = flux.attach(flux.patcher)
-    flux.run(compiled)
-    assert counts() == (1, 1)
+def test_a_forward_that_is_patched_later_and_reads_the_step(flux, counts, compiled, monkeypatch):
     block = flux.patcher.model.diffusion_model.single_blocks[0]
     own = type(block.linear1).forward
 
@@ -79,12 +95,9 @@ def test_a_forward_that_is_patched_later_and_reads_the_step(flux, counts, monkey
     monkeypatch.undo()
 
 
-def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts):
+def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts, compiled):
     """As TeaCache does with `forward_orig`, from a wrapper around each call."""
-    compiled = flux.attach(flux.patcher).clone()
-    network = flux.patcher.model.diffusion_model
-    plain = flux.run(compiled)
-    assert counts() == (1, 1)
+    network, plain = flux.patcher.model.diffusion_model, flux.run(flux.patcher)
 
     def wrapper(apply_model, given):
         network.forward_orig = lambda *args, **kwargs: type(network).forward_orig(network, *args, **kwargs) * 2
@@ -93,19 +106,14 @@ def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts):
         finally:
             del network.forward_orig
 
-    compiled.set_model_unet_function_wrapper(wrapper)
-    eager = flux.patcher.clone()
-    eager.set_model_unet_function_wrapper(wrapper)
-    expected = flux.run(eager)
+    expected = flux.run(with_function_wrapper(flux.patcher, wrapper))
     assert not torch.allclose(expected, plain, rtol=1e-2)
-    same(flux.run(compiled), expected)
+    same(flux.run(with_function_wrapper(compiled, wrapper)), expected)
     assert counts() == (0, 0)
 
 
-def test_a_method_that_is_replaced_on_the_class(flux, counts, monkeypatch):
-    compiled, kind = flux.attach(flux.patcher), type(flux.patcher.model.diffusion_model)
-    flux.run(compiled)
-    assert counts() == (1, 1)
+def test_a_method_that_is_replaced_on_the_class(flux, counts, compiled, monkeypatch):
+    kind = type(flux.patcher.model.diffusion_model)
     own = kind.forward_orig
     for factor in (2.0, 3.0):
         with monkeypatch.context() as patch:
@@ -138,11 +146,9 @@ def test_other_settings(flux, counts, other):
         assert counts() == (0, 3)
 
 
-def test_settings_of_pytorch_that_another_node_changes(flux, counts):
+def test_settings_of_pytorch_that_another_node_changes(flux, counts, compiled):
     """As KJNodes' "Model Patch Torch Settings" does for the length of a run; no guard of compiled code asks for this one."""
-    compiled, cudnn = flux.attach(flux.patcher), torch.backends.cudnn
-    flux.run(compiled)
-    assert counts() == (1, 1)
+    cudnn = torch.backends.cudnn
     before = cudnn.deterministic
     try:
         cudnn.deterministic = not before
@@ -252,9 +258,7 @@ def test_a_cache_of_steps_skips_as_many_and_the_others_are_replayed(name, tiny, 
 
 
 @pytest.mark.parametrize("where", ["a block", "the model"])
-def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, where):
-    from comfy.patcher_extension import WrappersMP
-
+def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, compiled, where):
     network = flux.patcher.model.diffusion_model
     target, method = (network.single_blocks[1], "forward") if where == "a block" else (network, "forward_orig")
 
@@ -266,17 +270,9 @@ def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, wh
         finally:
             delattr(target, method)
 
-    def wrapped(patcher):
-        clone = patcher.clone()
-        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-        return clone
-
-    compiled = flux.attach(flux.patcher)
-    plain = flux.run(compiled)
-    assert counts() == (1, 1)
-    expected = flux.run(wrapped(flux.patcher))
+    plain, expected = flux.run(flux.patcher), flux.run(with_wrapper(flux.patcher, wrapper))
     assert not torch.allclose(expected, plain, rtol=1e-2)
-    same(flux.run(wrapped(compiled)), expected)
+    same(flux.run(with_wrapper(compiled, wrapper)), expected)
     assert counts() == (0, 0)
     same(flux.run(compiled), plain, "without the wrapper")
     assert counts()[1] > 0
@@ -284,8 +280,6 @@ def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, wh
 
 def test_a_wrapper_that_hooks_layers_is_not_replayed_around(flux, counts):
     """As packs do that apply a LoRA for the length of a call."""
-    from comfy.patcher_extension import WrappersMP
-
     compiled, factors = flux.attach(flux.patcher), [1.5, 3.0]
 
     def wrapper(executor, *args, **kwargs):
@@ -295,15 +289,10 @@ def test_a_wrapper_that_hooks_layers_is_not_replayed_around(flux, counts):
         finally:
             handle.remove()
 
-    def wrapped(patcher):
-        clone = patcher.clone()
-        clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-        return clone
-
     results = []
     while factors:
-        results.append(flux.run(wrapped(flux.patcher)))
-        same(flux.run(wrapped(compiled)), results[-1])
+        results.append(flux.run(with_wrapper(flux.patcher, wrapper)))
+        same(flux.run(with_wrapper(compiled, wrapper)), results[-1])
         factors.pop(0)
     assert counts() == (0, 0) and "another node wraps the model" in notes(flux, compiled)
     assert not torch.allclose(*results, rtol=1e-2)
@@ -330,10 +319,7 @@ def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
     layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
 
     def patched(patcher):
-        clone = patcher.clone()
-        clone.add_object_patch("diffusion_model.pe_embedder", layer)
-        clone.set_model_unet_function_wrapper(wrapper)
-        return clone
+        return with_function_wrapper(with_object_patch(patcher, "pe_embedder", layer), wrapper)
 
     for _ in range(3):
         same(flux.run(patched(compiled)), flux.run(patched(flux.patcher)))
@@ -347,15 +333,9 @@ def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
 
 def test_an_object_patch_of_a_plain_value(flux, counts):
     """As core's Flux KV Cache makes one."""
-
-    def patched(patcher):
-        clone = patcher.clone()
-        clone.add_object_patch("diffusion_model.params.default_ref_method", "uxo")
-        return clone
-
     compiled = flux.attach(flux.patcher)
     for expected in ((1, 1), (0, 3)):
-        for patcher in (compiled, patched(compiled)):
+        for patcher in (compiled, with_object_patch(compiled, "params.default_ref_method", "uxo")):
             flux.run(patcher)
             assert counts() == expected
 
@@ -375,16 +355,11 @@ def test_a_strength_of_another_packs_layer(flux, counts):
         layer = Scaled(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
     layer.load_state_dict(own.state_dict())
 
-    def patched(patcher):
-        clone = patcher.clone()
-        clone.add_object_patch("diffusion_model.img_in", layer)
-        return clone
-
     compiled, results = flux.attach(flux.patcher), []
     for strength in (1.0, 0.2):
         layer.strength = strength
-        results.append(flux.run(patched(flux.patcher)))
-        same(flux.run(patched(compiled)), results[-1])
+        results.append(flux.run(with_object_patch(flux.patcher, "img_in", layer)))
+        same(flux.run(with_object_patch(compiled, "img_in", layer)), results[-1])
         assert counts() == (1, 1)
     assert not torch.allclose(*results, rtol=1e-2)
 
@@ -392,17 +367,13 @@ def test_a_strength_of_another_packs_layer(flux, counts):
 def test_one_that_holds_what_cannot_be_compared(flux, counts):
     layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
     layer.holder = Holder(1.0)
-    compiled = flux.attach(flux.patcher)
-    compiled.add_object_patch("diffusion_model.pe_embedder", layer)
+    compiled = with_object_patch(flux.attach(flux.patcher), "pe_embedder", layer)
     flux.run(compiled)
     assert counts() == (0, 0) and "Holder, which may change unseen" in notes(flux, compiled)
 
 
-def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts):
+def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, compiled):
     """A VAE of a ControlNet may need their room; the host then loads them again."""
-    compiled = flux.attach(flux.patcher)
-    flux.run(compiled)
-    assert counts() == (1, 1)
     layer, steps = flux.patcher.model.diffusion_model.img_in, []
 
     def wrapper(apply_model, given):
@@ -412,7 +383,5 @@ def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts):
             compiled.load(torch.device("cpu"), full_load=True)
         return apply_model(given["input"], given["timestep"], **given["c"])
 
-    moved = compiled.clone()
-    moved.set_model_unet_function_wrapper(wrapper)
-    flux.run(moved)
+    flux.run(with_function_wrapper(compiled, wrapper))
     assert counts() == (1, 1), "replayed; all dropped and run; captured"

@@ -5,17 +5,10 @@ import gc
 import comfy.model_management
 import comfy.model_patcher
 import pytest
-from capturing import capture_again
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-
-
-@pytest.fixture
-def flux(tiny, engine, monkeypatch):
-    capture_again(engine, monkeypatch)
-    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
 
 
 def graphs(flux):
