@@ -137,7 +137,6 @@ class CompileSettings:
         return options
 
     def describe(self) -> str:
-        """One line for logs and reports."""
         parts = [
             self.backend,
             "" if self.mode in ("auto", "default") else self.mode,

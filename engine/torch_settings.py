@@ -38,7 +38,6 @@ class SharedScope:
 
     @contextmanager
     def applied(self, **values: object) -> Iterator[None]:
-        """Set `values` until the block ends."""
         self.enter(**values)
         try:
             yield
@@ -99,7 +98,6 @@ def _config_is_of_thread() -> bool:
 
 
 def attribute(owner: object, name: str) -> tuple:
-    """(read, write) of an attribute."""
     return (lambda: getattr(owner, name)), (lambda value: setattr(owner, name, value))
 
 

@@ -200,7 +200,9 @@ def torch_settings() -> dict:
     settings["default_dtype"] = torch.get_default_dtype()
     settings["threads"] = torch.get_num_threads()
     settings["stance"] = repr(torch._dynamo.eval_frame._stance)
-    settings["tracing"] = repr([torch._dynamo.variables.lists.iter_contains, torch._dynamo.symbolic_convert.get_funcname])
+    dynamo = torch._dynamo
+    replaced = dynamo.variables.lists.iter_contains, dynamo.symbolic_convert.get_funcname, dynamo.guards.profile_guard_manager
+    settings["tracing"] = repr(replaced)
     settings["callbacks"] = (
         len(torch._dynamo.callback.callback_handler.start_callbacks),
         len(torch._dynamo.callback.callback_handler.end_callbacks),

@@ -131,10 +131,6 @@ class _Active(threading.local):
 _active = _Active()
 
 
-def is_active() -> bool:
-    return bool(_active.modes)
-
-
 @contextmanager
 def paused() -> Iterator[None]:
     """Switch the mode off, if it is on, for compiled code: PyTorch compiles for the modes that are on."""

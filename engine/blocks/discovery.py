@@ -115,7 +115,6 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
 
 
 def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple[str, nn.Module]]:
-    """The outermost modules for which `wanted` is true."""
     for name, child in module.named_children():
         child_path = f"{path}.{name}" if path else name
         if can_be_block(child) and wanted(child_path, child):

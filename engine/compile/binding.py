@@ -60,7 +60,6 @@ class Binding:
 
     @property
     def paged(self) -> bool:
-        """Whether the host pages weights of blocks."""
         return self._weights is not None and self._weights.paged
 
     @contextmanager

@@ -322,7 +322,6 @@ class ModelGraphs:
                 _remember(self.failures, oldest, f"more than {MAX_GRAPHS} kinds of calls take turns")
 
     def _ran_out_of_memory(self, key: Hashable, reason: str) -> None:
-        """Free all graphs, so that the call can run without."""
         self._free_graphs()
         self.seen.clear()
         self._pool = None

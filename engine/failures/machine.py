@@ -73,8 +73,6 @@ class Machine:
 
 @dataclass(frozen=True)
 class Gpu:
-    """The GPU that models run on."""
-
     name: str
     capability: tuple[int, int] | None  # of an NVIDIA GPU, such as (9, 0)
     has_code: bool = True  # whether this PyTorch is built for the GPU

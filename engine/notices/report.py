@@ -32,8 +32,6 @@ def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
 
 @dataclass
 class WarmedSize:
-    """One size that the warmup ran."""
-
     label: str  # 1024x1024 batch 1
     seconds: float
     added: CompileStats
@@ -42,8 +40,6 @@ class WarmedSize:
 
 @dataclass
 class CompileReport:
-    """Write the text that the Warmup node shows."""
-
     model_name: str
     settings: CompileSettings
     plan: BlockPlan

@@ -74,8 +74,6 @@ def no_graphs(device: torch.device) -> str | None:
 
 @dataclass
 class Payoff:
-    """Whether CUDA graphs pay for a model."""
-
     calls: int = 0  # eager calls so far; the first also loads weights
     pays: bool | None = None  # None until `measure` has timed a call
 

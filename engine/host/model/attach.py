@@ -157,7 +157,6 @@ def attached_settings(patcher) -> CompileSettings | None:
 
 
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
-    """The blocks that `settings` compiles in the model of `patcher`."""
     return plan_for(diffusion_model(patcher)).select(settings.patterns)
 
 

@@ -99,7 +99,6 @@ class Trial:
         timers.append(timer)
 
     def give_up(self) -> None:
-        """The other way does not work here."""
         self.other = False
         self._timers.clear()
 

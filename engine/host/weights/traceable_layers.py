@@ -73,7 +73,6 @@ class PackedWeights:
         self.move = bool(self._modules)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
-        """The parameters per module, on the device."""
         return [
             (m, {n: p if p is None or p.device == self._device else parameter(p.to(self._device)) for n, p in weights})
             for m in self._modules

@@ -95,34 +95,21 @@ def patch_with_code_of_its_own(factor):
 
 
 @pytest.mark.parametrize("at_once", [False, True])
-def test_a_patch_that_is_other_code_for_each_step_is_given_up(compiled, at_once):
-    net, x = Net(), torch.randn(2, 4, 8)
-    step = compiled(net)
-    for number in range(12):
-        options = {"patches": {"attn1_output_patch": [patch_with_code_of_its_own(number + 2.0)]}}
-        result = step.at_once(x, transformer_options=options) if at_once else step(x, transformer_options=options)[0]
-        step.wait()
-        assert torch.allclose(result, net(x, transformer_options=options))
-    assert step.graphs <= 5
-    (failure,) = step.failures
-    assert failure.startswith("Block with attn1_output_patch ") and "for the same shapes" in failure
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_a_patch_that_is_other_code_for_each_step_is_given_up_though_some_of_it_is_used(compiled, at_once):
-    """As of an override that keeps state by block and step: some blocks find their code in each step."""
+@pytest.mark.parametrize(("some_is_used", "most"), [(False, 5), (True, 9)])
+def test_a_patch_that_is_other_code_for_each_step_is_given_up(compiled, at_once, some_is_used, most):
+    """`some_is_used`: as of an override that keeps state by block and step, some blocks find their code in each step."""
     net, x = Net(), torch.randn(2, 4, 8)
     step = compiled(net)
     used = patch_with_code_of_its_own(2.0)
-    for number in range(24):
-        patch = patch_with_code_of_its_own(number + 2.0) if number % 2 else used
+    for number in range(24 if some_is_used else 12):
+        patch = used if some_is_used and number % 2 == 0 else patch_with_code_of_its_own(number + 2.0)
         options = {"patches": {"attn1_output_patch": [patch]}}
         result = step.at_once(x, transformer_options=options) if at_once else step(x, transformer_options=options)[0]
         step.wait()
         assert torch.allclose(result, net(x, transformer_options=options))
-    assert step.graphs <= 9
+    assert step.graphs <= most
     (failure,) = step.failures
-    assert "compiled 9 times for the same shapes" in failure
+    assert failure.startswith("Block with attn1_output_patch ") and f"compiled {most} times for the same shapes" in failure
 
 
 def test_patches_that_are_used_are_not_given_up_however_many(compiled):
