@@ -9,6 +9,11 @@ SMALL = ((8, 8), (12, 8), (16, 12))
 VIDEO = ((3, 8, 8), (3, 12, 8), (5, 12, 12))
 PATCHED = sizes(16, *SPANS)
 
+
+def without(config, *keys):
+    return {key: value for key, value in config.items() if key not in keys}
+
+
 FLUX = {
     "image_model": "flux",
     "in_channels": 16,
@@ -48,22 +53,7 @@ FLUX2 = FLUX | {
     "txt_ids_dims": [3],
     "vec_in_dim": None,
 }
-CHROMA = {
-    key: FLUX[key]
-    for key in (
-        "context_in_dim",
-        "hidden_size",
-        "mlp_ratio",
-        "num_heads",
-        "depth",
-        "depth_single_blocks",
-        "axes_dim",
-        "theta",
-        "patch_size",
-        "qkv_bias",
-        "txt_ids_dims",
-    )
-} | {
+CHROMA = without(FLUX, "guidance_embed", "yak_mlp", "txt_norm") | {
     "image_model": "chroma",
     "in_channels": 64,
     "out_channels": 64,
@@ -88,22 +78,10 @@ RADIANCE = CHROMA | {
     "use_x0": True,
     "use_sequential_txt_ids": False,
 }
-HUNYUAN = {
+HUNYUAN = without(FLUX, "yak_mlp", "txt_norm", "txt_ids_dims") | {
     "image_model": "hunyuan_video",
-    "in_channels": 16,
-    "out_channels": 16,
     "patch_size": [1, 2, 2],
-    "vec_in_dim": 64,
-    "context_in_dim": 64,
-    "hidden_size": 128,
-    "mlp_ratio": 4.0,
-    "num_heads": 2,
-    "depth": 3,
-    "depth_single_blocks": 3,
-    "axes_dim": [8, 28, 28],
     "theta": 256,
-    "qkv_bias": True,
-    "guidance_embed": True,
     "byt5": False,
     "meanflow": False,
     "use_cond_type_embedding": False,
