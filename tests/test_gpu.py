@@ -37,7 +37,7 @@ class TestGraphs:
     def calls(self, engine, device, graphs=None):
         graphs = graphs or engine("cuda_graphs.capture").ModelGraphs()
         model = Net(count=2, width=64).to(device)
-        graphs.check_model(model, device)
+        graphs.drop_if_stale(model, device)
         for step in range(4):
             x = torch.randn(3, 64, generator=torch.Generator().manual_seed(step)).to(device)
             result = graphs.call("key", model, (x,), {}, {})
@@ -68,7 +68,7 @@ def model(x, kept=[]):
     return y + 1
 
 graphs = ModelGraphs()
-graphs.check_model(torch.nn.Linear(2, 2).cuda(), torch.device("cuda", 0))
+graphs.drop_if_stale(torch.nn.Linear(2, 2).cuda(), torch.device("cuda", 0))
 x = torch.randn(1000, 1000, device="cuda:0")
 for _ in range(4):
     assert torch.equal(graphs.call("key", model, (x,), {}, {}), torch.sin(x) + 1)
@@ -111,7 +111,7 @@ def free():
     return torch.cuda.mem_get_info(device)[0]
 
 graphs, x = ModelGraphs(), torch.ones(1000, device=device)
-graphs.check_model(torch.nn.Linear(2, 2).cuda(), device)
+graphs.drop_if_stale(torch.nn.Linear(2, 2).cuda(), device)
 graphs.call("key", model, (x,), {}, {})
 before = free()
 for generation in range(2):
@@ -166,7 +166,7 @@ print("free")
         module, x = engine("cuda_graphs.capture"), torch.randn(3, 64, device=device)
         for model, captures in ((lambda x: x + x[x > 0].sum(), 0), (lambda x: x * 2, 1)):
             graphs, stream = module.ModelGraphs(), torch.cuda.current_stream()
-            graphs.check_model(torch.nn.Linear(2, 2).to(device), device)
+            graphs.drop_if_stale(torch.nn.Linear(2, 2).to(device), device)
             for _ in range(4):
                 assert relative_error(graphs.call("key", model, (x,), {}, {}), model(x)) < 1e-5
             assert (graphs.captures, torch.cuda.current_stream(), torch.cuda.get_sync_debug_mode()) == (captures, stream, 0)
@@ -175,7 +175,7 @@ print("free")
     @pytest.mark.parametrize("when", [1, 3])
     def test_out_of_memory_when_a_graph_is_launched(self, engine, device, monkeypatch, when):
         graphs, model = engine("cuda_graphs.capture").ModelGraphs(), Net(count=2, width=64).to(device)
-        graphs.check_model(model, device)
+        graphs.drop_if_stale(model, device)
         replay = torch.cuda.CUDAGraph.replay
 
         def no_room(graph):

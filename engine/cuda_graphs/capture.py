@@ -4,8 +4,8 @@ PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and c
 outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay needs no Python and
 launches no kernels one by one. Small models are bound by those; large ones gain little.
 
-1. `ModelState.look_at` notes, once a sampling run, where the weights are and what the layers run; graphs of a model that has
-   changed are dropped.
+1. `drop_if_stale` has `ModelState.look_at` note, once a sampling run, where the weights are and what the layers run; graphs of
+   a model that has changed are dropped.
 2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
    the call counts as none: that code has never run, and a capture can neither trace nor load kernels.
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
@@ -234,8 +234,10 @@ class ModelGraphs:
     def new_run(self) -> None:
         self.model.new_run()
 
-    def check_model(self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None) -> None:
-        """Drop the graphs of a model that has changed, see `ModelState.look_at`."""
+    def drop_if_stale(
+        self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None
+    ) -> None:
+        """Once a run: drop the graphs if weights, layers or functions have changed, see `ModelState.look_at`."""
         self.model.look_at(model, device, places, self._changed)
 
     def _changed(self) -> None:
@@ -263,7 +265,7 @@ class ModelGraphs:
             code: another value when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended.
         """
-        self._renew(code())
+        self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         device = self.model.device
@@ -296,12 +298,12 @@ class ModelGraphs:
                     self._ran_out_of_memory(key, reason)
         before = self.code
         result = forward(*args, **kwargs, **fixed)
-        self._renew(code())
+        self._drop_if_code_is_new(code())
         if self.code == before or not ran_uncompiled():  # else there is code now that has never run
             _remember(self.seen, key, None)
         return result
 
-    def _renew(self, code: Hashable) -> None:
+    def _drop_if_code_is_new(self, code: Hashable) -> None:
         if code != self.code:
             self.code = code
             self._free_graphs()

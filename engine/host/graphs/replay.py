@@ -9,7 +9,7 @@ Life cycle of a call within `graphed`:
    (`run_bound`); a replay runs no Python of the model.
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
-Graphs go when weights or modules change (`ModelGraphs.check_model`), when memory is short (`_pinned`), and when the host
+Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when memory is short (`_pinned`), and when the host
 unloads the model (`watch_unloading`).
 """
 
@@ -71,7 +71,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     pages = state.pages
 
     def look() -> bool:
-        graphs.check_model(network, device, address_of if pages else None)
+        graphs.drop_if_stale(network, device, address_of if pages else None)
         state.read.look(network, graphs.model.functions)
         return True
 

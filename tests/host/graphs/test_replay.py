@@ -155,7 +155,7 @@ def test_a_call_that_fails_leaves_no_page_pinned(flux, compiled, pages):
 
 
 class TestWhatGraphsKnow:
-    """`ModelGraphs.check_model` on a plain module: once a run, what a graph was captured with against what is there now."""
+    """`ModelGraphs.drop_if_stale` on a plain module: once a run, what a graph was captured with against what is there now."""
 
     @pytest.fixture
     def checked(self, engine):
@@ -164,7 +164,7 @@ class TestWhatGraphsKnow:
 
         def check(device="cpu", places=lambda module: None):
             graphs.new_run()
-            graphs.check_model(layer, torch.device(device), places)
+            graphs.drop_if_stale(layer, torch.device(device), places)
             return "graph" in graphs.graphs
 
         check()
