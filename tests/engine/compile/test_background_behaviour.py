@@ -2,7 +2,6 @@
 
 import gc
 import random
-import sys
 import types
 import weakref
 
@@ -185,16 +184,6 @@ def test_what_a_loader_switches_meanwhile_is_not_in_the_code(engine, compiled, m
     assert torch.equal(result, expected) and not uncompiled and backend.calls > 1
 
 
-def test_pythons_settings_are_as_found_when_code_is_made(compiled):
-    """The switch interval of threads also where the next code is asked for at once."""
-    before = sys.getswitchinterval(), list(sys.meta_path)
-    for _ in range(3):
-        step = compiled(Net())
-        step(torch.randn(2, 4, 8))
-        step.wait()
-        assert (sys.getswitchinterval(), list(sys.meta_path)) == before
-
-
 def test_a_model_that_goes_is_not_kept(compiled):
     net = Net()
     gone = weakref.ref(net), weakref.ref(net.blocks[0].inner.weight)
@@ -248,30 +237,6 @@ def test_what_cannot_be_compiled_is_said_once_and_runs_eager(compiled, caplog):
     (failure,) = step.failures
     assert "no such kernel" in failure
     assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
-
-
-def test_code_for_which_there_is_no_memory_is_made_later(compiled):
-    """Behind other code that is wanted, when the memory may be free again."""
-    made = []
-
-    def short_of_memory(graph, _inputs):
-        made.append("first")
-        if len(made) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return graph
-
-    def other(graph, _inputs):
-        made.append("other")
-        return graph
-
-    gate, x = Held(), torch.randn(2, 4, 8)
-    steps = [compiled(Net(), backend=backend) for backend in (gate, short_of_memory, other)]
-    for step in steps:
-        step(x)
-    gate.go_on.set()
-    steps[0].wait()
-    assert made == ["first", "other", "first"]
-    assert not any(step(x)[1] or step.failures for step in steps)
 
 
 def test_a_switch_that_flips_while_a_graph_is_lowered_is_no_matter(compiled):

@@ -55,6 +55,13 @@ def excluded(engine, monkeypatch):
     return blocks
 
 
+def wait_for(compiler, calls):
+    for _ in range(600):
+        if compiler.calls >= calls:
+            break
+        threading.Event().wait(0.1)
+
+
 def call(step, at_once, *args, **kwargs):
     result = step.at_once(*args, **kwargs) if at_once else step(*args, **kwargs)[0]
     step.wait()
@@ -166,10 +173,7 @@ def test_jobs_without_memory_wait_for_it_together(engine, monkeypatch):
     steps = [CompiledNet(engine, Net(width=x.shape[-1]), backend=compiler) for x in inputs]
     for step, x in zip(steps, inputs, strict=True):
         step(x)
-    for _ in range(600):
-        threading.Event().wait(0.1)
-        if compiler.calls >= 2:
-            break
+    wait_for(compiler, 2)
     threading.Event().wait(0.3)
     assert compiler.calls == 2
     for step, x in zip(steps, inputs, strict=True):
@@ -177,12 +181,13 @@ def test_jobs_without_memory_wait_for_it_together(engine, monkeypatch):
     assert compiler.calls == 4
 
 
+def no_room(_thread):
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatch):
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net)
-
-    def no_room(_thread):
-        raise RuntimeError("can't start new thread")
 
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_room)
@@ -196,9 +201,6 @@ def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatc
 
 def test_a_process_without_room_for_another_thread_gets_ready_without(engine, monkeypatch, tmp_path):
     """What is made ready beside loading, the cache that is trimmed later, the kernels of convolutions."""
-
-    def no_room(_thread):
-        raise RuntimeError("can't start new thread")
 
     isolation, startup = engine("background.isolation"), engine("cache.startup")
     monkeypatch.setattr(threading.Thread, "start", no_room)
@@ -270,10 +272,7 @@ def test_what_fails_of_discarded_code_gives_the_new_one_not_up(engine, excluded)
         step(x[:1])
     for job in submitted:
         thread.submit(job)
-    for _ in range(600):
-        threading.Event().wait(0.05)
-        if compiler.calls == 2:
-            break
+    wait_for(compiler, 2)
     assert excluded and torch.equal(step(x)[0], net(x)), "traced anew"
     held.set()
     step.wait()

@@ -131,14 +131,6 @@ def test_an_order_of_attention_kernels_that_ends_while_a_call_traces_does_not_co
     assert torch._C._get_sdp_priority_order() == [1, 2, 0, 3, 4]
 
 
-def test_two_models_of_one_kind_share_code(compiled, added):
-    first, second, x = Net(), Net(), torch.randn(2, 4, 8)
-    for net in (first, second):
-        with compiled(net):
-            assert torch.equal(net(x), net.__class__.forward(net, x))
-    assert added(first) == 1 and added(second) == 1  # the same one
-
-
 def test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own(compiled, added):
     net = Net()
 
@@ -172,17 +164,6 @@ def test_per_call_entries_do_not_recompile(compiled, added):
         for step in range(4):
             net(x, transformer_options={"sigmas": torch.tensor([1.0 / (step + 1)]), "uuids": [object()], "patches": {}})
     assert added(net) == 1
-
-
-def test_patches_added_and_removed_take_effect(compiled):
-    net, x = Net(), torch.randn(2, 4, 8)
-    plain = net(x)
-    patched = {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
-    expected = net(x, transformer_options=dict(patched))
-    with compiled(net):
-        assert torch.equal(net(x, transformer_options={"patches": {}}), plain)
-        assert torch.equal(net(x, transformer_options=dict(patched)), expected)
-        assert torch.equal(net(x, transformer_options={}), plain)
 
 
 def test_a_transposed_view_uses_the_graph_of_the_others(compiled, added):
