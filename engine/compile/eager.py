@@ -1,4 +1,4 @@
-"""Decide which calls of blocks run eager, and why. Reports read what is kept here of the decisions.
+"""Decide which calls of blocks run eager, and why; `ModelCode.eager_in_words` says it in reports.
 
 Before a call of the model, `choose` (blocks/convolutions.py) leaves out blocks, and a block that cannot be looked at gets no
 group (`ModelCode.look`). In the call `why_eager` decides. Not decided here: while a graph has no code yet, it runs operator by

@@ -69,7 +69,7 @@ class ModelCode:
             name = type(module).__name__
             if name not in self.not_looked_at:
                 self.not_looked_at[name] = in_one_line(error)
-                logger.warning("%s", not_looked_at_in_words(name, self.not_looked_at[name]), exc_info=True)
+                logger.warning("%s", self._not_looked_at_in_words(name), exc_info=True)
             return otherwise
 
     def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
@@ -95,7 +95,25 @@ class ModelCode:
             self.uncalled = Counter()
         elif self.uncalled is None and blocks:
             self.uncalled = blocks
-            logger.warning("%s", uncalled_in_words(blocks))
+            logger.warning("%s", _UNCALLED.format(_counted(blocks)))
+
+    def eager_in_words(self) -> list[str]:
+        """Which blocks run eager, and why; what a failure says is not in it."""
+        convolutions, small = self.eager[Eager.CONVOLUTIONS], self.eager[Eager.SMALL]
+        lines = []
+        if convolutions:
+            why = "as they take most of the compile time"
+            lines.append(f"Blocks of convolutions ({_counted(convolutions)}) stay uncompiled, {why}.")
+            if small:
+                lines.append(f"So do blocks at which compiling would save little ({_counted(small)}).")
+        lines += map(self._not_looked_at_in_words, self.not_looked_at)
+        if self.uncalled:
+            lines.append(_UNCALLED.format(_counted(self.uncalled)))
+        caching = dict.fromkeys(group.class_name for group in self._groups.values() if Eager.FILLS_CACHE in group.eager)
+        return lines + [f"{name}: {_FILLS_CACHE}" for name in caching]
+
+    def _not_looked_at_in_words(self, name: str) -> str:
+        return f"{name} runs uncompiled: this pack could not look at it ({self.not_looked_at[name]})."
 
     @property
     def is_being_compiled(self) -> bool:
@@ -131,13 +149,12 @@ class ModelCode:
         return group
 
 
-def uncalled_in_words(blocks: Counter[str]) -> str:
-    named = ", ".join(f"{count} {name}" for name, count in blocks.items())
-    return f"The model does not call its blocks ({named}) as modules but by other methods: they run uncompiled."
+_UNCALLED = "The model does not call its blocks ({}) as modules but by other methods: they run uncompiled."
+_FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 
-def not_looked_at_in_words(name: str, reason: str) -> str:
-    return f"{name} runs uncompiled: this pack could not look at it ({reason})."
+def _counted(classes: Counter[str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; it lives as long as one of them.

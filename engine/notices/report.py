@@ -7,7 +7,6 @@ from torch import nn
 
 from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
-from ..compile.eager import Eager
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
@@ -18,7 +17,6 @@ from .words import say
 
 RULE = "-" * 24  # js/node_report.js folds what is below
 SIZES_NAMED = 4
-_FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 
 def groups_for(model: nn.Module, settings: CompileSettings) -> list[BlockGroup]:
@@ -106,7 +104,6 @@ class CompileReport:
         lines = [f"Graph breaks: {total.graph_breaks}"]
         reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
         lines += [f"  {count} x {reason}" for reason, count in reasons]
-        lines += [f"{group.class_name}: {_FILLS_CACHE}" for group in self.groups if Eager.FILLS_CACHE in group.eager]
         return lines
 
 

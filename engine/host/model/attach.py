@@ -1,7 +1,6 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
-from collections import Counter
 
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -11,7 +10,7 @@ from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
 from ...compile.eager import Eager
-from ...compile.registry import code_of, not_looked_at_in_words, uncalled_in_words
+from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import rotary_norms as opened_kernels
 from ...inductor.attention_kernels import in_words
@@ -123,18 +122,9 @@ def notes_about(patcher) -> list[str]:
         notes.append(f"Attention: {in_words(chosen)}.")
     notes += graphs_summary(network)
     code = code_of(network)
-    convolutions, small = code.eager[Eager.CONVOLUTIONS], code.eager[Eager.SMALL]
-    if convolutions:
-        channels_last = graphs_of(network).captures and runs_channels_last(network)
-        notes.append(
-            f"Blocks of convolutions ({_counted(convolutions)}) stay uncompiled, as they take most of the compile time"
-            f"{'; in CUDA graphs they run channels_last' if channels_last else ''}."
-        )
-    if convolutions and small:
-        notes.append(f"So do blocks at which compiling would save little ({_counted(small)}).")
-    notes += [not_looked_at_in_words(name, reason) for name, reason in code.not_looked_at.items()]
-    if code.uncalled:
-        notes.append(uncalled_in_words(code.uncalled))
+    notes += code.eager_in_words()
+    if code.eager[Eager.CONVOLUTIONS] and graphs_of(network).captures and runs_channels_last(network):
+        notes.append("In CUDA graphs the blocks of convolutions run channels_last.")
     if code.eager_calls:
         notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
     if gate.jobs_past_ceiling:
@@ -145,10 +135,6 @@ def notes_about(patcher) -> list[str]:
     if compiler.busy:
         notes.append("More code is being made in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
-
-
-def _counted(classes: Counter[str]) -> str:
-    return ", ".join(f"{count} {name}" for name, count in classes.items())
 
 
 def attached_settings(patcher) -> CompileSettings | None:

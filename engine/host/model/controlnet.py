@@ -13,7 +13,7 @@ from torch import nn
 
 from ...background.gate import gate
 from ...compile.binding import plan_for
-from ...compile.registry import code_of, not_looked_at_in_words
+from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...log import logger
 from ...notices.status import Line, Status
@@ -76,7 +76,7 @@ class CompiledControl:
             f"{graphs} graphs, {breaks} graph breaks",
             *graphs_summary(self.network),
             *self._calls.notes,
-            *(not_looked_at_in_words(name, reason) for name, reason in code.not_looked_at.items()),
+            *code.eager_in_words(),
         ]
         return [f"ControlNet ({kind}): {line}" for line in [*lines, *(g.failure.message() for g in groups if g.failure)]]
 

@@ -12,7 +12,7 @@ def report(engine):
     found = engine("notices.report")
     plan = types.SimpleNamespace(whole_model=True, covered_share=1.0, blocks=[])
     stats = engine("compile.session").CompileStats
-    usual = {"failure": None, "limit_reached": False, "eager": set(), "class_name": "Block", "stats": stats()}
+    usual = {"failure": None, "limit_reached": False, "class_name": "Block", "stats": stats()}
 
     def make(sizes, *groups):
         warmed = [
