@@ -1,7 +1,7 @@
 """Tell users why a call of a model had to compile while sampling, and what would have avoided it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
@@ -40,12 +40,14 @@ class CallInfo:
 
 @dataclass
 class Watch:
-    """What a model has been compiled for, and what was compiled outside of a warmup."""
+    """What a model has been compiled for, inside and outside of a warmup, and what its compiled code was used for."""
 
     compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)  # by `CompileSettings.settings_key`
     warmed: bool = False
     # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
+    sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
+    gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:

@@ -12,7 +12,6 @@ from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
 from ..settings import CompileSettings
 from .recompile_log import watch_of
-from .status import use_of
 from .words import say
 
 RULE = "-" * 24  # js/node_report.js folds what is below
@@ -110,7 +109,7 @@ class CompileReport:
 def sizes_of(model: nn.Module) -> list[str]:
     """Labels (`1024x1024`) of what a model has been compiled for or has run compiled at."""
     sizes = [info.size() for calls in list(watch_of(model).compiled_for.values()) for info in calls]
-    return list(dict.fromkeys([*sizes, *list(use_of(model).sizes.values())]))
+    return list(dict.fromkeys([*sizes, *list(watch_of(model).sizes.values())]))
 
 
 def report_json() -> dict:
@@ -121,7 +120,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     total = sum((group.stats for group in groups), CompileStats())
     blocks = plan_for(model).blocks
     graphs = _graphs_by_class(groups)
-    gained = use_of(model).gained
+    gained = watch_of(model).gained
     return {
         "name": type(model).__name__,
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),

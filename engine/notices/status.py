@@ -12,7 +12,7 @@ from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import code_of
-from ..per_model import PerModel
+from .recompile_log import Watch, watch_of
 from .words import told
 
 # Steps that are compared, at most and at least.
@@ -39,27 +39,16 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 
 
 @dataclass
-class Use:
-    """What a model's compiled code has been used for."""
-
-    sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
-    gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
-
-
-use_of = PerModel(lambda _model: Use())
-
-
-@dataclass
 class Steps:
     """Seconds of the steps of one shape, newest last."""
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def add(self, seconds: float, eager: bool, use: Use) -> None:
+    def add(self, seconds: float, eager: bool, watch: Watch) -> None:
         (self.uncompiled if eager else self.fast).append(seconds)
         if not eager and len(self.uncompiled) >= FEWEST:
-            use.gained = (use.gained or 0.0) + statistics.median(self.uncompiled) - seconds
+            watch.gained = (watch.gained or 0.0) + statistics.median(self.uncompiled) - seconds
 
     def compared(self) -> tuple[str, list]:
         """The state of the line, and compiled steps beside uncompiled ones; empty where too few have run.
@@ -159,7 +148,7 @@ class Status(Line):
         if step is None or step is self._step:
             return
         if self._step is not None and self._eager is not None and shape == self._shape:
-            self._steps.setdefault(shape, Steps()).add(now - self._began, self._eager, use_of(network))
+            self._steps.setdefault(shape, Steps()).add(now - self._began, self._eager, watch_of(network))
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._shape = step, shape

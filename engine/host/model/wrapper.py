@@ -16,7 +16,7 @@ from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
-from ...notices.status import Status, use_of
+from ...notices.status import Status
 from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
@@ -53,7 +53,7 @@ class BlockCompiler:
             raise
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
         self.status.ends(eager_calls > before[0], waits or tuple(other) != before[1:])
-        sizes, shape = use_of(network).sizes, args[0].shape
+        sizes, shape = watch_of(network).sizes, args[0].shape
         if eager_calls == before[0] and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result

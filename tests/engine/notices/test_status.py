@@ -96,7 +96,7 @@ def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expect
 
 
 def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, engine):
-    use = engine("notices.status").use_of(node.network)
+    use = engine("notices.recompile_log").watch_of(node.network)
     run(node, clock, [0.2] * 2, eager=True)
     run(node, clock, [0.1] * 5)
     assert use.gained is None, "two steps say nothing"
