@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -40,13 +41,8 @@ class CompileStats:
     graph_breaks: int = 0
     seconds: float = 0.0
     recompiles: list[Recompile] = field(default_factory=list)
-    breaks: dict[str, int] = field(default_factory=dict)
+    breaks: Counter[str] = field(default_factory=Counter)
     from_disk: int = 0
-
-    def copy(self) -> CompileStats:
-        return CompileStats(
-            self.graphs, self.graph_breaks, self.seconds, list(self.recompiles), dict(self.breaks), self.from_disk
-        )
 
     def add(self, other: CompileStats) -> None:
         self.graphs += other.graphs
@@ -54,11 +50,11 @@ class CompileStats:
         self.seconds += other.seconds
         self.recompiles += other.recompiles
         self.from_disk += other.from_disk
-        for reason, count in list(other.breaks.items()):  # others may count on while we add
-            self.breaks[reason] = self.breaks.get(reason, 0) + count
+        self.breaks.update(dict(other.breaks))  # a copy: others may count on while we add
 
     def __add__(self, other: CompileStats) -> CompileStats:
-        total = self.copy()
+        total = CompileStats()
+        total.add(self)
         total.add(other)
         return total
 
@@ -68,7 +64,7 @@ class CompileStats:
             self.graph_breaks - earlier.graph_breaks,
             self.seconds - earlier.seconds,
             self.recompiles[len(earlier.recompiles) :],
-            {k: v - earlier.breaks.get(k, 0) for k, v in list(self.breaks.items()) if v > earlier.breaks.get(k, 0)},
+            Counter(self.breaks) - earlier.breaks,
             self.from_disk - earlier.from_disk,
         )
 
@@ -264,7 +260,7 @@ class CompileSession:
 
     def stats(self) -> CompileStats:
         """What this call traced; PyTorch's counter of graphs also counts those of other threads, such as the warm-up's."""
-        breaks = dict(private.counters["graph_break"] - self._breaks)
+        breaks = private.counters["graph_break"] - self._breaks
         before = set(map(id, self._metrics))
         metrics = [m for m in private.get_compilation_metrics() if id(m) not in before]
         recompiles = [Recompile(self.block, m.recompile_reason) for m in metrics if m.recompile_reason]
