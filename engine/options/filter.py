@@ -207,9 +207,9 @@ class OptionsFilter:
         return kept, names
 
     @staticmethod
-    def write_back(original: dict, given: Mapping) -> None:
+    def write_back(original: dict, filtered: Mapping) -> None:
         """Copy what the block wrote for later blocks to the host's dict."""
-        for key, value in given.items():
+        for key, value in filtered.items():
             if key not in BOOKKEEPING and key not in PATCHES and original.get(key, original) is not value:
                 original[key] = value
 
