@@ -12,7 +12,7 @@ which would need a graph of its own: `unify_classes` gives all of these the firs
 import types
 import weakref
 from collections.abc import Hashable, MutableMapping
-from typing import Generic, TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -86,10 +86,9 @@ def _functions(cls: type) -> list[types.FunctionType]:
 
 
 Code = types.CodeType | type
-T = TypeVar("T")
 
 
-class BlockState(Generic[T]):
+class BlockState:
     """The modules inside a block, as they were when the state was made; keeps none of them alive.
 
     Hooks and a `forward` of the block itself run outside its compiled code and do not count.
@@ -100,7 +99,7 @@ class BlockState(Generic[T]):
     """
 
     def __init__(self, block: nn.Module, now: MethodsNow):
-        self.groups: dict[tuple, T] = {}
+        self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
         self.forwards: tuple[tuple[str, Code], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []

@@ -70,8 +70,7 @@ class Binding:
         as always, and a forward that another node has put there stays.
         """
         code = code_of(self._model)
-        no_runs: dict[nn.Module, _Run] = {}
-        runs = code.look(self._model, lambda: self._runs(code), no_runs)
+        runs: dict[nn.Module, _Run] = code.look(self._model, lambda: self._runs(code), {})
         try:
             with exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}):
                 yield

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,8 +11,6 @@ from ..blocks import channels_last
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import numerics
-
-T = TypeVar("T")
 
 
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -111,7 +109,7 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((TensorSpec.of(tensor).extent,), (1,))
 
 
-def copied_containers(value: T) -> T:
+def copied_containers(value: Any) -> Any:
     """The same tensors in new lists and dicts: the host pops a ControlNet's tensors from their lists while a model runs."""
     return private.pytree.tree_map(lambda leaf: leaf, value)
 

@@ -5,7 +5,7 @@ import types
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable
-from typing import TypeVar
+from typing import Any
 
 from torch import nn
 
@@ -21,8 +21,6 @@ from ..settings import CompileSettings
 from .compiled_code import free_unused
 from .eager import Eager
 from .group import BlockGroup
-
-T = TypeVar("T")
 
 
 class ModelCode:
@@ -47,7 +45,7 @@ class ModelCode:
         self.eager_calls = 0
         self._generation = 0, False
         self._local_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
-        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState[BlockGroup | None]] = weakref.WeakKeyDictionary()
+        self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
     @property
     def groups(self) -> dict[tuple, BlockGroup]:
@@ -57,7 +55,7 @@ class ModelCode:
             groups |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
         return groups
 
-    def look(self, module: nn.Module, look: Callable[[], T], otherwise: T) -> T:
+    def look(self, module: nn.Module, look: Callable[[], Any], otherwise: Any) -> Any:
         """The result of `look`, which examines `module`; after an error `otherwise`, with which less is compiled."""
         try:
             return look()
@@ -86,7 +84,7 @@ class ModelCode:
             state.groups[settings_key] = self._find_group(block, state, settings)
         return state.groups[settings_key]
 
-    def state_of(self, block: nn.Module) -> BlockState[BlockGroup | None] | None:
+    def state_of(self, block: nn.Module) -> BlockState | None:
         return self._of_block.get(block)
 
     def called(self, blocks: Counter[str], ran: bool) -> None:

@@ -30,7 +30,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -71,7 +71,6 @@ def _with_addresses(launcher: Callable) -> Callable:
     return launch
 
 
-T = TypeVar("T")
 # Each graph holds its inputs and its output; working memory is shared.
 MAX_GRAPHS = 8
 # Keys without a graph that are remembered.
@@ -381,7 +380,7 @@ class ModelGraphs:
         return self.graphs[key]
 
 
-def _remember(table: dict[Hashable, T], key: Hashable, value: T) -> None:
+def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:
     """Put an entry last; the first of more than MAX_OTHERS go."""
     table.pop(key, None)
     table[key] = value
