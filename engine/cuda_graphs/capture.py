@@ -230,9 +230,6 @@ class ModelGraphs:
         self.model.forget()
         self._pool = None
 
-    def new_run(self) -> None:
-        self.model.new_run()
-
     def drop_if_stale(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None
     ) -> None:

@@ -258,7 +258,7 @@ def watch_unloading() -> None:
 def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
-    graphs.new_run()
+    graphs.model.new_run()
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)

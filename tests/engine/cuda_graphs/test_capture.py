@@ -106,13 +106,13 @@ def test_out_of_memory_is_remembered_in_the_next_run(graphs, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(Replaying, "error", torch.OutOfMemoryError("no room"))
         call(graphs, "large")
-    graphs.new_run()
+    graphs.model.new_run()
     graphs.drop_if_stale(net, device)
     assert "large" in graphs.failures
     call(graphs, "small"), call(graphs, "small")
     captures = graphs.captures
     for _ in range(3):
-        graphs.new_run()
+        graphs.model.new_run()
         graphs.drop_if_stale(net, device)
         assert call(graphs, "small") and not call(graphs, "large")
     assert graphs.captures == captures

@@ -163,7 +163,7 @@ class TestWhatGraphsKnow:
         layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).requires_grad_(False)
 
         def check(device="cpu", places=lambda module: None):
-            graphs.new_run()
+            graphs.model.new_run()
             graphs.drop_if_stale(layer, torch.device(device), places)
             return "graph" in graphs.graphs
 
