@@ -107,7 +107,7 @@ class ModelCode:
         lines += map(self._not_looked_at_in_words, self.not_looked_at)
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
-        caching = dict.fromkeys(group.class_name for group in self._groups.values() if Eager.FILLS_CACHE in group.eager)
+        caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
         return lines + [f"{name}: {_FILLS_CACHE}" for name in caching]
 
     def _not_looked_at_in_words(self, name: str) -> str:

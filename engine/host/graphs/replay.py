@@ -38,7 +38,7 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
 from ...cuda_graphs.model_state import functions_of
-from ...errors import BlockCompileError
+from ...errors import BlockCompileError, in_one_line
 from ...failures.describe import never_swallowed
 from ...forwards import exchanged
 from ...options.filter import BOOKKEEPING, keys_read
@@ -209,9 +209,8 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
         if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise
         result = forward(*args, **kwargs)  # an error of the model itself comes again here
-        reason = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
         state_of(network).channels_last_fails = True
-        note(notes, f"Convolutions keep ComfyUI's layout: {reason}")
+        note(notes, f"Convolutions keep ComfyUI's layout: {in_one_line(error)}")
         return result
 
 
