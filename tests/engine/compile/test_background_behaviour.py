@@ -52,20 +52,6 @@ def test_calls_that_wait_use_code_of_the_background_and_the_other_way_round(comp
     assert not other(y)[1] and other.wait() == 1
 
 
-def test_a_patch_gets_code_of_its_own(compiled):
-    net, x = Net(), torch.randn(2, 4, 8)
-    patched = {"transformer_options": {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}}
-    plain, expected, step = net(x), net(x, **patched), compiled(net)
-    assert not torch.equal(plain, expected)
-    step(x)
-    step.wait()
-    for _ in range(3):
-        assert torch.equal(step(x, **patched)[0], expected)
-        step.wait()
-    assert not step(x, **patched)[1]
-    assert torch.equal(step(x)[0], plain)
-
-
 class Times:
     """A patch whose factor is an attribute of it."""
 

@@ -175,25 +175,6 @@ def test_a_transposed_view_uses_the_graph_of_the_others(compiled, added):
     assert added(net) == 1
 
 
-def test_keys_stay_while_blocks_run(compiled):
-    seen = {}
-
-    class Looking(Block):
-        def forward(self, x, transformer_options={}):  # noqa: B006
-            seen["keys"] = list(self.net[0].state_dict())
-            seen["modules"] = [(name, type(module)) for name, module in self.net[0].named_modules()]
-            return x + self.inner(x)
-
-    net = Net(Looking)
-    for block in net.blocks:
-        block.net = (net,)
-    keys, modules = list(net.state_dict()), [(n, type(m)) for n, m in net.named_modules()]
-    with compiled(net, only_blocks="blocks.0"):
-        net(torch.randn(2, 4, 8))
-    assert seen == {"keys": keys, "modules": modules}
-    assert list(net.state_dict()) == keys and all("forward" not in block.__dict__ for block in net.blocks)
-
-
 def test_a_forward_of_somebody_else_is_left_alone(compiled, added):
     net, x = Net(), torch.randn(2, 4, 8)
     net.blocks[1].forward = lambda x, **_kwargs: x + 100
@@ -213,21 +194,6 @@ def test_the_blocks_own_forward_in_its_dict_is_compiled_and_put_back(compiled, a
         net(torch.randn(2, 4, 8))
         assert net.blocks[1].__dict__["forward"] is not own
     assert net.blocks[1].__dict__["forward"] is own
-
-
-def test_settings_are_as_found_after_runs_and_errors(compiled, watched):
-    class Failing(Block):
-        def forward(self, x, transformer_options={}):  # noqa: B006
-            return super().forward(x) if x.shape[1] < 10 else x @ x
-
-    net = Net(Failing)
-    before = torch_settings()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
-    assert torch_settings() == before
-    with pytest.raises(RuntimeError), compiled(net):
-        net(torch.randn(2, 12, 8))
-    assert torch_settings() == before
 
 
 def test_switches_hold_while_sampling_and_end_with_it(engine):
@@ -278,22 +244,6 @@ def test_other_peoples_compile_is_left_alone(compiled, watched):
         assert count() == 1
     own(torch.randn(2, 5, 8))
     assert count() == 2
-
-
-def test_freeing_the_model_frees_it_at_once(engine, compiled):
-    net = Net()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
-    groups = [weakref.ref(group) for group in engine("compile.registry").code_of(net).groups.values()]
-    weights, model = weakref.ref(net.blocks[0].inner.weight), weakref.ref(net)
-    gc.collect()
-    gc.disable()
-    try:
-        del net
-        assert model() is None and weights() is None
-        assert all(group() is None for group in groups)
-    finally:
-        gc.enable()
 
 
 def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):

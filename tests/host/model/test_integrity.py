@@ -9,7 +9,7 @@ import torch
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from sampling import sample
-from support import relative_error, torch_settings
+from support import torch_settings
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -166,14 +166,6 @@ def test_executing_again_and_changes_downstream_add_nothing(flux, attach, graphs
     assert once == 2 and graphs(flux) == once
 
 
-def test_the_uncompiled_branch_stays_uncompiled(flux, attach, graphs, conditioning, latent):
-    compiled = attach(flux)
-    sample(flux, conditioning, latent, 1.0, seed=1)
-    assert graphs(flux) == 0
-    sample(compiled, conditioning, latent, 1.0, seed=1)
-    assert graphs(flux) == 2
-
-
 def test_backend_none_passes_the_model_through(flux, attach):
     assert attach(flux, backend="none") is flux
 
@@ -198,16 +190,3 @@ def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditionin
 def test_a_warmup_without_a_compiled_model_says_so(flux, engine, conditioning):
     report = engine("host.nodes.warmup").warm_up(flux, *conditioning, 1.0, [engine("host.nodes.warmup_plan").Size(64, 64)])
     assert "put Torch Compile Model" in report
-
-
-def test_a_lora_merged_into_the_weights_takes_effect_without_a_graph(flux, attach, graphs, conditioning, latent):
-    sample(attach(flux), conditioning, latent, 1.0, seed=1)
-    key = "diffusion_model.single_blocks.0.linear1.weight"
-    patched = attach(flux)
-    shape = flux.model.state_dict()[key].shape
-    patched.add_patches({key: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(3)),))}, 0.1)
-    with_lora = sample(patched, conditioning, latent, 1.0, seed=1)
-    eager = flux.clone()
-    eager.add_patches({key: ("diff", (torch.randn(shape, generator=torch.Generator().manual_seed(3)),))}, 0.1)
-    assert relative_error(with_lora, sample(eager, conditioning, latent, 1.0, seed=1)) < 1e-6
-    assert graphs(flux) == 2
