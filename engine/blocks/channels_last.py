@@ -21,7 +21,7 @@ from ..torch_compat import private
 SIDE_BY_SIDE = torch.channels_last
 # By dimensions: images, videos.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
-# Tensor cores take these; others are computed as they are.
+# The types that tensor cores take. Tensors of other types keep their layout.
 DTYPES = {torch.float16, torch.bfloat16}
 # The kernels count an image's values in 32 bits; a decoder for 4096x4096 has more.
 MOST_VALUES = 2**31 - 1

@@ -20,7 +20,7 @@ def _sum_channels(x, sums, pixels, channels, share, ROWS: tl.constexpr, CHANNELS
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = c < channels
     base = x + image * pixels * channels
-    first = tl.load(base + c, mask=there, other=0.0).to(tl.float32)  # sums of squares lose what is small beside the mean
+    first = tl.load(base + c, mask=there, other=0.0).to(tl.float32)  # squares of values far from 0 lose their differences
     total = tl.zeros((ROWS, CHANNELS), tl.float32)
     squares = tl.zeros((ROWS, CHANNELS), tl.float32)
     begin = tl.program_id(0) * share

@@ -52,7 +52,7 @@ def takes(function: object, *names: str) -> bool:
 
 @functools.cache
 def host() -> Host:
-    """The result of `look`, with a line in the log for each part that is not used."""
+    """Call `look` once, and log each part that is not used."""
     checked = look()
     version = getattr(_module("comfyui_version"), "__version__", "(unknown)")
     for text in checked.unknown:

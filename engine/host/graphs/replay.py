@@ -301,7 +301,7 @@ class Read:
     keys: frozenset[str] = BOOKKEEPING
 
     def look(self, network: nn.Module, functions: list | None) -> None:
-        """Look again when a function was replaced; not while blocks are bound."""
+        """Read the code again if a function was replaced. Must not be called while blocks are bound."""
         if functions != self.functions:
             self.functions, self.keys = functions, keys_read(network)
 

@@ -28,8 +28,8 @@ from .training import TRAINING, begin_step
 class BlockCompiler:
     """The APPLY_MODEL wrapper: compiles the blocks of the model that `executor` runs.
 
-    A BlockCompiler keeps no model, so that clones, reloads and multi-GPU copies, which share one BlockCompiler, cannot cross
-    (comfy/model_base.py, `apply_model`).
+    A BlockCompiler keeps no model: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
+    `apply_model`).
     """
 
     def __init__(self, settings: CompileSettings, status: Status | None = None):
