@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
+from ..cache.startup import is_preparing
 from ..options.patches import changes_an_object
 from .traced_graph import is_capturing
 
@@ -25,10 +27,18 @@ class Eager(enum.Enum):
     FAILED = enum.auto()  # the block, or its patches, could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
+    PREPARING = enum.auto()  # the process prepares for compiling (cache/startup.py), beside which a trace is slow
 
 
 def why_eager(
-    group: Any, patched: Any, block: nn.Module, args: tuple, kwargs: dict, shapes: tuple, effort: Effort | None
+    group: Any,
+    patched: Any,
+    block: nn.Module,
+    call: ModelCall,
+    args: tuple,
+    kwargs: dict,
+    shapes: tuple,
+    effort: Effort | None,
 ) -> Eager | None:
     """Why a call of `block` runs eager; None: it runs the code of `patched`, or is compiled.
 
@@ -47,4 +57,6 @@ def why_eager(
     if patched.limit_reached and patched.settings.dynamic == "false":
         return Eager.LIMIT
     first = args[0] if args else None
-    return Eager.CAPTURING if isinstance(first, torch.Tensor) and is_capturing(first.device) else None
+    if isinstance(first, torch.Tensor) and is_capturing(first.device):
+        return Eager.CAPTURING
+    return Eager.PREPARING if not call.synchronous and is_preparing() else None

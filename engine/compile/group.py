@@ -11,7 +11,7 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort
-from ..cache.startup import is_preparing, wait_until_prepared
+from ..cache.startup import wait_until_prepared
 from ..failures.describe import Failure
 from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
@@ -82,9 +82,10 @@ class BlockGroup:
         group = self._for_patches(patches) if patches else self
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
-        reason = why_eager(self, group, block, args, kwargs, shapes, effort)
+        reason = why_eager(self, group, block, call, args, kwargs, shapes, effort)
         if reason is not None:
             self.eager.add(reason)
+            call.uncompiled |= reason is Eager.PREPARING
             for code in (self.code, group.code) if reason is Eager.FAILED else ():
                 code.raise_if_stopped()
             return self.forward(block, *args, **kwargs)
@@ -126,9 +127,6 @@ class BlockGroup:
             return self.code.call(block, call, args, kwargs)
         if call.synchronous:
             self.stats.seconds += wait_until_prepared(call.poll)
-        elif is_preparing():
-            call.uncompiled = True
-            return self.forward(block, *args, **kwargs)
         with call.holding(first_call_lock):
             watching.renew()
             signature = self.code.version, *shapes
