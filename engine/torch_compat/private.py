@@ -22,7 +22,7 @@ TESTED = "2.9", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
-# Where PyTorch keeps on a tensor what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.15 on.
+# Where PyTorch keeps on a tensor what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.13 on.
 STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 
 

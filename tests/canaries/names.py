@@ -294,7 +294,7 @@ FOREIGN = {
     "_forward_pre_hooks": Foreign("torch.nn.Module"),
     "_backend_from_string": Foreign("torch.nn.attention"),
     "_dynamo_static_indices": Foreign("torch._dynamo.decorators"),
-    "_has_dynamo_dim_marking": Foreign("torch._dynamo.decorators", since="2.15"),
+    "_has_dynamo_dim_marking": Foreign("torch._dynamo.decorators", since="2.13"),
     "_schema": Foreign("torch._ops.OpOverload"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
     "_full_precision_mm": Foreign("comfy.ops"),
