@@ -63,8 +63,8 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
             and tensor.shape[1] > 1
             and not any(hasattr(tensor, m) for m in private.STATIC_MARKS)
         ):
-            for dimension in (2, 3):
-                private.mark_static(tensor, dimension)
+            # Not by `mark_static`, which PyTorch 2.15 takes for a part of the trace when called at its beginning.
+            vars(tensor).update(zip(private.STATIC_MARKS, ({2, 3}, True), strict=True))
             marked.append(tensor)
     try:
         yield

@@ -22,7 +22,7 @@ TESTED = "2.9", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
-# Where PyTorch keeps on a tensor what `mark_static` was told (torch/_dynamo/decorators.py); the second from 2.13 on.
+# Where `mark_static` keeps the dimensions on a tensor (torch/_dynamo/decorators.py), and from 2.13 on that there are marks.
 STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 
 
@@ -87,7 +87,6 @@ NAMES = {
     "pytree": PrivateName("torch.utils._pytree"),
     "is_traceable_wrapper_subclass": PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass"),
     "lookup_backend": PrivateName("torch._dynamo:lookup_backend"),
-    "mark_static": PrivateName("torch._dynamo:mark_static", _SLOWER_TRACE, _nothing),
     "maybe_mark_dynamic": PrivateName("torch._dynamo:maybe_mark_dynamic", _SLOWER_TRACE, _nothing),
     "get_funcname": PrivateName("torch._dynamo.symbolic_convert:get_funcname", _SLOWER_TRACE),
     "profile_guard_manager": PrivateName("torch._dynamo.guards:profile_guard_manager", _SLOWER_TRACE),

@@ -85,7 +85,6 @@ TORCH = {
     "torch._dynamo.eval_frame.OptimizedModule": READ,
     "torch._dynamo.lookup_backend": READ,
     "torch._dynamo.maybe_mark_dynamic": called(2),
-    "torch._dynamo.mark_static": called(2),
     "torch._dynamo.exc.FailOnRecompileLimitHit": READ,
     "torch.utils.checkpoint._StopRecomputationError": READ,
     # Settings; one that is missing is not set.
