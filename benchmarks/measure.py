@@ -112,7 +112,7 @@ def run_all(options: argparse.Namespace, what: What) -> None:
     os.environ.update(on_cpu)
     if what.from_file or options.free is not None or options.from_file:
         for model in options.models:
-            command = [sys.executable, "-m", "benchmarks.models", "--host", options.host, "--model", model]
+            command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", options.host, "--model", model]
             subprocess.run([*command, "--folder", str(models.weights_folder()), "--kinds", "diffusion_models"], check=True)
     before = max((row.get("process", 0) for row in content["rows"]), default=0)
     with tempfile.TemporaryDirectory(prefix="kit-measure-") as scratch:

@@ -1,23 +1,15 @@
-"""Make models of real size with random weights, what they are sampled with, and the files that the host's loaders read.
-
-    python -m benchmarks.models --host COMFYUI --model flux --folder BASE/models
+"""Make models of real size with random weights, and what they are sampled with; checkpoints.py writes them to files.
 
 The sessions' server loads this file by itself (session_nodes.py), so nothing of the package is imported at the top.
 """
 
-import argparse
 import json
-import os
-import re
-import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
-# Layers of the blocks, by their names in Flux and Z-Image.
-QUANTISED = re.compile(r"(double_blocks|single_blocks|layers)\..*(qkv|proj|mlp\.[02]|linear[12]|out|w[123])\.weight$")
-KINDS = ("diffusion_models", "vae", "loras")
 LORA_RANK = 16
 # The host's autoencoders: of images, and of Wan's videos.
 VAE = {
@@ -40,7 +32,7 @@ class Model:
         size: width, height, frames.
         cfg: 1.0 runs the model once a step.
         text: shape of one prompt's conditioning.
-        extra: other conditioning, a shape for tensors.
+        extra: other conditioning, a shape for tensors, a list of shapes for a list.
         family: the host's class of the model, where the host does not know this config.
         quantization: None, `plain` (fp8 as the loader's weight_dtype makes it) or a format of the host's quantised checkpoints.
     """
@@ -82,9 +74,22 @@ MODELS = {
         ),
         torch.bfloat16, (1024, 1024, 1), 1.0, (1, 512, 4096), {"pooled_output": (1, 768), "guidance": 3.5},
     ),
+    "klein": Model(
+        dict(
+            image_model="flux2", in_channels=128, patch_size=1, out_channels=128, vec_in_dim=None, context_in_dim=7680,
+            hidden_size=3072, mlp_ratio=3.0, num_heads=24, depth=5, depth_single_blocks=20, axes_dim=[32, 32, 32, 32],
+            theta=2000, qkv_bias=False, ops_bias=False, guidance_embed=False, global_modulation=True, mlp_silu_act=True,
+            default_ref_method="index", ref_index_scale=10.0, txt_ids_dims=[3], yak_mlp=False, txt_norm=False,
+        ),
+        torch.bfloat16, (1024, 1024, 1), 1.0, (1, 512, 7680), channels=128,
+    ),
     "qwen_image": Model(
         dict(image_model="qwen_image", in_channels=64, out_channels=16, num_layers=60),
         torch.bfloat16, (1328, 1328, 1), 1.0, (1, 128, 3584), video=True,
+    ),
+    "qwen_edit": Model(
+        dict(image_model="qwen_image", in_channels=64, out_channels=16, num_layers=20),
+        torch.bfloat16, (1024, 1024, 1), 1.0, (1, 400, 3584), {"reference_latents": [(1, 16, 1, 128, 128)] * 2}, video=True,
     ),
     "wan14": Model(
         dict(
@@ -147,33 +152,66 @@ MODELS["wan_small"] = Model(
     dict(MODELS["wan14"].config, dim=256, num_heads=2, ffn_dim=512, num_layers=2),
     torch.float32, (128, 128, 5), 1.0, (1, 64, 4096), video=True,
 )  # fmt: skip
+# A third of the depth of both models of the pair, which share a file: what a step of the whole takes is three times as long.
+MODELS["wan22"] = replace(MODELS["wan14"], config=dict(MODELS["wan14"].config, num_layers=12))
+MODELS["wan22_small"] = MODELS["wan_small"]
+MODELS["klein_small"] = replace(
+    MODELS["klein"],
+    config=dict(MODELS["klein"].config, context_in_dim=256, hidden_size=512, num_heads=4, depth=2, depth_single_blocks=2),
+    dtype=torch.float32, size=(256, 256, 1), text=(1, 64, 256),
+)  # fmt: skip
+MODELS["z_image_small"] = replace(
+    MODELS["z_image"],
+    config=dict(
+        MODELS["z_image"].config, dim=256, n_layers=2, n_refiner_layers=1, n_heads=2, n_kv_heads=2, cap_feat_dim=64,
+    ),
+    dtype=torch.float32, size=(256, 256, 1), text=(1, 64, 64), family="ZImage",
+)  # fmt: skip
+MODELS["qwen_edit_small"] = replace(
+    MODELS["qwen_edit"],
+    config=dict(
+        MODELS["qwen_edit"].config, num_layers=2, attention_head_dim=64, num_attention_heads=4, joint_attention_dim=64,
+        axes_dims_rope=(16, 24, 24),
+    ),
+    dtype=torch.float32, size=(128, 128, 1), text=(1, 32, 64), extra={"reference_latents": [(1, 16, 1, 16, 16)] * 2},
+    family="QwenImage",
+)  # fmt: skip
 MODELS["flux_fp8"] = replace(MODELS["flux"], quantization="plain")
 MODELS["flux_fp8_scaled"] = replace(MODELS["flux"], quantization="float8_e4m3fn")
 
 
-def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights, the same for the same name, made on `device` and kept in RAM."""
+def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Random weights, the same for the same name, one after the other on `device`."""
     model = MODELS[name]
     shapes = model.host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     generator = torch.Generator(device=device).manual_seed(1)
-    weights = {}
     for key, shape in shapes.items():
-        tensor = random_weight(key, shape.shape, model.dtype, device, generator)
-        if model.quantization not in (None, "plain") and key.endswith(".weight") and tensor.dim() == 2 and "blocks" in key:
-            weights |= _quantised(key, tensor, model.quantization)
+        yield key, random_weight(key, shape.shape, model.dtype, device, generator)
+
+
+def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """Random weights made on `device` and kept in RAM, quantised as the model says."""
+    quantization, tensors = MODELS[name].quantization, {}
+    for key, tensor in weights(name, device):
+        if quantization not in (None, "plain") and key.endswith(".weight") and tensor.dim() == 2 and "blocks" in key:
+            tensors |= {part: value.cpu() for part, value in quantised(key, tensor, quantization).items()}
         else:
-            weights[key] = tensor.cpu()
-    return weights
+            tensors[key] = tensor.cpu()
+    return tensors
 
 
-def _quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, torch.Tensor]:
+def quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, torch.Tensor]:
     """A layer as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
     import comfy.quant_ops
 
     layout = comfy.quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
     stored = comfy.quant_ops.QuantizedTensor.from_float(tensor, layout).state_dict(key)
-    marker = torch.tensor(list(json.dumps({"format": format_name}).encode()), dtype=torch.uint8)
-    return {name: t.cpu() for name, t in stored.items()} | {key.removesuffix("weight") + "comfy_quant": marker}
+    return stored | {key.removesuffix("weight") + "comfy_quant": marker({"format": format_name})}
+
+
+def marker(about: dict) -> torch.Tensor:
+    """What a checkpoint says of a quantised layer."""
+    return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
 
 def build(name: str, device: torch.device, inference: bool = True):
@@ -220,7 +258,13 @@ def conditioning(name: str, tokens: int | None = None, negative_tokens: int | No
 
     batch, length, width = model.text
     text = random(batch, tokens or length, width)
-    extra = {key: random(*value) if isinstance(value, tuple) else value for key, value in model.extra.items()}
+
+    def made(value):
+        if isinstance(value, list):
+            return [random(*shape) for shape in value]
+        return random(*value) if isinstance(value, tuple) else value
+
+    extra = {key: made(value) for key, value in model.extra.items()}
     negative = -text if negative_tokens in (None, text.shape[1]) else random(batch, negative_tokens, width)
     return [[text, extra]], [[negative, dict(extra)]]
 
@@ -229,7 +273,8 @@ def latent(name: str, size: tuple[int, int, int] | None = None) -> torch.Tensor:
     """An empty latent; `size` is width, height, frames."""
     model = MODELS[name]
     width, height, frames = size or model.size
-    shape = [1, model.channels, height // 8, width // 8]
+    side = 16 if model.channels == 128 else 8
+    shape = [1, model.channels, height // side, width // side]
     if model.video:
         shape.insert(2, (frames - 1) // 4 + 1)
     return torch.zeros(shape)
@@ -250,12 +295,15 @@ def lora_weights(network, seed: int) -> dict[str, torch.Tensor]:
 
 def vae_class(name: str):
     """The autoencoder that comfy.sd.VAE makes for such a model's file, with a narrow decoder for the small ones."""
-    from comfy.ldm.models.autoencoder import AutoencodingEngine
+    from comfy.ldm.models.autoencoder import AutoencoderKL, AutoencodingEngine
     from comfy.ldm.wan.vae import WanVAE
 
     small = name.endswith("_small")
     if MODELS[name].video:
         return WanVAE(**{**WAN_VAE, "dim": 16 if small else WAN_VAE["dim"]})
+    if MODELS[name].channels == 128:  # Flux 2: 2x2 of these are one position of a latent
+        size = {**VAE, "z_channels": 32, "batch_norm_latent": True}
+        return AutoencoderKL(ddconfig=size, embed_dim=32, decoder_ddconfig={**size, "ch": 32 if small else size["ch"]})
     size = {**VAE, "z_channels": MODELS[name].channels}
     part = "comfy.ldm.modules.diffusionmodules.model"
     return AutoencodingEngine(
@@ -282,72 +330,3 @@ def weights_folder() -> Path:
 
 def weights_file(name: str) -> Path:
     return weights_folder() / "diffusion_models" / f"{name}.safetensors"
-
-
-def write(name: str, folder: Path, kinds=KINDS) -> None:
-    """`name`.safetensors in a folder for each kind; what is there stays."""
-    import safetensors.torch
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-    def lora() -> dict:
-        return lora_weights(MODELS[name].host_config().get_model({}, "", torch.device("meta")).diffusion_model, 1)
-
-    making = {"loras": lora, "vae": lambda: vae_weights(lambda: vae_class(name), device)}
-    if MODELS[name].family is None:
-        making["diffusion_models"] = lambda: state_dict(name, device)
-    for kind in kinds:
-        file = folder / kind / f"{name}.safetensors"
-        if file.exists() or kind not in making:
-            continue
-        file.parent.mkdir(parents=True, exist_ok=True)
-        began, unfinished = time.perf_counter(), file.with_suffix(".part")
-        safetensors.torch.save_file(making[kind](), str(unfinished))
-        unfinished.rename(file)
-        print(f"{file}: {file.stat().st_size / 1024**3:.1f} GiB in {time.perf_counter() - began:.0f} s", flush=True)
-    if hasattr(os, "sync"):
-        os.sync()  # nothing is left to be written while the first prompt reads
-
-
-def write_int8(name: str, folder: Path) -> None:
-    """`name`_int8.safetensors: the model's file with the layers of its blocks as ComfyUI quantises them, INT8 with ConvRot."""
-    import comfy.quant_ops as quant
-    import safetensors.torch
-
-    source, file = (folder / "diffusion_models" / f"{name}{end}.safetensors" for end in ("", "_int8"))
-    if file.exists():
-        return
-    options = {"convrot": True, "convrot_groupsize": 256}
-    marker = torch.tensor(list(json.dumps({"format": "int8_tensorwise", **options}).encode()), dtype=torch.uint8)
-    quantised = {}
-    for key, weight in safetensors.torch.load_file(source).items():
-        if not QUANTISED.search(key):
-            quantised[key] = weight
-            continue
-        on_device = weight.cuda() if torch.cuda.is_available() else weight
-        values, about = quant.TensorWiseINT8Layout.quantize(on_device, is_weight=True, per_channel=True, **options)
-        stem = key.removesuffix("weight")
-        quantised |= {key: values.cpu(), f"{stem}weight_scale": about.scale.cpu(), f"{stem}comfy_quant": marker.clone()}
-    safetensors.torch.save_file(quantised, str(file))
-
-
-def main() -> None:
-    from . import host
-
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--model", required=True, choices=list(MODELS))
-    parser.add_argument("--folder", type=Path, required=True)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--int8", action="store_true")
-    options = parser.parse_args()
-    folder = options.folder.resolve()
-    host.enter(options.host)
-    write(options.model, folder, options.kinds)
-    if options.int8:
-        write_int8(options.model, folder)
-    os._exit(0)  # a process that made a CUDA context takes seconds to end
-
-
-if __name__ == "__main__":
-    main()

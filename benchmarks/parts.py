@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from . import host, models, steps
+from . import checkpoints, host, models, steps
 
 STRENGTH = 0.8
 # Options of the UNet that a ControlNet has not.
@@ -23,9 +23,6 @@ LATENTS = {
     "hunyuan": (1, 16, 9, 60, 104), "ltx": (1, 128, 13, 16, 24),
 }  # fmt: skip
 VAE_CALLS, LAST_CALLS = 13, 5
-STD = 0.02
-# Layers that K_M files keep in more bits, in some of the blocks.
-FINER = ("attn.proj.weight", "linear2.weight")
 
 
 def wait_for_code(seconds: float) -> None:
@@ -284,54 +281,6 @@ def gguf_jobs(options) -> list[dict]:
     return [{"model": model, "variants": variants} for model in options.models for variants in ([both] if both else []) + peers]
 
 
-def _packed(shape, kind, generator):
-    """Random bytes that unpack to about `STD`: what scales them is set."""
-    import gguf
-    import numpy as np
-
-    of_block, of_bytes = gguf.GGML_QUANT_SIZES[kind]
-    blocks = int(np.prod(shape)) // of_block
-    raw = generator.integers(0, 256, (blocks, of_bytes), dtype=np.uint8)
-
-    def put(at, value):
-        raw[:, at : at + 2] = np.full((blocks, 1), value, np.float16).view(np.uint8)
-
-    name = kind.name
-    if name in ("Q4_K", "Q5_K"):  # scale, and scale of the minima
-        put(0, STD / 31 / (8 if name == "Q4_K" else 16))
-        put(2, STD / 31)
-    elif name == "Q6_K":
-        put(208, STD / 32 / 40)
-    elif name == "Q8_0":
-        put(0, STD / 64)
-    else:
-        raise ValueError(f"--packings {name}: there is no way here to make such weights; there are Q4_K, Q5_K and Q8_0")
-    return raw.reshape(*shape[:-1], -1)
-
-
-def _write_gguf(name: str, packing: str, file: Path) -> None:
-    """A file of the model; matrices of the blocks are packed, some layers in Q6_K as in files called K_M."""
-    import gguf
-    import numpy as np
-
-    kinds, generator = gguf.GGMLQuantizationType, np.random.default_rng(1)
-    writer = gguf.GGUFWriter(str(file), models.MODELS[name].config["image_model"])
-    shapes = models.MODELS[name].host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
-    for key, weight in shapes.items():
-        shape = tuple(weight.shape)
-        if len(shape) == 2 and "blocks" in key and shape[-1] % 256 == 0:
-            finer = packing.endswith("_K") and key.endswith(FINER) and ".0." in key
-            kind = kinds.Q6_K if finer else kinds[packing]
-            writer.add_tensor(key, _packed(shape, kind, generator), raw_dtype=kind)
-        else:
-            plain = models.random_weight(key, shape, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(1))
-            writer.add_tensor(key, plain.half().numpy() if len(shape) > 1 else plain.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-
-
 def _load_gguf(pack: Path, file: Path):
     """As ComfyUI-GGUF's loader node does it."""
     import folder_paths
@@ -352,7 +301,7 @@ def gguf(options):
     for packing in options.packings:
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder) / f"{options.model}-{packing}.gguf"
-            _write_gguf(options.model, packing, file)
+            checkpoints.write_gguf(options.model, packing, file)
             patcher, expected = _load_gguf(options.pack.resolve(), file), None
             for variant in options.variants:
                 row = {"packing": packing, "variant": variant}

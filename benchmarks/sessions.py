@@ -394,8 +394,8 @@ def make_files(bench: Bench, model: str) -> None:
     """Write the model's files where they are not there."""
     options = bench.options
     folder = bench.base / "models"
-    command = [sys.executable, "-m", "benchmarks.models", "--host", options.host, "--model", model]
-    command += ["--int8"] if options.weights == "int8" else []
+    command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", options.host, "--model", model]
+    command += ["--formats", "default", *(["int8"] if options.weights == "int8" else [])]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
     try:
         subprocess.run(
