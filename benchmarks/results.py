@@ -21,7 +21,11 @@ NAMES = {
     "wan14": "Wan 2.1 14B, 832x480x33",
     "hunyuan_video": "HunyuanVideo 13B, 848x480x33",
     "z_image": "Z-Image 6B, 1024x1024",
+    "klein": "Flux.2 klein 4B, 1024x1024",
+    "wan22": "Wan 2.2 14B, 12 of 40 blocks, high and low noise, a LoRA, 832x480x33",
+    "qwen_edit": "Qwen-Image-Edit 20B, 20 of 60 blocks, two references, 1024x1024",
     "sdxl": "SDXL, 1024x1024, cfg 5",
+    "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",
     "sd15": "SD 1.5, 512x512, cfg 5",
 }
 SMALL = {"flux_small": "a small Flux, 256x256", "sdxl_small": "a small SDXL, 256x256, cfg 5"}
@@ -33,7 +37,7 @@ FILES = {
     "session": "sessions", "step_time": "step-time", "low_vram": "low-vram", "kernels": "kernels", "cold start": "cold-start",
     "lora": "lora", "restart": "restart", "gguf": "gguf", "vae": "vae", "controlnet_node": "controlnet",
     "step_caches": "step-caches", "block_swap": "block-swap", "training": "training", "soak": "soak",
-    "format": "formats",
+    "format": "formats", "table": "table",
 }  # fmt: skip
 
 
@@ -142,9 +146,9 @@ def error_of(row: dict | None) -> str:
     return f"{row['error']:.4f}" if row and "error" in row else "-"
 
 
-def noise_of(row: dict | None) -> float | None:
+def noise_of(row: dict | None, key: str = "attention_noise") -> float | None:
     """The largest error of eager with another attention kernel; older rows have none."""
-    return max(row["attention_noise"].values()) if row and row.get("attention_noise") else None
+    return max(row[key].values()) if row and row.get(key) else None
 
 
 def newest(candidates: list[dict], **wanted) -> dict | None:

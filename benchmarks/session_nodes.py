@@ -16,6 +16,7 @@ import comfy.samplers
 import torch
 from aiohttp import web
 from server import PromptServer
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 _file = os.path.join(os.path.dirname(os.path.realpath(__file__)), "models.py")
 _spec = importlib.util.spec_from_file_location("session_models", _file)
@@ -23,6 +24,7 @@ models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
 _samplings = []  # for each sampling since they were last asked for, its marks: the beginning, and the end of each step
+_latents = []  # what the last sampling returned
 _ballast = []
 GIB = 1024**3
 
@@ -50,7 +52,8 @@ def sample(self, model_wrap, sigmas, extra_args, callback, *args, **kwargs):
         marks.append(_mark())
         return callback(*arguments) if callback is not None else None
 
-    return _sample(self, model_wrap, sigmas, extra_args, step_done, *args, **kwargs)
+    _latents[:] = [_sample(self, model_wrap, sigmas, extra_args, step_done, *args, **kwargs)]
+    return _latents[0]
 
 
 comfy.samplers.KSAMPLER.sample = sample
@@ -68,6 +71,18 @@ async def steps(_request: web.Request) -> web.Response:
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())
     return web.json_response(answer)
+
+
+@PromptServer.instance.routes.post("/session/latent")
+async def latent(request: web.Request) -> web.Response:
+    """Write the last latent to `file`, or, with `compare`, its relative error against the one in that file."""
+    asked = await request.json()
+    actual = _latents[0].float().cpu()
+    if not asked.get("compare"):
+        torch.save(actual, asked["file"])
+        return web.json_response({})
+    expected = torch.load(asked["file"])
+    return web.json_response({"error": ((actual - expected).norm() / expected.norm()).item()})
 
 
 @PromptServer.instance.routes.post("/session/free")
@@ -123,4 +138,34 @@ class SessionModel:
         return (models.build(name, torch.device("cpu")),)
 
 
-NODE_CLASS_MAPPINGS = {"SessionPrompts": SessionPrompts, "SessionModel": SessionModel}
+class SessionAttention:
+    """The model with one of PyTorch's attention kernels, where ComfyUI would leave the choice to PyTorch."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",), "kernel": (list(SDPBackend.__members__),)}})
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "sessions"
+
+    def patch(self, model, kernel):
+        model = model.clone()
+        options = model.model_options["transformer_options"]
+        options["optimized_attention_override"] = _attention_with(getattr(SDPBackend, kernel))
+        return (model,)
+
+
+def _attention_with(kernel):
+    def attention(func, q, k, v, heads, mask=None, precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
+        if kwargs.get("enable_gqa"):
+            return func(q, k, v, heads, mask, precision, skip_reshape, skip_output_reshape, **kwargs)
+        if not skip_reshape:
+            q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
+        if mask is not None:
+            mask = mask[(None,) * (4 - mask.ndim)] if mask.ndim != 3 else mask.unsqueeze(1)
+        with sdpa_kernel([kernel]):
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
+        return out if skip_output_reshape else out.transpose(1, 2).reshape(out.shape[0], -1, heads * out.shape[-1])
+
+    return attention
+
+
+NODE_CLASS_MAPPINGS = {"SessionPrompts": SessionPrompts, "SessionModel": SessionModel, "SessionAttention": SessionAttention}

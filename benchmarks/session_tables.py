@@ -1,13 +1,19 @@
-"""Make the tables of what a person waits for, from the rows of kind `session` (sessions.py)."""
+"""Make the tables of what a person waits for, from the rows of kind `session` (sessions.py) and `table` (table.py)."""
 
 import statistics
 
-from .results import NAMES, cell, lines_of, rows
+from .results import NAMES, cell, lines_of, newest, noise_of, rows
 from .sessions import SESSIONS
+from .table import SETUPS, STEPS, Setup
+from .table import VARIANTS as PEERS_AND_OURS
 
 VARIANTS = {"eager": "eager", "kjnodes": "KJNodes", "core": "core", "ours": "ours", "warmup": "ours, with Warmup"}
 CACHES = ("cold", "warm")
 RESTARTS = {prompt.name for session in SESSIONS.values() for prompt in session.prompts if prompt.restart}
+FORMATS = {
+    "int8": "INT8 ConvRot", "scaled": "scaled fp8", "fp8_e4m3fn_fast": "`fp8_e4m3fn_fast`", "gguf": "GGUF Q4_K",
+}  # fmt: skip
+OPTIONS = {"sage": "`--use-sage-attention`", "fast": "`--fast fp16_accumulation`", "easycache": "EasyCache"}
 # A step that takes longer than so many of eager's is one that a person notices.
 NOTICED = 3
 
@@ -120,3 +126,77 @@ def _noticed(sessions: Sessions, key: tuple) -> str:
     if not pairs or any("steps" not in of_eager for _, of_eager in pairs):
         return "-"
     return str(sum(s > NOTICED * statistics.median(other["steps"]) for row, other in pairs for s in row["steps"]))
+
+
+def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
+    """Set-ups in their order, with variant -> row of the newest run that finished ours; and where rows come from."""
+    everything, sources = rows("table", "table")
+    finished = [row for row in everything if row["variant"] == "ours" and "seconds" in row]
+    measured = []
+    for name, setup in SETUPS.items():
+        if ours := newest(finished, setup=name):
+            beside = {v: newest(everything, setup=name, variant=v, source=ours["source"]) for v in PEERS_AND_OURS}
+            measured.append((setup, {variant: row for variant, row in beside.items() if row}))
+    return measured, sources
+
+
+def _setup_title(setup: Setup) -> str:
+    parts = (NAMES[setup.model].partition(",")[0], FORMATS.get(setup.weights), OPTIONS.get(setup.option))
+    return ", ".join(part for part in parts if part)
+
+
+def _ratio_cell(row: dict | None, eager: dict, key: str, digits: int) -> str:
+    """A value of a row and its ratio to eager's."""
+    if row is None or key not in row:
+        return "-" if row is None or "died" not in row else cell(row, None)
+    against = f" ({row[key] / eager[key]:.2f})" if row is not eager and key in eager else ""
+    return f"{row[key]:.{digits}f}{against}"
+
+
+def table_table() -> str:
+    """A line a set-up and variant."""
+    measured, sources = _measured()
+    if not measured:
+        return ""
+    noises = {(setup.model, setup.weights): noise_of(of["eager"], "noise") for setup, of in measured if not setup.option}
+    head = ["", "", "first prompt, s", "once compiled, s", "step, s", "code ready after, s", "graphs", "breaks"]
+    head += ["CUDA graphs", "error", "noise", "VRAM, GiB"]
+    lines = []
+    for setup, of in measured:
+        for variant, row in of.items():
+            first, eager_first = ({"s": r["prompts"][0].get("seconds", 0.0)} for r in (row, of["eager"]))
+            noise = noises.get((setup.model, setup.weights)) if variant == "eager" else None
+            cells = [
+                f"{_setup_title(setup)}, {STEPS[setup.model]} steps" if variant == "eager" else "",
+                VARIANTS[variant],
+                _ratio_cell(first, eager_first if variant != "eager" else first, "s", 1),
+                _ratio_cell(row, of["eager"], "seconds", 2),
+                _ratio_cell(row, of["eager"], "step", 4),
+                {"eager": "-", "kjnodes": "in the first"}.get(variant) or str(row.get("ready") or "-"),
+                *(str(row.get(key, "-")) for key in ("graphs", "breaks", "cuda_graphs")),
+                f"{row['error']:.4f}" if "error" in row else "-",
+                "-" if noise is None else f"{noise:.4f}",
+                f"{row['vram_gib']:.1f}" if "vram_gib" in row else "-",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines_of(head, lines, sources)
+
+
+def short_table() -> str:
+    """The README's: a line a set-up, a prompt and a step once compiled as shares of eager's."""
+    measured, sources = _measured()
+    if not measured:
+        return ""
+    lines = []
+    for setup, of in measured:
+        cells = [f"{_setup_title(setup)}, {STEPS[setup.model]} steps"]
+        for key, digits in (("seconds", 1), ("step", 3)):
+            eager = of["eager"]
+            cells.append(f"{eager[key]:.{digits}f}" if key in eager else "-")
+            for variant in PEERS_AND_OURS[1:]:
+                row = of.get(variant) or {}
+                share = f"{row[key] / eager[key]:.2f}" if key in row and key in eager else "dies" if "died" in row else "-"
+                cells.append(f"**{share}**" if variant == "ours" else share)
+        lines.append(f"| {' | '.join(cells)} |")
+    head = ["", "a prompt, eager, s", "KJNodes", "ours", "a step, eager, s", "KJNodes", "ours"]
+    return lines_of(head, lines, sources)

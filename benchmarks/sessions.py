@@ -87,23 +87,34 @@ SHORT = (Prompt("first image"), Prompt("next seed"), Prompt("next"))
 
 @dataclass(frozen=True)
 class Session:
-    """What one person makes with one model; the first size and prompt length are the model's own (models.py)."""
+    """What one person makes with one model; the first size and prompt length are the model's own (models.py).
+
+    Args:
+        model: in models.py, if it is not the session's name.
+        few_steps: with a LoRA for few steps on in all prompts, and cfg 1.
+    """
 
     steps: int
     prompts: tuple[Prompt, ...] = FULL
     other_size: tuple[int, int] = (1152, 896)
     other_tokens: int = 0
+    model: str | None = None
+    few_steps: bool = False
 
 
 SESSIONS = {
     "flux": Session(20, other_tokens=256),
     "sdxl": Session(25, other_tokens=154),
     "z_image": Session(9, other_tokens=200),
+    "klein": Session(4, other_tokens=600),
+    "sdxl_lightning": Session(4, other_tokens=154, model="sdxl", few_steps=True),
     "qwen_image": Session(20, other_size=(1472, 1104), other_tokens=300),
     "wan14": Session(20, VIDEO, other_size=(640, 480)),
     "sd15": Session(20, SHORT),
     "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
     "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
+    "klein_small": Session(4, other_size=(320, 192), other_tokens=600),
+    "sdxl_lightning_small": Session(4, other_size=(320, 192), other_tokens=154, model="sdxl_small", few_steps=True),
     "wan_small": Session(4, VIDEO, other_size=(192, 96)),
 }
 
@@ -127,6 +138,7 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
     """The prompt as the server takes it.
 
     Args:
+        name: of the session.
         number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
         info: the server's /object_info.
         settings: inputs of Torch Compile Model; those that the server's version does not have are left out.
@@ -134,7 +146,10 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
     """
     from . import models
 
-    model, session = models.MODELS[name], SESSIONS[name]
+    session = SESSIONS[name]
+    name = session.model or name
+    model = models.MODELS[name]
+    cfg = 1.0 if session.few_steps else model.cfg
     width, height = session.other_size if prompt.other_size else model.size[:2]
     tokens = session.other_tokens if prompt.other_text else model.text[1]
     file = f"{name}.safetensors"
@@ -150,6 +165,8 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
         patcher = add("model", "UNETLoader", unet_name=made, weight_dtype="default" if weights == "int8" else weights)
     else:
         patcher = add("model", "SessionModel", name=name)
+    if session.few_steps:
+        patcher = add("few steps", "LoraLoaderModelOnly", model=patcher, lora_name=file, strength_model=1.0)
     if prompt.lora is not None:
         patcher = add("lora", "LoraLoaderModelOnly", model=patcher, lora_name=file, strength_model=prompt.lora)
     positive = add("prompts", "SessionPrompts", name=name, tokens=tokens, negative_tokens=model.text[1])
@@ -157,13 +174,13 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
     if name.startswith("wan"):
         latent = add("latent", "EmptyHunyuanLatentVideo", **size, length=model.size[2])
     else:
-        latent = add("latent", "EmptyLatentImage" if model.channels == 4 else "EmptySD3LatentImage", **size)
+        latent = add("latent", EMPTY_LATENTS[model.channels], **size)
     if compiler := COMPILERS[variant]:
         own = settings_for(info, settings) if compiler == MODEL_NODE else {}
         patcher = add("compile", compiler, model=patcher, **own)
     if variant == "warmup":
-        patcher = add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=model.cfg, **text)
-    sampling = {"seed": 1000 + number, "steps": session.steps, "cfg": model.cfg, "denoise": 1.0}
+        patcher = add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=cfg, **text)
+    sampling = {"seed": 1000 + number, "steps": session.steps, "cfg": cfg, "denoise": 1.0}
     sampling |= {"sampler_name": "euler", "scheduler": "simple"}
     samples = add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling)
     images = add("decode", "VAEDecode", samples=samples, vae=add("vae", "VAELoader", vae_name=file))
@@ -176,6 +193,10 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
 
 # What the host's loader is told of the weights; int8: they are so in the file.
 WEIGHTS = ["default", "int8", "fp8_e4m3fn", "fp8_e4m3fn_fast"]
+
+
+# Channels of a latent -> the node that makes an empty one.
+EMPTY_LATENTS = {4: "EmptyLatentImage", 16: "EmptySD3LatentImage", 128: "EmptyFlux2LatentImage"}
 
 
 class OutOfTimeError(Exception):
@@ -197,14 +218,14 @@ class Bench:
         self.log = options.out.with_suffix(".log")
         self.known = results.load(options.out)
         (self.base / "custom_nodes").mkdir(parents=True, exist_ok=True)
-        self._link("session_nodes.py", NODES)
+        self.link("session_nodes.py", NODES)
         if options.kjnodes:
-            self._link("kjnodes", options.kjnodes.resolve())
+            self.link("kjnodes", options.kjnodes.resolve())
         self._make_bytecode()
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
 
-    def _link(self, name: str, target: Path) -> None:
+    def link(self, name: str, target: Path) -> None:
         link = self.base / "custom_nodes" / name
         link.unlink(missing_ok=True)
         link.symlink_to(target, target_is_directory=target.is_dir())
@@ -230,10 +251,20 @@ class Bench:
     def save(self) -> None:
         results.save(self.options.out, self.known)
 
+    def clear(self, *folders: str) -> None:
+        """Remove what servers left in these folders, and what they made."""
+        for folder in (*folders, "output", "temp"):
+            shutil.rmtree(self.base / folder, ignore_errors=True)
+
     @contextlib.contextmanager
-    def server(self, variant: str, cores: int):
-        """A server as users start it, with the pack that the variant needs and ours that takes the times."""
-        packs = ["session_nodes.py"]
+    def server(self, variant: str, cores: int = 0, arguments=(), packs=()):
+        """A server as users start it, with the pack that the variant needs and ours that takes the times.
+
+        Args:
+            cores: it runs on the first of them only; 0: on all.
+            arguments, packs: more of them.
+        """
+        packs = ["session_nodes.py", *packs]
         if variant == "kjnodes":
             packs.append("kjnodes")
         elif COMPILERS[variant] == MODEL_NODE:
@@ -244,7 +275,7 @@ class Bench:
             "--disable-all-custom-nodes",
             "--whitelist-custom-nodes",
             *packs,
-            *(["--use-sage-attention"] if getattr(self.options, "attention", "") == "sage" else []),
+            *arguments,
         ]
         for folder in KEPT:
             (self.base / folder).mkdir(exist_ok=True)
@@ -285,8 +316,7 @@ class Bench:
 
     def session(self, model: str, variant: str, cache: str, cores: int) -> None:
         """All prompts of a model's session; a variant that dies is a result."""
-        for folder in (*KEPT, "output", "temp") if cache == "cold" else ("output", "temp"):
-            shutil.rmtree(self.base / folder, ignore_errors=True)
+        self.clear(*(KEPT if cache == "cold" else ()))
         prompts = SESSIONS[model].prompts
         chosen = self.options.prompts or range(1, len(prompts) + 1)
         numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
@@ -297,7 +327,8 @@ class Bench:
             if not some:
                 continue
             self.left()
-            with self.server(variant, cores) as server:
+            arguments = ["--use-sage-attention"] if self.options.attention == "sage" else []
+            with self.server(variant, cores, arguments) as server:
                 if self.options.free:
                     print(server.post("/session/free", {"gib": self.options.free}), flush=True)
                 info = server.get("/object_info")
@@ -306,7 +337,7 @@ class Bench:
                     common["settings"] = settings_for(info, settings)
                 for number, prompt in some:
                     nodes = graph(model, prompt, number, variant, info, settings, self.options.weights)
-                    row = {**common, "number": number, "prompt": prompt.name, **self._run(server, nodes)}
+                    row = {**common, "number": number, "prompt": prompt.name, **self.run(server, nodes)}
                     row["server_start"] = round(server.seconds_to_start, 1)
                     self.known["rows"].append(row)
                     self.save()
@@ -314,7 +345,7 @@ class Bench:
                     if row.get("over"):
                         return
 
-    def _run(self, server, nodes: dict) -> dict:
+    def run(self, server, nodes: dict) -> dict:
         """What one prompt took, or how it died."""
         posted = time.time()
         allowed = min(self.options.prompt_limit, self.left())
@@ -394,6 +425,7 @@ def make_files(bench: Bench, model: str) -> None:
     """Write the model's files where they are not there."""
     options = bench.options
     folder = bench.base / "models"
+    model = SESSIONS[model].model or model
     command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", options.host, "--model", model]
     command += ["--formats", "default", *(["int8"] if options.weights == "int8" else [])]
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
@@ -423,7 +455,7 @@ def _sessions(bench: Bench, model: str) -> None:
                     continue  # it compiles nothing
                 bench.session(model, variant, cache, cores)
     if options.delete:
-        for file in (bench.base / "models").glob(f"*/{model}.safetensors"):
+        for file in (bench.base / "models").glob(f"*/{SESSIONS[model].model or model}.safetensors"):
             file.unlink()
 
 

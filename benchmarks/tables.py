@@ -107,8 +107,14 @@ def replace(text: str, name: str, table: str) -> str:
 PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
 # In the middle of a line.
 INLINE = {"set-ups": lambda: str(len(outcomes()))}
-README = {"sessions": session_tables.sessions_table, "parts": figure_tables.parts_table, **INLINE}
+README = {
+    "sessions": session_tables.sessions_table,
+    "table": session_tables.short_table,
+    "parts": figure_tables.parts_table,
+    **INLINE,
+}
 FIGURES = {
+    "table": session_tables.table_table,
     "prompts": session_tables.prompts_table,
     "first minutes": figure_tables.first_minutes_table,
     "formats": figure_tables.formats_table,

@@ -1,0 +1,387 @@
+"""Measure what people run today, eager beside KJNodes beside ours: whole prompts and steps on a real ComfyUI server.
+
+    python -m benchmarks.table --host COMFYUI --kjnodes KJNODES --gguf COMFYUI-GGUF --out FILE [--setups flux flux-int8]
+    python -m benchmarks.table --host COMFYUI --tiny --out FILE      # small models on the CPU
+
+1. A set-up is a model in a format, perhaps with an option of the server or a node (SETUPS, the most asked for first).
+2. Each variant of a set-up has a server of its own with nothing on disk, and no other pack.
+3. The first prompts come as a person queues them. Ours compiles meanwhile; its code is then waited for.
+4. The last prompts are what a prompt takes from then on: `seconds` and `step` are their medians.
+5. The last prompt has the same seed everywhere; `error` is the distance of its latent from eager's, `noise` how far eager with
+   other attention kernels of PyTorch is from eager.
+A row holds one variant and is written after each of its prompts. Rows that --out has already are not measured again.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from devtools.prompts import MODEL_NODE
+from devtools.server import ServerError
+
+from . import results
+from .sessions import COMPILERS, ELSEWHERE, EMPTY_LATENTS, KEPT, Bench, OutOfTimeError, settings_for, widgets
+
+VARIANTS = ("eager", "kjnodes", "ours")
+OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
+STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
+TINY_STEPS = 4
+# Attention kernels of PyTorch that eager is also run with.
+KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
+GGUF_PACK, GGUF_LOADER = "gguf-pack", "UnetLoaderGGUF"
+# Prompts that ours is given to compile in, those that may still capture CUDA graphs, and those whose medians count.
+FIRST, CAPTURING, SETTLED = 4, 2, 3
+FIRST_OF_OTHERS = 2
+LAST_SEED = 99
+POLL, MEMORY_POLL = 1.0, 0.2
+GIB = 1024**3
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a person runs.
+
+    Args:
+        model: in models.py; wan22 is two models, the second of which finishes what the first began.
+        weights: one of `checkpoints.FORMATS`, or a weight_dtype of the host's loader.
+        option: one of OPTIONS.
+    """
+
+    model: str
+    weights: str = "default"
+    option: str = ""
+
+    @property
+    def name(self) -> str:
+        return "-".join(part for part in (self.model, self.weights.replace("default", ""), self.option) if part)
+
+    def file_format(self) -> str:
+        return "default" if self.weights.startswith("fp8") else self.weights
+
+
+SETUPS = {
+    setup.name: setup
+    for setup in (
+        Setup("flux"),
+        Setup("flux", "int8"),
+        Setup("flux", "scaled"),
+        Setup("flux", "fp8_e4m3fn_fast"),
+        Setup("flux", "gguf"),
+        Setup("z_image"),
+        Setup("z_image", "int8"),
+        Setup("klein"),
+        Setup("wan22"),
+        Setup("qwen_edit"),
+        Setup("sdxl"),
+        *(Setup(model, option=option) for option in ("sage", "fast", "easycache") for model in ("flux", "sdxl")),
+    )
+}
+
+
+class Graph:
+    """A prompt as the server takes it; `info` is the server's /object_info."""
+
+    def __init__(self, info: dict):
+        self.nodes, self._info = {}, info
+
+    def add(self, node: str, class_type: str, **inputs) -> list:
+        self.nodes[node] = {"class_type": class_type, "inputs": {**widgets(self._info[class_type]), **inputs}}
+        return [node, 0]
+
+    def model(self, node: str, setup: Setup, model: str, variant: str, settings: dict, kernel: str | None) -> list:
+        """The nodes from the loader to the compiling node."""
+        from . import checkpoints, models
+
+        if models.MODELS[model].family is not None:
+            patcher = self.add(node, "SessionModel", name=model)
+        elif setup.weights == "gguf":
+            patcher = self.add(node, GGUF_LOADER, unet_name=f"{model}{checkpoints.FORMATS['gguf']}")
+        else:
+            dtype = setup.weights if setup.weights.startswith("fp8") else "default"
+            file = f"{model}{checkpoints.FORMATS[setup.file_format()]}"
+            patcher = self.add(node, "UNETLoader", unet_name=file, weight_dtype=dtype)
+        if setup.model == "wan22":
+            lora = {"lora_name": f"{model}.safetensors", "strength_model": 1.0}
+            patcher = self.add(f"{node} lora", "LoraLoaderModelOnly", model=patcher, **lora)
+            patcher = self.add(f"{node} shift", "ModelSamplingSD3", model=patcher, shift=5.0)
+        if setup.option == "easycache":
+            patcher = self.add(f"{node} cache", "EasyCache", model=patcher)
+        if kernel is not None:
+            patcher = self.add(f"{node} attention", "SessionAttention", model=patcher, kernel=kernel)
+        if compiler := COMPILERS[variant]:
+            own = settings_for(self._info, settings) if compiler == MODEL_NODE else {}
+            patcher = self.add(f"{node} compile", compiler, model=patcher, **own)
+        return patcher
+
+    def prompt(self, setup: Setup, model: str, variant: str, steps: int, seed: int, settings: dict, kernel=None) -> dict:
+        """From the loader to the saved image."""
+        from . import models
+
+        about = models.MODELS[model]
+        width, height, frames = about.size
+        size = {"width": width, "height": height, "batch_size": 1}
+        positive = self.add("prompts", "SessionPrompts", name=model, tokens=about.text[1], negative_tokens=about.text[1])
+        if setup.model == "wan22":
+            latent = self.add("latent", "EmptyHunyuanLatentVideo", **size, length=frames)
+        else:
+            latent = self.add("latent", EMPTY_LATENTS[about.channels], **size)
+        common = {"steps": steps, "cfg": about.cfg, "sampler_name": "euler", "scheduler": "simple"}
+        common |= {"positive": positive, "negative": ["prompts", 1]}
+        patcher = self.model("model", setup, model, variant, settings, kernel)
+        if setup.model == "wan22":
+            other = self.model("low noise", setup, f"{model}_low", variant, settings, kernel)
+            first = {"add_noise": "enable", "end_at_step": steps // 2, "return_with_leftover_noise": "enable"}
+            last = {"add_noise": "disable", "start_at_step": steps // 2, "return_with_leftover_noise": "disable"}
+            for name, of_model, part in (("high", patcher, first), ("low", other, last)):
+                inputs = {**common, **part, "noise_seed": seed, "model": of_model, "latent_image": latent}
+                latent = self.add(name, "KSamplerAdvanced", **inputs)
+        else:
+            latent = self.add("sampler", "KSampler", model=patcher, latent_image=latent, seed=seed, denoise=1.0, **common)
+        vae = self.add("vae", "VAELoader", vae_name=f"{model}.safetensors")
+        images = self.add("decode", "VAEDecode", samples=latent, vae=vae)
+        if setup.model == "wan22":
+            animation = {"fps": 16.0, "lossless": False, "method": "fastest"}
+            self.add("save", "SaveAnimatedWEBP", images=images, filename_prefix="table", **animation)
+        else:
+            self.add("save", "SaveImage", images=images, filename_prefix="table")
+        return self.nodes
+
+
+class CodeWatch(threading.Thread):
+    """Ask the pack once a second whether it still compiles."""
+
+    def __init__(self, server):
+        super().__init__(daemon=True)
+        self._server, self._over = server, threading.Event()
+        self.began = self.last_busy = time.monotonic()
+        self.busy = True
+
+    def run(self) -> None:
+        while not self._over.wait(POLL):
+            with suppress(OSError):
+                self.look()
+
+    def look(self) -> dict:
+        report = self._server.get("/torch-compile-kit/report")
+        self.busy = any(model["being_compiled"] for model in report["models"])
+        if self.busy:
+            self.last_busy = time.monotonic()
+        return report
+
+    def wait(self, seconds: float) -> float | None:
+        """Seconds from the beginning until nothing was compiled any more; None: something still is."""
+        end = time.monotonic() + seconds
+        self.look()
+        while self.busy and time.monotonic() < end:
+            time.sleep(POLL / 2)
+            self.look()
+        return None if self.busy else round(self.last_busy - self.began, 1)
+
+    def stop(self) -> None:
+        self._over.set()
+        self.join(5)
+
+
+@contextmanager
+def peak_memory(row: dict):
+    """Add the most memory of the GPU that was in use meanwhile, by whoever."""
+    if not Path("/dev/nvidiactl").exists():
+        yield
+        return
+    import pynvml
+
+    pynvml.nvmlInit()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(int(visible))
+    over, highest = threading.Event(), [0]
+
+    def look() -> None:
+        while not over.wait(MEMORY_POLL):
+            highest[0] = max(highest[0], pynvml.nvmlDeviceGetMemoryInfo(gpu).used)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+        row["vram_gib"] = round(highest[0] / GIB, 2)
+
+
+class Table(Bench):
+    """Rows of set-ups. `latents` holds eager's last latent of each set-up."""
+
+    def __init__(self, options):
+        super().__init__(options, "table")
+        self.latents = self.base / "latents"
+        self.latents.mkdir(exist_ok=True)
+        if options.gguf:
+            self.link(GGUF_PACK, options.gguf.resolve())
+
+    def make_files(self, setups: list[Setup], model: str) -> None:
+        """The files of a model in all formats that the set-ups need."""
+        formats = sorted({setup.file_format() for setup in setups})
+        command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", self.options.host, "--model", model]
+        command += ["--folder", str(self.base / "models"), "--formats", *formats]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.options.tiny else {}
+        try:
+            subprocess.run(command, cwd=results.ROOT, check=True, timeout=self.left(), env={**os.environ, **hidden})
+        except subprocess.TimeoutExpired:
+            raise OutOfTimeError from None
+        if setups[0].model == "wan22":
+            for file in (self.base / "models").glob(f"*/{model}.safetensors"):
+                low = file.with_name(f"{model}_low.safetensors")
+                low.unlink(missing_ok=True)
+                low.symlink_to(file.name)
+
+    def delete_files(self, model: str) -> None:
+        for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*"):
+            file.unlink()
+
+    def measure(self, setup: Setup, model: str, variant: str) -> None:
+        """A row; a variant that dies is a result."""
+        key = {"kind": "table", "setup": setup.name, "variant": variant}
+        if any(row.get("seconds") and key.items() <= row.items() for row in self.known["rows"]):
+            return
+        self.left()
+        self.clear(*KEPT)
+        row = {**key, "model": model, "weights": setup.weights, "option": setup.option, "prompts": []}
+        packs = [GGUF_PACK] if setup.weights == "gguf" else []
+        self.known["rows"].append(row)
+        try:
+            with self.server(variant, arguments=OPTIONS[setup.option], packs=packs) as server, peak_memory(row):
+                row["server_start"] = round(server.seconds_to_start, 1)
+                if variant == "ours":
+                    row["settings"] = settings_for(server.get("/object_info"), self.options.settings)
+                self._prompts(setup, model, variant, server, row)
+        except ServerError as error:
+            row["died"] = str(error)[-300:]
+        self.save()
+        print(_line(row), flush=True)
+
+    def _prompts(self, setup: Setup, model: str, variant: str, server, row: dict) -> None:
+        info, steps = server.get("/object_info"), TINY_STEPS if self.options.tiny else STEPS[setup.model]
+        latent = str(self.latents / f"{setup.name}.pt")
+
+        def run(name: str, seed: int, kernel: str | None = None) -> bool:
+            nodes = Graph(info).prompt(setup, model, variant, steps, seed, self.options.settings, kernel)
+            taken = self.run(server, nodes)
+            row["prompts"].append({"prompt": name, **taken})
+            self.save()
+            if "died" in taken and kernel is None:
+                row["died"] = taken["died"]
+            return "died" not in taken
+
+        watch = CodeWatch(server) if variant == "ours" else None
+        if watch:
+            watch.start()
+        names = ["first", *(f"next {n}" for n in range(1, FIRST if watch else FIRST_OF_OTHERS))]
+        if not all(run(name, 1000 + n) for n, name in enumerate(names)):
+            return
+        if watch:
+            row["ready"] = watch.wait(min(self.options.ready_limit, self.left()))
+            watch.stop()
+        names = [*(["capturing"] * CAPTURING if watch else []), *["settled"] * SETTLED]
+        for n, name in enumerate(names, 1):
+            if not run(name, LAST_SEED if n == len(names) else 2000 + n):
+                return
+        settled = row["prompts"][-SETTLED:]
+        row["seconds"] = round(statistics.median(prompt["seconds"] for prompt in settled), 3)
+        row["step"] = round(statistics.median(step_seconds(settled)), 5)
+        row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
+        if watch:
+            report = watch.look()["models"]
+            row["compile_seconds"] = round(sum(model["compile_seconds"] for model in report), 1)
+            row["failures"] = [failure["message"] for model in report for failure in model["failures"]]
+            row["cuda_graphs"] = server.get("/session/graphs")["captures"]
+        if variant == "eager":
+            server.post("/session/latent", {"file": latent})
+        elif Path(latent).exists():
+            error = server.post("/session/latent", {"file": latent, "compare": True})["error"]
+            row["error"] = float(f"{error:.4g}")
+        self.save()
+        if variant == "eager" and not setup.option:
+            row["noise"] = {}
+            for kernel in KERNELS[self.options.tiny]:
+                if run(f"with {kernel}", LAST_SEED, kernel):
+                    error = server.post("/session/latent", {"file": latent, "compare": True})["error"]
+                    row["noise"][kernel] = float(f"{error:.4g}")
+
+
+def step_seconds(prompts: list[dict]) -> list[float]:
+    """Seconds of the steps of these prompts without the first of each sampling, which holds what is loaded then."""
+    samplings = [steps for prompt in prompts for steps in (*prompt.get("warmup_steps", []), prompt["steps"])]
+    return [seconds for steps in samplings for seconds in steps[1:]]
+
+
+def _line(row: dict) -> str:
+    where = f"{row['setup']} {row['variant']}"
+    if "died" in row or "seconds" not in row:
+        return f"{where}: {row.get('died', 'not finished')}"
+    keys = ("ready", "graphs", "breaks", "cuda_graphs", "error", "noise", "vram_gib", "server_start")
+    about = ", ".join(f"{key} {row[key]}" for key in keys if key in row)
+    prompts = " ".join(f"{prompt['seconds']:.1f}" for prompt in row["prompts"] if "seconds" in prompt)
+    return f"{where}: {row['seconds']:.2f} s, step {row['step']:.4f}; prompts {prompts}; {about}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", required=True)
+    parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
+    parser.add_argument("--gguf", type=Path, help="ComfyUI-GGUF's folder; without it its set-ups are left out")
+    parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
+    parser.add_argument("--setups", nargs="+", choices=list(SETUPS))
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
+    parser.add_argument("--prompt-limit", type=float, default=120, help="seconds after which a prompt counts as dead")
+    parser.add_argument("--ready-limit", type=float, default=90, help="seconds for which code is waited for")
+    parser.add_argument(
+        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "kit-table", help="models and servers' files"
+    )
+    parser.add_argument("--models", type=Path, help="where models are instead, such as a folder in /dev/shm")
+    parser.add_argument("--delete", action="store_true", help="remove a model's weights when its set-ups are over")
+    parser.add_argument("--make", action="store_true", help="only write the models' files")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    options = parser.parse_args()
+    options.host = str(Path(options.host).resolve())
+    for name in ELSEWHERE:
+        os.environ.pop(name, None)
+    if options.models:
+        options.models.mkdir(parents=True, exist_ok=True)
+        options.folder.mkdir(parents=True, exist_ok=True)
+        (options.folder / "models").unlink(missing_ok=True)
+        (options.folder / "models").symlink_to(options.models.resolve(), target_is_directory=True)
+    setups = [SETUPS[name] for name in options.setups or SETUPS]
+    setups = [setup for setup in setups if options.gguf or setup.weights != "gguf"]
+    if options.tiny:  # no Sage on a CPU; small models that the host's loader does not know have no files
+        with_files = ("flux", "klein", "wan22")
+        setups = [s for s in setups if s.option != "sage" and (s.weights == "default" or s.model in with_files)]
+    table = Table(options)
+    try:
+        for model in dict.fromkeys(setup.model for setup in setups):
+            of_model = [setup for setup in setups if setup.model == model]
+            name = f"{model}_small" if options.tiny else model
+            table.make_files(of_model, name)
+            for setup in () if options.make else of_model:
+                for variant in options.variants:
+                    if variant != "kjnodes" or options.kjnodes:
+                        table.measure(setup, name, variant)
+            if options.delete:
+                table.delete_files(name)
+    except OutOfTimeError:
+        print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
