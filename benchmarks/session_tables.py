@@ -164,12 +164,12 @@ def table_table() -> str:
     lines = []
     for setup, of in measured:
         for variant, row in of.items():
-            first, eager_first = ({"s": r["prompts"][0].get("seconds", 0.0)} for r in (row, of["eager"]))
+            first, eager_first = (next(iter(r["prompts"]), {}) for r in (row, of["eager"]))
             noise = noises.get((setup.model, setup.weights)) if variant == "eager" else None
             cells = [
                 f"{_setup_title(setup)}, {STEPS[setup.model]} steps" if variant == "eager" else "",
                 VARIANTS[variant],
-                _ratio_cell(first, eager_first if variant != "eager" else first, "s", 1),
+                _ratio_cell(first, eager_first, "seconds", 1),
                 _ratio_cell(row, of["eager"], "seconds", 2),
                 _ratio_cell(row, of["eager"], "step", 4),
                 {"eager": "-", "kjnodes": "in the first"}.get(variant) or str(row.get("ready") or "-"),

@@ -14,6 +14,7 @@ A row holds one variant and is written after each of its prompts. Rows that --ou
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -34,13 +35,13 @@ from .sessions import COMPILERS, ELSEWHERE, EMPTY_LATENTS, KEPT, Bench, OutOfTim
 VARIANTS = ("eager", "kjnodes", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
 STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
-TINY_STEPS = 4
-# Attention kernels of PyTorch that eager is also run with.
+TINY_STEPS = 2
+# Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
 GGUF_PACK, GGUF_LOADER = "gguf-pack", "UnetLoaderGGUF"
-# Prompts that ours is given to compile in, those that may still capture CUDA graphs, and those whose medians count.
-FIRST, CAPTURING, SETTLED = 4, 2, 3
-FIRST_OF_OTHERS = 2
+# Prompts that ours is given to compile in, and steps in which CUDA graphs may still be captured; the last prompts count.
+FIRST, CAPTURING_STEPS, SETTLED = 4, 16, 3
+TINY_FIRST, TINY_SETTLED = 2, 1
 LAST_SEED = 99
 POLL, MEMORY_POLL = 1.0, 0.2
 GIB = 1024**3
@@ -248,14 +249,23 @@ class Table(Bench):
         for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*"):
             file.unlink()
 
+    def measured(self, setup: Setup, variant: str) -> bool:
+        key = {"setup": setup.name, "variant": variant}.items()
+        return any(key <= row.items() and ("seconds" in row or "died" in row) for row in self.known["rows"])
+
     def measure(self, setup: Setup, model: str, variant: str) -> None:
         """A row; a variant that dies is a result."""
-        key = {"kind": "table", "setup": setup.name, "variant": variant}
-        if any(row.get("seconds") and key.items() <= row.items() for row in self.known["rows"]):
-            return
         self.left()
         self.clear(*KEPT)
-        row = {**key, "model": model, "weights": setup.weights, "option": setup.option, "prompts": []}
+        row = {
+            "kind": "table",
+            "setup": setup.name,
+            "variant": variant,
+            "model": model,
+            "weights": setup.weights,
+            "option": setup.option,
+            "prompts": [],
+        }
         packs = [GGUF_PACK] if setup.weights == "gguf" else []
         self.known["rows"].append(row)
         try:
@@ -265,12 +275,14 @@ class Table(Bench):
                     row["settings"] = settings_for(server.get("/object_info"), self.options.settings)
                 self._prompts(setup, model, variant, server, row)
         except ServerError as error:
+            self.left()  # else it only had no time to start
             row["died"] = str(error)[-300:]
         self.save()
         print(_line(row), flush=True)
 
     def _prompts(self, setup: Setup, model: str, variant: str, server, row: dict) -> None:
         info, steps = server.get("/object_info"), TINY_STEPS if self.options.tiny else STEPS[setup.model]
+        beginning, end = (TINY_FIRST, TINY_SETTLED) if self.options.tiny else (FIRST, SETTLED)
         latent = str(self.latents / f"{setup.name}.pt")
 
         def run(name: str, seed: int, kernel: str | None = None) -> bool:
@@ -285,17 +297,18 @@ class Table(Bench):
         watch = CodeWatch(server) if variant == "ours" else None
         if watch:
             watch.start()
-        names = ["first", *(f"next {n}" for n in range(1, FIRST if watch else FIRST_OF_OTHERS))]
+        names = ["first", *(f"next {n}" for n in range(1, beginning if watch else 1))]
         if not all(run(name, 1000 + n) for n, name in enumerate(names)):
             return
         if watch:
             row["ready"] = watch.wait(min(self.options.ready_limit, self.left()))
             watch.stop()
-        names = [*(["capturing"] * CAPTURING if watch else []), *["settled"] * SETTLED]
+        capturing = math.ceil(CAPTURING_STEPS / steps) if watch and not self.options.tiny else 0
+        names = [*["capturing"] * capturing, *["settled"] * end]
         for n, name in enumerate(names, 1):
             if not run(name, LAST_SEED if n == len(names) else 2000 + n):
                 return
-        settled = row["prompts"][-SETTLED:]
+        settled = row["prompts"][-end:]
         row["seconds"] = round(statistics.median(prompt["seconds"] for prompt in settled), 3)
         row["step"] = round(statistics.median(step_seconds(settled)), 5)
         row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
@@ -316,6 +329,8 @@ class Table(Bench):
                 if run(f"with {kernel}", LAST_SEED, kernel):
                     error = server.post("/session/latent", {"file": latent, "compare": True})["error"]
                     row["noise"][kernel] = float(f"{error:.4g}")
+                    if error:
+                        break
 
 
 def step_seconds(prompts: list[dict]) -> list[float]:
@@ -364,19 +379,21 @@ def main() -> None:
         (options.folder / "models").symlink_to(options.models.resolve(), target_is_directory=True)
     setups = [SETUPS[name] for name in options.setups or SETUPS]
     setups = [setup for setup in setups if options.gguf or setup.weights != "gguf"]
+    variants = [variant for variant in options.variants if variant != "kjnodes" or options.kjnodes]
     if options.tiny:  # no Sage on a CPU; small models that the host's loader does not know have no files
         with_files = ("flux", "klein", "wan22")
         setups = [s for s in setups if s.option != "sage" and (s.weights == "default" or s.model in with_files)]
     table = Table(options)
     try:
         for model in dict.fromkeys(setup.model for setup in setups):
-            of_model = [setup for setup in setups if setup.model == model]
+            jobs = [(setup, variant) for setup in setups if setup.model == model for variant in variants]
+            jobs = [job for job in jobs if not table.measured(*job)]
+            if not jobs:
+                continue
             name = f"{model}_small" if options.tiny else model
-            table.make_files(of_model, name)
-            for setup in () if options.make else of_model:
-                for variant in options.variants:
-                    if variant != "kjnodes" or options.kjnodes:
-                        table.measure(setup, name, variant)
+            table.make_files([setup for setup, _ in jobs], name)
+            for setup, variant in () if options.make else jobs:
+                table.measure(setup, name, variant)
             if options.delete:
                 table.delete_files(name)
     except OutOfTimeError:

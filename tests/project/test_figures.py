@@ -140,6 +140,34 @@ def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_com
     assert added == [{**run, "rows": [run["rows"][1]]}] * 2
 
 
+def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path, monkeypatch):
+    results, tables = benchmark("results"), benchmark("session_tables")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def row(variant, seconds, setup="flux-int8", **more):
+        measured = {"seconds": seconds, "step": seconds / 20, "prompts": [{"seconds": 2 * seconds}]} if seconds else {}
+        return {"kind": "table", "setup": setup, "variant": variant, "prompts": [], **measured, **more}
+
+    first = [row("eager", 9.0), row("kjnodes", 8.0), row("ours", 7.0)]
+    last = [
+        row("eager", 5.0, noise={"CUDNN_ATTENTION": 0.0061}, graphs=0, breaks=0),
+        row("kjnodes", None, died="OutOfMemoryError: no"),
+        row("ours", 4.0, graphs=2, breaks=0, cuda_graphs=1, ready=21.5, error=0.0062, vram_gib=14.21),
+        row("eager", 4.0, setup="flux"),  # cut off before ours
+    ]
+    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25"}
+    runs = [{"environments": [where], "rows": rows} for rows in (first, last)]
+    (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
+    assert tables.table_table().splitlines()[2:5] == [
+        "| Flux-dev 12B, INT8 ConvRot, 20 steps | eager | 10.0 | 5.00 | 0.2500 | - | 0 | 0 | - | - | 0.0061 | - |",
+        "|  | KJNodes | - | dies: OutOfMemoryError | dies: OutOfMemoryError | in the first | - | - | - | - | - | - |",
+        "|  | ours | 8.0 (0.80) | 4.00 (0.80) | 0.2000 (0.80) | 21.5 | 2 | 0 | 1 | 0.0062 | - | 14.2 |",
+    ]
+    assert tables.short_table().splitlines()[2] == (
+        "| Flux-dev 12B, INT8 ConvRot, 20 steps | 5.0 | dies | **0.80** | 0.250 | dies | **0.80** |"
+    )
+
+
 def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
     import numpy
     import torch
