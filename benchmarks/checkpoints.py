@@ -37,6 +37,7 @@ DTYPES = {
 }  # fmt: skip
 # Bytes before the first tensor of a file.
 HEADER = 1 << 20
+ALIGNMENT = 64
 WRITING_THREADS = 6
 STD = 0.02  # of random weights, as in `models.random_weight`
 # Layers that K_M files keep in more bits, in some of the blocks.
@@ -52,13 +53,20 @@ class SafetensorsFile:
     def __init__(self, file: Path):
         file.parent.mkdir(parents=True, exist_ok=True)
         self.file, self._unfinished = file, file.with_suffix(".part")
-        self._handle = os.open(self._unfinished, os.O_CREAT | os.O_RDWR | os.O_TRUNC)
+        self._handle = os.open(self._unfinished, os.O_CREAT | os.O_RDWR | os.O_TRUNC, 0o644)
         self._header, self._end = {}, 0
+        self._unaligned: list[tuple[str, torch.Tensor]] = []
         self._threads, self._jobs = ThreadPoolExecutor(WRITING_THREADS), list[Future]()
         self._room, self._buffers = threading.Semaphore(2 * WRITING_THREADS), threading.local()
 
     def add(self, key: str, tensor: torch.Tensor) -> None:
-        """Queue a tensor, which nobody may change any more."""
+        """Queue a tensor, which nobody may change any more. Small ones come last: what follows them would not be aligned."""
+        if tensor.numel() * tensor.element_size() % ALIGNMENT:
+            self._unaligned.append((key, tensor))
+        else:
+            self._append(key, tensor)
+
+    def _append(self, key: str, tensor: torch.Tensor) -> None:
         size = tensor.numel() * tensor.element_size()
         about = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape)}
         self._header[key] = {**about, "data_offsets": [self._end, self._end + size]}
@@ -84,6 +92,8 @@ class SafetensorsFile:
             data, at = data[written:], at + written
 
     def close(self) -> None:
+        for key, tensor in sorted(self._unaligned, key=lambda item: -item[1].element_size()):
+            self._append(key, tensor)
         for job in self._jobs:
             job.result()
         self._threads.shutdown()
@@ -138,12 +148,10 @@ def _write_models(name: str, folder: Path, formats, device: torch.device) -> Non
     paths = {weights: file_of(folder, "diffusion_models", name, weights) for weights in formats}
     missing = {weights: path for weights, path in paths.items() if not path.exists()}
     began = time.perf_counter()
-    if path := missing.pop("gguf", None):
-        write_gguf(name, "Q4_K", path)
-    if not missing:
-        return
+    beside = ThreadPoolExecutor(1)
+    packed = [beside.submit(write_gguf, name, "Q4_K", path)] if (path := missing.pop("gguf", None)) else []
     files = {weights: SafetensorsFile(path) for weights, path in missing.items()}
-    for key, tensor in models.weights(name, device):
+    for key, tensor in models.weights(name, device) if files else ():
         for weights, file in files.items():
             if weights in LAYERS and QUANTISED.search(key):
                 for part, value in LAYERS[weights](key, tensor):
@@ -152,8 +160,9 @@ def _write_models(name: str, folder: Path, formats, device: torch.device) -> Non
                 file.add(key, tensor)
     for file in files.values():
         file.close()
-    size = sum(path.stat().st_size for path in missing.values()) / 1024**3
-    print(f"{name}, {', '.join(formats)}: {size:.1f} GiB in {time.perf_counter() - began:.0f} s", flush=True)
+    for job in packed:
+        job.result()
+    print(f"{name}: {', '.join(formats)} in {time.perf_counter() - began:.0f} s", flush=True)
 
 
 def _write_small(file: Path, make) -> None:
@@ -196,7 +205,8 @@ def write_gguf(name: str, packing: str, file: Path) -> None:
 
     file.parent.mkdir(parents=True, exist_ok=True)
     kinds, generator = gguf.GGMLQuantizationType, np.random.default_rng(1)
-    writer = gguf.GGUFWriter(str(file), models.MODELS[name].config["image_model"])
+    unfinished = file.with_suffix(".part")
+    writer = gguf.GGUFWriter(str(unfinished), models.MODELS[name].config["image_model"])
     shapes = models.MODELS[name].host_config().get_model({}, "", device=torch.device("meta")).diffusion_model.state_dict()
     for key, weight in shapes.items():
         shape = tuple(weight.shape)
@@ -211,6 +221,7 @@ def write_gguf(name: str, packing: str, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    unfinished.rename(file)
 
 
 def main() -> None:
