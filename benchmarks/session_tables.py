@@ -131,12 +131,13 @@ def _noticed(sessions: Sessions, key: tuple) -> str:
 def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
     """Set-ups in their order, with variant -> row of the newest run that finished ours; and where rows come from."""
     everything, sources = rows("table", "table")
-    finished = [row for row in everything if row["variant"] == "ours" and "seconds" in row]
+    complete = [row for row in everything if "seconds" in row or "died" in row]
     measured = []
     for name, setup in SETUPS.items():
-        if ours := newest(finished, setup=name):
-            beside = {v: newest(everything, setup=name, variant=v, source=ours["source"]) for v in PEERS_AND_OURS}
-            measured.append((setup, {variant: row for variant, row in beside.items() if row}))
+        if ours := newest(complete, setup=name, variant="ours"):
+            beside = {v: newest(complete, setup=name, variant=v, source=ours["source"]) for v in PEERS_AND_OURS}
+            if "seconds" in (beside["eager"] or {}):
+                measured.append((setup, {variant: row for variant, row in beside.items() if row}))
     return measured, sources
 
 
