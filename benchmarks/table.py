@@ -38,6 +38,8 @@ STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edi
 TINY_STEPS = 2
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
+# At the end of a name: the second model of a pair, which is the same file.
+LOW_NOISE = "_low"
 GGUF_PACK, GGUF_LOADER = "gguf-pack", "UnetLoaderGGUF"
 # Prompts that ours is given to compile in, and steps in which CUDA graphs may still be captured; the last prompts count.
 FIRST, CAPTURING_STEPS, SETTLED = 4, 16, 3
@@ -98,20 +100,22 @@ class Graph:
         self.nodes[node] = {"class_type": class_type, "inputs": {**widgets(self._info[class_type]), **inputs}}
         return [node, 0]
 
-    def model(self, node: str, setup: Setup, model: str, variant: str, settings: dict, kernel: str | None) -> list:
-        """The nodes from the loader to the compiling node."""
+    def model(
+        self, node: str, setup: Setup, model: str, variant: str, settings: dict, kernel: str | None, end: str = ""
+    ) -> list:
+        """The nodes from the loader to the compiling node; `end`: of the model's name in the name of its files."""
         from . import checkpoints, models
 
         if models.MODELS[model].family is not None:
             patcher = self.add(node, "SessionModel", name=model)
         elif setup.weights == "gguf":
-            patcher = self.add(node, GGUF_LOADER, unet_name=f"{model}{checkpoints.FORMATS['gguf']}")
+            patcher = self.add(node, GGUF_LOADER, unet_name=f"{model}{end}{checkpoints.FORMATS['gguf']}")
         else:
             dtype = setup.weights if setup.weights.startswith("fp8") else "default"
-            file = f"{model}{checkpoints.FORMATS[setup.file_format()]}"
+            file = f"{model}{end}{checkpoints.FORMATS[setup.file_format()]}"
             patcher = self.add(node, "UNETLoader", unet_name=file, weight_dtype=dtype)
         if setup.model == "wan22":
-            lora = {"lora_name": f"{model}.safetensors", "strength_model": 1.0}
+            lora = {"lora_name": f"{model}{end}.safetensors", "strength_model": 1.0}
             patcher = self.add(f"{node} lora", "LoraLoaderModelOnly", model=patcher, **lora)
             patcher = self.add(f"{node} shift", "ModelSamplingSD3", model=patcher, shift=5.0)
         if setup.option == "easycache":
@@ -139,7 +143,7 @@ class Graph:
         common |= {"positive": positive, "negative": ["prompts", 1]}
         patcher = self.model("model", setup, model, variant, settings, kernel)
         if setup.model == "wan22":
-            other = self.model("low noise", setup, f"{model}_low", variant, settings, kernel)
+            other = self.model("low noise", setup, model, variant, settings, kernel, LOW_NOISE)
             first = {"add_noise": "enable", "end_at_step": steps // 2, "return_with_leftover_noise": "enable"}
             last = {"add_noise": "disable", "start_at_step": steps // 2, "return_with_leftover_noise": "disable"}
             for name, of_model, part in (("high", patcher, first), ("low", other, last)):
@@ -241,7 +245,7 @@ class Table(Bench):
             raise OutOfTimeError from None
         if setups[0].model == "wan22":
             for file in (self.base / "models").glob(f"*/{model}.safetensors"):
-                low = file.with_name(f"{model}_low.safetensors")
+                low = file.with_name(f"{model}{LOW_NOISE}.safetensors")
                 low.unlink(missing_ok=True)
                 low.symlink_to(file.name)
 
