@@ -22,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+import traceback
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from .sessions import COMPILERS, ELSEWHERE, EMPTY_LATENTS, KEPT, Bench, OutOfTim
 VARIANTS = ("eager", "kjnodes", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
 STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
-TINY_STEPS = 2
+TINY_STEPS = 4
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
 # At the end of a name: the second model of a pair, which is the same file.
@@ -278,9 +279,13 @@ class Table(Bench):
                 if variant == "ours":
                     row["settings"] = settings_for(server.get("/object_info"), self.options.settings)
                 self._prompts(setup, model, variant, server, row)
-        except ServerError as error:
+        except OutOfTimeError:
+            raise
+        except Exception as error:  # the other rows are still to be measured
             self.left()  # else it only had no time to start
-            row["died"] = str(error)[-300:]
+            if not isinstance(error, ServerError):
+                traceback.print_exc()
+            row["died"] = f"{type(error).__name__}: {str(error)[-300:]}"
         self.save()
         print(_line(row), flush=True)
 
