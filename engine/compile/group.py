@@ -86,9 +86,12 @@ class BlockGroup:
         if reason is not None:
             self.eager.add(reason)
             call.uncompiled |= reason is Eager.PREPARING
-            for code in (self.code, group.code) if reason is Eager.FAILED else ():
+            if reason is not Eager.FAILED:
+                return self.forward(block, *args, **kwargs)
+            for code in (self.code, group.code):
                 code.raise_if_stopped()
-            return self.forward(block, *args, **kwargs)
+            with torch.profiler.record_function(f"uncompiled {group.code.name}"):  # for benchmark/step_profile.py
+                return self.forward(block, *args, **kwargs)
         with_options, traces = inputs, group.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])
