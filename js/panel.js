@@ -76,6 +76,9 @@ function card(model) {
     made.append(part("div", say(gained < 0 ? "lost" : "gained", Math.abs(gained).toFixed(1))));
   }
   for (const { message } of model.failures) made.append(part("div", message, "quiet"));
+  const [heading, limit, ...others] = model.limits;
+  if (heading) made.append(part("h3", say("limits")), part("div", heading, "quiet"), part("b", limit));
+  for (const line of others) made.append(part("div", line, "quiet"));
   if (name === "compiling") {
     made.append(button(say("wait"), async () => ((await ask("wait", {})).waiting ? say("waiting") : say("ready"))));
   }

@@ -38,6 +38,8 @@ class Benchmark(io.ComfyNode):
                     "ui.perfetto.dev, and count what they run.",
                 ),
                 latent_input(),
+                io.Vae.Input("vae", optional=True, tooltip="To see which share of a prompt decoding takes."),
+                io.Clip.Input("clip", optional=True, tooltip="To see which share of a prompt encoding its text takes."),
             ],
             outputs=[
                 io.Image.Output(display_name="plot", tooltip="Time per step, eager and compiled, and the break-even."),
@@ -47,10 +49,23 @@ class Benchmark(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls, model, positive, negative, width, height, length, batch_size, cfg, steps, trace, latent_image=None
+        cls,
+        model,
+        positive,
+        negative,
+        width,
+        height,
+        length,
+        batch_size,
+        cfg,
+        steps,
+        trace,
+        latent_image=None,
+        vae=None,
+        clip=None,
     ) -> io.NodeOutput:
         size = Size(width, height, length, batch_size)
-        result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image)
+        result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image, vae, clip)
         table = result.table() if result else NOT_COMPILED
         plot = (draw(result) if result else draw_message(NOT_COMPILED)).tensor()
         return io.NodeOutput(plot, table, ui={"text": [table], **ui.PreviewImage(plot, cls=cls).as_dict()})

@@ -1,1 +1,4 @@
-"""Work out and draw what the Benchmark node shows. May import: the modules of `engine/`. Door: `figures.py`."""
+"""Work out and draw what the Benchmark node shows. May import: the modules of `engine/`.
+
+Doors: `figures.py`, `step_profile.py`.
+"""

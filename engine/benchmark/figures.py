@@ -1,22 +1,15 @@
-"""Compare the steps of eager and of compiled rounds, write the table, and record a step with PyTorch's profiler."""
+"""Compare the steps of eager and of compiled rounds, and write the table."""
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, schedule
 
 # Share by which two medians must differ.
 CLEAR = 0.01
-# One step to start the profiler, whose first events come late, and the one that is recorded.
-TRACE_STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -98,6 +91,7 @@ class BenchmarkResult:
     late_graphs: int = 0  # compiled in the measured rounds
     video: bool = False
     trace: Trace | None = None
+    limits: list[str] = field(default_factory=list)  # what takes the time of a prompt, the most first
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -157,7 +151,8 @@ class BenchmarkResult:
     def table(self) -> str:
         """All figures as text; the columns need a font of fixed width."""
         lines = [self.headline(), f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", ""]
-        lines += [*self._columns(), "", *self._conclusion(), *self._cost_lines(), self._error_line()]
+        lines += [*self._columns(), "", *self._conclusion(), *(["", *self.limits, ""] if self.limits else [])]
+        lines += [*self._cost_lines(), self._error_line()]
         steps = len(self.eager.steps)
         lines.append(f"Measured: {steps} warm steps each in {len(self.eager.rounds)} alternating rounds, same seed.")
         if self.late_graphs:
@@ -261,34 +256,3 @@ def digits(value: float) -> str:
         return "0"
     decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
     return f"{value:,.{max(0, min(decimals, 6))}f}"
-
-
-@contextmanager
-def step_trace(path: Path, device: torch.device) -> Iterator[profile]:
-    """Call `step()` at the end of each step; the second one is written to `path` as a Chrome trace (`.json`)."""
-    activities = [ProfilerActivity.CPU]
-    if device.type in ("cuda", "xpu"):
-        activities.append(getattr(ProfilerActivity, device.type.upper()))
-    try:
-        with profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            acc_events=True,  # or it warns that events are cleared between cycles, of which there is one
-            on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
-        ) as recording:
-            yield recording
-    except BaseException:  # stopped on the way: half a step is no trace
-        path.unlink(missing_ok=True)
-        raise
-
-
-def unit_for(device: torch.device) -> str:
-    return {"cuda": "CUDA kernels", "xpu": "XPU kernels"}.get(device.type, "operators")
-
-
-def count(path: Path, device: torch.device) -> int:
-    """Kernels of a trace, or without an accelerator its operators, with those inside others."""
-    wanted = "kernel" if device.type in ("cuda", "xpu") else "cpu_op"
-    with open(path, encoding="utf-8") as file:
-        events = json.load(file)["traceEvents"]
-    return sum(event.get("cat") == wanted for event in events)

@@ -10,6 +10,7 @@ from ..compile.binding import plan_for
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
+from ..per_model import PerModel
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 from .words import say
@@ -116,6 +117,10 @@ def report_json() -> dict:
     return {"models": [_model_json(model, list(code.groups.values())) for model, code in live_models()]}
 
 
+# What limited the model in its last benchmark (host/nodes/limits.py), a line each.
+limits_of: PerModel[list[str]] = PerModel(lambda _model: [])
+
+
 def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     total = sum((group.stats for group in groups), CompileStats())
     blocks = plan_for(model).blocks
@@ -126,6 +131,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
         "sizes": sizes_of(model),
         "seconds_gained": None if gained is None else round(gained, 3),
+        "limits": limits_of(model),
         "blocks": len(blocks),
         "blocks_not_called": dict(code_of(model).uncalled or {}),
         "groups": len(groups),

@@ -414,6 +414,17 @@ def test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown(page, prom
 
 
 @CLASSIC
+def test_the_panel_shows_what_limited_the_last_benchmark(page, prompt):
+    page.load(prompts.with_benchmark(prompt))
+    page.run()
+    panel = open_panel(page)
+    panel.get_by_text("Last benchmark").first.wait_for()
+    limit = panel.locator(".model b").last.inner_text()
+    assert re.match(r"[\d.]+ m?s \(\d+%\): \w+", limit) and limit in page.text("Benchmark"), limit
+    panel.locator(".model b").last.scroll_into_view_if_needed()
+
+
+@CLASSIC
 def test_the_settings_of_the_pack(page, prompt):
     def cache_limit_becomes(gib):
         page.js("(gib) => app.extensionManager.setting.set('TorchCompileKit.CacheGiB', gib)", gib)

@@ -46,6 +46,8 @@ BENCHMARK_INPUTS = {
     "steps": 20,
     "trace": False,
     "latent_image": None,
+    "vae": None,
+    "clip": None,
 }
 CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
@@ -107,9 +109,9 @@ def test_combo_values_and_advanced_inputs_are_the_fixed_ones(object_info):
 
 def test_only_what_reports_is_an_output_node_and_has_an_optional_latent(object_info):
     assert object_info[prompts.MODEL_NODE]["output_node"] is False
-    for node in (prompts.WARMUP_NODE, prompts.BENCHMARK_NODE):
+    for node, others in ((prompts.WARMUP_NODE, []), (prompts.BENCHMARK_NODE, ["vae", "clip"])):
         assert object_info[node]["output_node"] is True
-        assert object_info[node]["input_order"]["optional"] == ["latent_image"]
+        assert object_info[node]["input_order"]["optional"] == ["latent_image", *others]
 
 
 @pytest.mark.parametrize("template", prompts.TEMPLATES, ids=lambda file: file.stem)
@@ -253,13 +255,18 @@ def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
 def test_benchmark_shows_its_table_and_a_plot_and_writes_traces(server, shipped):
     import json
 
-    prompt = prompts.with_benchmark(shipped, trace=True)
+    others = {"vae": [prompts.find(shipped, "VAELoader"), 0], "clip": [prompts.find(shipped, "CLIPLoader"), 0]}
+    prompt = prompts.with_benchmark(shipped, trace=True, **others)
     entry = server.queue(prompt)
     assert error_of(entry) is None
     shown = entry["outputs"]["benchmark"]
     table = "\n".join(shown["text"])
     for words in ("Flux, 64x64 batch 1", "2 steps", "a step, median", "Relative error of the final latent", "operators a step"):
         assert words in table
+    limits = table.partition("What limits this workflow")[2].partition("\n\n")[0].splitlines()
+    for words in ("matrix products", "decoding (VAE)", "encoding the text"):
+        assert any(words in line for line in limits), limits
+    assert any(limits[1:] == model["limits"][1:] for model in server.get("/torch-compile-kit/report")["models"])
     (image,) = shown["images"]
     assert image["type"] == "temp" and (server.base / "temp" / image["subfolder"] / image["filename"]).stat().st_size > 10000
     traces = [line.strip() for line in table.splitlines() if line.strip().endswith(".json")]

@@ -3,34 +3,32 @@
 from __future__ import annotations
 
 import platform
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import comfy.model_management
 import comfy.samplers
 import comfy.utils
 import folder_paths
 import torch
 
-from ...benchmark.figures import (
-    TRACE_STEPS,
-    BenchmarkResult,
-    CompileCost,
-    Timing,
-    Trace,
-    count,
-    relative_error,
-    step_trace,
-    unit_for,
-)
+from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
+from ...benchmark.step_profile import TRACE_STEPS, StepProfile, count, events_of, profile_of, step_trace, unit_for
+from ...compile.binding import blocks_of
 from ...notices.recompile_log import warming
-from ...notices.report import groups_for, stats_for
+from ...notices.report import limits_of, stats_for
+from ...notices.words import say
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..model.attach import attached_settings, diffusion_model, eager_clone, model_name, notes_about
 from ..weights.blocks import notes_on
+from .limits import PromptTimes, limits
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample
 from .warmup_plan import Size
@@ -41,12 +39,22 @@ NOT_COMPILED = "Nothing to compare: put Torch Compile Model (backend other than 
 
 
 def benchmark(
-    patcher, positive: list, negative: list, size: Size, cfg: float, steps: int, trace: bool = False, latent: dict | None = None
+    patcher,
+    positive: list,
+    negative: list,
+    size: Size,
+    cfg: float,
+    steps: int,
+    trace: bool = False,
+    latent: dict | None = None,
+    vae=None,
+    clip=None,
 ) -> BenchmarkResult | None:
     """Sample in alternating eager and compiled rounds after warming both; None if the model is not compiled.
 
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
-    A `latent` is sampled in place of `size`; `trace` records one step of each into the output folder.
+    A `latent` is sampled in place of `size`; `trace` keeps the record of one step of each in the output folder. What a `vae`
+    and a `clip` take is told beside the steps.
 
     Raises:
         InvalidSetting: an input cannot be sampled, or the model cannot take the size.
@@ -59,13 +67,20 @@ def benchmark(
     if settings is None:
         return None
     label, prepared = labelled_latent(patcher, size, latent)
-    total = 2 * WARM_STEPS + 2 * ROUNDS * steps + 2 * TRACE_STEPS * trace
+    total = 2 * WARM_STEPS + 2 * ROUNDS * steps + TRACE_STEPS * (1 + trace)
     session = _Session(patcher, ((positive, negative), cfg, prepared), comfy.utils.ProgressBar(total))
     with warming(), naming_the_size(label, model_name(patcher)):
-        return _measured(session, settings, label, steps, trace)
+        result = _measured(session, settings, label, steps)
+        skipped = session.skipped
+        profile, recorded = _profiled(session, label, trace)
+    last = result.compiled.rounds[-1]
+    step = sum(last) / (steps - skipped) if skipped else result.compiled.median
+    times = PromptTimes(step, steps, skipped, _other_seconds(vae, clip, prepared["samples"]))
+    limits_of(diffusion_model(patcher))[:] = limits(patcher, settings, profile, times)
+    return replace(result, limits=limits_of(diffusion_model(patcher))[:], trace=recorded)
 
 
-def _measured(session: _Session, settings: CompileSettings, label: str, steps: int, trace: bool) -> BenchmarkResult:
+def _measured(session: _Session, settings: CompileSettings, label: str, steps: int) -> BenchmarkResult:
     patcher, (_, cfg, latent) = session.patcher, session.inputs
     shape = latent["samples"].shape
     network = diffusion_model(patcher)
@@ -82,8 +97,6 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
             results[side].append(session.run(side, steps))
     late = stats_for(network, settings).graphs - warm.graphs
     (eager_rounds, eager_latents), (rounds, latents) = (zip(*results[side], strict=True) for side in ("eager", "compiled"))
-    failures = list(dict.fromkeys(group.failure.message() for group in groups_for(network, settings) if group.failure))
-    recorded = _traced(session, label) if trace else None
     return BenchmarkResult(
         model=model_name(patcher),
         device=_device_name(patcher.load_device),
@@ -99,8 +112,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
         repeat_error=relative_error(eager_latents[0], eager_latents[-1]),
         late_graphs=late,
         video=len(shape) == 5 and shape[2] > 1,
-        trace=recorded,
-        notes=_differences(patcher, settings) + notes_about(patcher) + failures,
+        notes=_differences(patcher, settings) + notes_about(patcher),
     )
 
 
@@ -110,6 +122,7 @@ class _Session:
     def __init__(self, patcher, inputs: tuple[tuple[list, list], float, dict], progress: comfy.utils.ProgressBar):
         self.patcher, self.inputs, self._progress = patcher, inputs, progress
         self._patchers = {"eager": eager_clone(patcher), "compiled": patcher}
+        self.skipped = 0  # steps of the last eager run in which a cache of another node kept the blocks from running
 
     def run(
         self, side: str, steps: int, after_step: Callable[[], None] | None = None
@@ -137,22 +150,65 @@ class _Session:
         sampler.sampler_function = timed_loop
         patcher = self._patchers[side]
         sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
-        final = sample(patcher, *self.inputs, sigmas, on_step, sampler)
+        with self._counting_skipped(seconds) if side == "eager" else nullcontext():
+            final = sample(patcher, *self.inputs, sigmas, on_step, sampler)
         parts = final.unbind() if final.is_nested else [final]
         return tuple(seconds), torch.cat([part.flatten() for part in parts])
 
+    @contextmanager
+    def _counting_skipped(self, steps_done: list) -> Iterator[None]:
+        """Steps in which the last block ran; a hook on a compiled block would be part of its code."""
+        blocks = [*blocks_of(diffusion_model(self.patcher), CompileSettings())]
+        ran: set[int] = set()
+        hook = blocks[-1].register_forward_hook(lambda *_: ran.add(len(steps_done))) if blocks else None
+        try:
+            yield
+        finally:
+            if hook is not None:
+                hook.remove()
+        self.skipped = len(steps_done) - len(ran) if ran else 0  # none: the model calls its blocks by other methods
 
-def _traced(session: _Session, label: str) -> Trace:
+
+def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | None, Trace | None]:
+    """Where the time of a compiled step goes; `keep`: with the traces of both sides in the output folder."""
     device = session.patcher.load_device
-    name = f"{model_name(session.patcher)}-{label.partition(' ')[0]}"
-    output = folder_paths.get_output_directory()
-    folder, name, counter, *_ = folder_paths.get_save_image_path(f"torch-compile-kit/{name}", output)
-    paths = [Path(folder) / f"{name}_{counter:05}_{side}.json" for side in ("eager", "compiled")]
-    for side, path in zip(("eager", "compiled"), paths, strict=True):
-        with step_trace(path, device) as recording:
-            session.run(side, TRACE_STEPS, recording.step)
-    eager, compiled = (count(path, device) for path in paths)
-    return Trace(unit_for(device), eager, compiled, tuple(path.relative_to(output).as_posix() for path in paths))
+    with tempfile.TemporaryDirectory() as temporary:
+        paths = {"compiled": Path(temporary, "step.json")}
+        output = folder_paths.get_output_directory()
+        if keep:
+            name = f"torch-compile-kit/{model_name(session.patcher)}-{label.partition(' ')[0]}"
+            folder, name, counter, *_ = folder_paths.get_save_image_path(name, output)
+            paths = {side: Path(folder, f"{name}_{counter:05}_{side}.json") for side in ("eager", "compiled")}
+        events = {}
+        for side, path in paths.items():
+            with step_trace(path, device) as recording:
+                session.run(side, TRACE_STEPS, recording.step)
+            events[side] = events_of(path)
+    profile = profile_of(events["compiled"])
+    if not keep:
+        return profile, None
+    files = tuple(path.relative_to(output).as_posix() for path in paths.values())
+    return profile, Trace(unit_for(device), count(events["eager"], device), count(events["compiled"], device), files)
+
+
+def _other_seconds(vae, clip, latent: torch.Tensor) -> dict[str, float]:
+    """Seconds of decoding a latent and of encoding a prompt, by sentence, when both models are loaded."""
+    works = {}
+    if vae is not None and not getattr(latent, "is_nested", False):
+        works[say("limitVae")] = lambda: vae.decode(latent)
+    if clip is not None:
+        works[say("limitText")] = lambda: clip.encode_from_tokens_scheduled(clip.tokenize("a photo of a cat"))
+    return {said: _seconds_of(work) for said, work in works.items()}
+
+
+def _seconds_of(work: Callable[[], object]) -> float:
+    work()  # loads the model
+    device = comfy.model_management.get_torch_device()
+    _synchronize(device)
+    began = time.perf_counter()
+    work()
+    _synchronize(device)
+    return time.perf_counter() - began
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:

@@ -1,7 +1,6 @@
 """The benchmark's figures: what follows from given times, the table, and the plot."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -103,7 +102,8 @@ def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
 
 def test_table_names_what_was_measured_in_aligned_columns(result, engine):
     trace = engine("benchmark.figures").Trace("CUDA kernels", 1843, 612, ("out/a.json", "out/b.json"))
-    lines = result(0.1752, 0.1384, trace=trace, late_graphs=1, notes=["Attention: cudnn."]).table().splitlines()
+    limits = ["What limits this workflow", "2.61 s: matrix products"]
+    lines = result(0.1752, 0.1384, trace=trace, late_graphs=1, notes=["Attention: cudnn."], limits=limits).table().splitlines()
     assert lines[0].startswith("1.27x as fast, pays back after ") and lines[0].endswith(" images")
     assert lines[1] == "Flux, 1024x1024 batch 1, 20 steps, cfg 1"
     start = lines.index("") + 1
@@ -113,6 +113,8 @@ def test_table_names_what_was_measured_in_aligned_columns(result, engine):
     assert cells["a step, median"] == ["175", "ms", "138", "ms"]
     assert cells["an image"] == ["3.50", "s", "2.77", "s"]
     assert cells["CUDA kernels a step"] == ["1,843", "612"]
+    at = lines.index(limits[0])
+    assert lines[at - 1 : at + 3] == ["", *limits, ""]
     text = "\n".join(lines)
     assert "Compiled saves 36.8 ms a step, 736 ms an image." in text
     assert "60 warm steps each in 3 alternating rounds" in text
@@ -273,25 +275,3 @@ def test_whiskers_end_at_the_spread(plotted, engine):
 def test_a_message_is_a_picture_too(engine):
     image = engine("benchmark.plot").draw_message("Nothing to compare: connect something.").tensor()
     assert image.dim() == 4 and image.shape[-1] == 3 and image.min() < 0.3
-
-
-def test_trace_holds_the_second_step_only_and_counts_its_operators(engine, tmp_path):
-    trace, device = engine("benchmark.figures"), torch.device("cpu")
-    path = tmp_path / "step.json"
-    with trace.step_trace(path, device) as recording:
-        for tensors in (5, 2):
-            for _ in range(tensors):
-                torch.ones(4).cos()
-            recording.step()
-    names = [event.get("name") for event in json.loads(path.read_text())["traceEvents"]]
-    assert names.count("aten::cos") == 2
-    assert trace.count(path, device) >= 4
-    assert trace.unit_for(device) == "operators" and trace.unit_for(torch.device("cuda")) == "CUDA kernels"
-
-
-def test_a_trace_that_is_stopped_leaves_no_file(engine, tmp_path):
-    path = tmp_path / "step.json"
-    with pytest.raises(KeyboardInterrupt), engine("benchmark.figures").step_trace(path, torch.device("cpu")) as recording:
-        recording.step()
-        raise KeyboardInterrupt
-    assert not path.exists()

@@ -49,7 +49,7 @@ def test_rounds_alternate_and_only_the_warm_one_compiles(own_code, benchmarked, 
     runs = benchmarked(backend=backend)
     result = runs.benchmark(steps=3)
     e, c = "eager", "compiled"
-    assert runs.calls == [e] * 2 + [c] * 2 + [e] * 3 + [c] * 6 + [e] * 6 + [c] * 3
+    assert runs.calls == [e] * 2 + [c] * 2 + [e] * 3 + [c] * 6 + [e] * 6 + [c] * 3 + [c] * 2  # the last two are profiled
     assert result.late_graphs == 0
     assert result.cost.graphs == runs.graphs == 2 and result.cost.cold
     assert 0 < result.cost.seconds <= result.cost_seconds
@@ -268,7 +268,7 @@ def test_blocks_that_failed_and_switches_are_told(benchmarked):
         text = runs.benchmark(steps=1).table()
     finally:
         hook.remove()
-    assert "forward hook" in text and "Only the compiled side has allow_tf32" in text
+    assert text.count("forward hook") == 1 and "Only the compiled side has allow_tf32" in text
 
 
 def test_an_uncompiled_model_gets_a_sentence(benchmarked, pack_module):

@@ -1,0 +1,151 @@
+"""Say what limits a workflow: what the time of a prompt goes to, the most first, and what the user can do about each part."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import comfy.ldm.modules.attention as host_attention
+from comfy.patcher_extension import WrappersMP
+
+from ...benchmark import step_profile as profiling
+from ...benchmark.figures import duration
+from ...benchmark.step_profile import StepProfile
+from ...compile.binding import modules_at, plan_for
+from ...cuda_graphs.capture import graphs_of
+from ...failures.machine import preflight_here
+from ...forwards import given_forward
+from ...inductor.attention_kernels import KERNELS, in_words
+from ...notices.report import groups_for
+from ...notices.words import say
+from ...options.patches import OVERRIDE
+from ...settings import CompileSettings
+from ..model.attach import KEY, diffusion_model, notes_about
+from ..model.attention_choice import chosen_kernel
+
+LEAST = 0.01  # share of a prompt; what takes less is not told
+GB = 1e9
+_AROUND_MODEL = (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.DIFFUSION_MODEL)
+
+
+@dataclass(frozen=True)
+class PromptTimes:
+    """What one prompt takes, in seconds."""
+
+    step: float  # one that no cache of steps skips
+    steps: int
+    skipped: int = 0  # of the steps
+    others: dict[str, float] = field(default_factory=dict)  # the VAE and the text encoder, as sentences
+
+    @property
+    def total(self) -> float:
+        return self.step * (self.steps - self.skipped) + sum(self.others.values())
+
+
+def limits(patcher, settings: CompileSettings, profile: StepProfile | None, times: PromptTimes) -> list[str]:
+    """A heading, a line for each part of a prompt's time, the most first, and what else was found, without a time."""
+    cures = _Cures(patcher, settings, profile)
+    parts = dict(times.others)
+    for kind, seconds in profile.of_step(times.step).items() if profile is not None else ():
+        parts[cures.of(kind, seconds)] = seconds * (times.steps - times.skipped)
+    told = sorted(((s, said) for said, s in parts.items() if s >= LEAST * times.total), reverse=True)
+    lines = [say("limitsOf", duration(times.total), times.steps)]
+    lines += [say("limit", duration(seconds), f"{seconds / times.total:.0%}", said) for seconds, said in told]
+    lines += [] if profile is not None else [say("limitUnseen")]
+    return [*lines, *(said for said in cures.failures.values() if not any(said in line for line in lines)), *cures.found(times)]
+
+
+class _Cures:
+    """What can be done for a model as it has just run."""
+
+    def __init__(self, patcher, settings: CompileSettings, profile: StepProfile | None):
+        self._patcher, self._settings, self._profile = patcher, settings, profile
+        self._network = diffusion_model(patcher)
+        self.failures = {g.code.name: g.failure.message() for g in groups_for(self._network, settings) if g.failure}
+        self._has_graphs = bool(graphs_of(self._network).graphs)
+        self._obstacles = [note for note in notes_about(patcher) if note.startswith("CUDA graphs are off")]
+        self._on_gpu = patcher.load_device.type != "cpu" if profile is None else profile.on_gpu
+
+    def of(self, kind: str, seconds: float) -> str:
+        """A sentence for a part of the steps that takes `seconds` of each."""
+        if kind.startswith(profiling.UNCOMPILED):
+            name = kind.removeprefix(profiling.UNCOMPILED)
+            return say("limitUncompiled", self.failures.get(name, name))
+        says: dict[str, Callable[[], str]] = {
+            profiling.PRODUCTS: lambda: say("limitProducts"),
+            profiling.CONVOLUTIONS: lambda: say("limitConvolutions"),
+            profiling.FUSED: lambda: say("limitFused"),
+            profiling.ATTENTION: self._attention,
+            profiling.TRANSFERS: functools.partial(self._transfers, seconds),
+            profiling.WAITING: self._waiting,
+        }
+        return says.get(kind, lambda: say("limitOther"))()
+
+    def found(self, times: PromptTimes) -> list[str]:
+        """What was found beside the parts of a step."""
+        lines = []
+        if self._profile is not None:
+            share = f"{self._profile.compiled_share:.0%}"
+            lines.append(say("limitGraphs", share) if self._has_graphs else say("limitCompiled", share))
+        blocks = modules_at(self._network, plan_for(self._network))
+        given = [name for block in blocks if (name := _origin(given_forward(block)))]
+        if given:
+            lines.append(say("limitGiven", len(given), ", ".join(dict.fromkeys(given))))
+        caches = self._wrappers(*_AROUND_MODEL)
+        if times.skipped or any("cache" in name.lower() for name in caches):
+            lines.append(say("limitStepCache", ", ".join(caches), times.skipped, times.steps))
+        if self._obstacles and (wrappers := self._wrappers(WrappersMP.DIFFUSION_MODEL)):
+            lines.append(say("limitWrapped", ", ".join(wrappers)))
+        _, misfits = preflight_here(self._patcher.load_device.type != "cpu")
+        return lines + misfits
+
+    def _attention(self) -> str:
+        override = self._patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
+        replaced = override or host_attention.optimized_attention
+        chosen = chosen_kernel(self._network, self._settings.attention)
+        if override is not None or not str(getattr(replaced, "__module__", "")).startswith("comfy."):
+            return say("limitAttentionNode", _origin(replaced))
+        if chosen in KERNELS:
+            return say("limitAttentionOurs", in_words(chosen))
+        name = getattr(replaced, "__name__", "")
+        if self._settings.attention == "host" and self._on_gpu:
+            return say("limitAttentionSet", name)
+        return say("limitAttentionHost", name)
+
+    def _transfers(self, seconds: float) -> str:
+        copied = self._profile.transferred / GB if self._profile is not None else 0.0
+        loaded, size = self._patcher.loaded_size() / GB, self._patcher.model_size() / GB
+        return say("limitTransfers", f"{copied:.1f}", duration(seconds), f"{loaded:.1f}", f"{size:.1f}")
+
+    def _waiting(self) -> str:
+        if not self._on_gpu:
+            return say("limitPython")
+        if self._has_graphs:
+            return say("limitWaiting")
+        if not self._settings.may_have_graphs:
+            return say("limitWaitingMode")
+        return say("limitWaitingWhy", self._obstacles[0]) if self._obstacles else say("limitWaitingReduce")
+
+    def _wrappers(self, *kinds: str) -> list[str]:
+        """Other nodes' wrappers of these kinds, and functions in place of the model's."""
+        wrapped = [
+            f for kind in kinds for key, some in self._patcher.wrappers.get(kind, {}).items() if key != KEY for f in some
+        ]
+        names = [_origin(function) for function in (*wrapped, self._patcher.model_options.get("model_function_wrapper"))]
+        return list(dict.fromkeys(filter(None, names)))
+
+
+def _origin(function: Any) -> str:
+    """A function of another node, by its name and the pack or file that it is from; empty for None."""
+    if function is None:
+        return ""
+    function = getattr(function, "func", function)  # of functools.partial
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name, module = named.__qualname__.rpartition("<locals>.")[2], sys.modules.get(named.__module__)
+    parts = Path(getattr(module, "__file__", None) or named.__module__).parts
+    pack = parts[parts.index("custom_nodes") + 1] if "custom_nodes" in parts[:-1] else parts[-1]
+    return f"{name} ({pack})"
