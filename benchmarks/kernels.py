@@ -35,7 +35,7 @@ def kernels_of(patcher, name: str) -> list[tuple[str, float, float]]:
     """(name, start, duration) in seconds of every kernel of one warm step."""
     import torch
 
-    trace = host.kit("benchmark.figures")
+    trace = host.kit("benchmark.step_profile")
     host.sample(patcher, name, 2)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
