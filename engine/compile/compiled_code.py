@@ -191,7 +191,7 @@ class BlockCode:
         if cache is not None and cache.drop_if_corrupt(self.folder[0], error):
             return True
         if block is not None and self._excludes_layers(error, block, self._traced_from):
-            self._discard()
+            self.discard()
         else:
             self.give_up(describe_failure(self.name, error))
         return False
@@ -205,12 +205,14 @@ class BlockCode:
             _excluded_at = time.monotonic()
         return _excluded_at >= since
 
-    def _discard(self) -> None:
+    def discard(self) -> None:
         """Forget the code; the next call traces the block again."""
         if self._function is not None:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
         self._traced.clear()
+        for variants in (self._patch_variants, self._variants_in_run):
+            variants.clear()
         self.version += 1
 
     def raise_if_stopped(self) -> None:
@@ -253,20 +255,21 @@ class BlockCode:
                 changed.partition("  #")[0].strip().rstrip("."),
             )
 
-    def count_variant(self, shapes: tuple, call: ModelCall, is_new: bool) -> None:
-        """Give up on a patch for which blocks are traced again and again for the same shapes; `is_new`: this call traced."""
+    def is_traced_too_often(self, shapes: tuple, call: ModelCall, is_new: bool) -> bool:
+        """Whether blocks are traced again and again for the same shapes; `is_new`: this call traced."""
         if is_new:
             self._patch_variants[shapes] += 1
             self._variants_in_run[shapes] += 1
             self._traced_in = weakref.ref(call)
-            count, in_run = self._patch_variants[shapes], self._variants_in_run[shapes]
-            if self.failure is None and (count > PATCH_VARIANTS or in_run > VARIANTS_IN_RUN):
-                why = "it or its patch reads what differs in each block or step."
-                reason = f"compiled {in_run} times for the same shapes: {why}"
-                cure = "Other blocks, and runs without the patch, stay compiled."
-                self.give_up(Failure(self.name, reason, cure))
         elif self._traced_in() is not call:  # a later call of the model uses the code: it fits more than one step
             self._patch_variants.pop(shapes, None)
+        too_many = self._patch_variants[shapes] > PATCH_VARIANTS or self._variants_in_run[shapes] > VARIANTS_IN_RUN
+        return is_new and too_many and self.failure is None
+
+    def give_up_tracing(self, shapes: tuple) -> None:
+        why = "it or its patch reads what differs in each block or step."
+        reason = f"compiled {self._variants_in_run[shapes]} times for the same shapes: {why}"
+        self.give_up(Failure(self.name, reason, "Other blocks, and runs without the patch, stay compiled."))
 
     def _compile(self) -> Callable:
         """torch.compile of a copy of the forward: each group and setting has its own limit, and frees its code."""

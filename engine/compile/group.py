@@ -33,6 +33,7 @@ class BlockGroup:
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
         eager: why calls have run eager so far.
+        _outside: the combinations of patches that are called outside of the graphs.
     """
 
     class_name: str
@@ -45,6 +46,7 @@ class BlockGroup:
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
+    _outside: set[tuple[str, ...]] = field(default_factory=set)
     _seen: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -79,7 +81,7 @@ class BlockGroup:
         options: Any = all_options
         patches: tuple[str, ...] = ()
         if all_options:
-            options, patches = self.filter_options(all_options)
+            options, patches = self.filter_options(all_options, self._outside)
         group = self._for_patches(patches) if patches else self
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
@@ -105,7 +107,12 @@ class BlockGroup:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
             if patches or (all_options and self.filter_options.is_whole):
-                group.code.count_variant(shapes, call, group.code.traces != traces)
+                if group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
+                    if patches not in self._outside and self.filter_options.may_move(all_options):
+                        self._outside.add(patches)
+                        group.code.discard()
+                    else:
+                        group.code.give_up_tracing(shapes)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return channels_last.result_channels_last(result)

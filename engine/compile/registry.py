@@ -137,7 +137,9 @@ class ModelCode:
         group = self._groups.get(key) or _groups.get(key)
         if group is None:
             name = type(block).__name__
-            group = BlockGroup(name, forward, settings, OptionsFilter(block), folder_name(name, structure))
+            group = BlockGroup(
+                name, forward, settings, OptionsFilter(block, not settings.fullgraph), folder_name(name, structure)
+            )
             _groups[key] = group
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."

@@ -8,6 +8,9 @@ makes patches that are added later silently ineffective. Here entries are remove
 1. Blocks of the host get what some code inside the block names: what it does not name it does not read.
 2. Blocks with code of other packs that may be given the dict get the host's own dict: such code may read anything.
 3. A patch inside a block gets what its code looks up (`options/patches.py`), or the host's own dict where that cannot be told.
+4. Objects in the place of attention of which that cannot be told, and functions in its place for which blocks would be traced
+   again and again, are called outside of the graphs (`options/outside.py`), with the host's own dict. Not so lists of patches:
+   the host calls them in loops, and Dynamo compiles no frame with a break in a loop.
 """
 
 import dis
@@ -15,12 +18,13 @@ import functools
 import inspect
 import sys
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from ..forwards import contents_of, forward_of_class, given_forward
-from .patches import BY_NAME, OVERRIDE, keys_of_patch
+from .outside import HOLDER, call_outside
+from .patches import BY_NAME, OVERRIDE, keys_of_patch, may_hold_state
 
 PATCHES = ("patches", "patches_replace")
 # Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
@@ -31,6 +35,8 @@ BOOKKEEPING = frozenset(
         "activations_shape", "original_shape", "reference_image_num_tokens", "multigpu_thread_device", "easycache",
     }
 )  # fmt: skip
+# What a block may have got another value of.
+_NOT_WRITTEN = BOOKKEEPING.union(PATCHES, {OVERRIDE, HOLDER})
 # Say where a block stands.
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
 # The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
@@ -167,18 +173,25 @@ class OptionsFilter:
     """Remove from `transformer_options` what a block class and the patches in it do not read.
 
     `is_whole`: code of another pack may read the options, so that the block gets the host's own dict.
+
+    Args:
+        may_break: whether graphs may be broken to call patches outside of them.
     """
 
-    def __init__(self, block: nn.Module):
+    def __init__(self, block: nn.Module, may_break: bool = True):
         read = keys_read(block)
         self.is_whole = read == BOOKKEEPING
         self.dropped = BOOKKEEPING - read
         self.around = AROUND_BLOCKS - strings_in(block)
+        self.may_break = may_break and not self.is_whole
 
-    def __call__(self, options: Mapping) -> tuple[Mapping, tuple[str, ...]]:
+    def __call__(self, options: dict, outside: Container[tuple[str, ...]] = ()) -> tuple[dict, tuple[str, ...]]:
         """The dict to hand to the block, and the names of the patches that run inside it.
 
         If code of another pack, or of a patch, cannot be analysed, the host's dict is returned unfiltered.
+
+        Args:
+            outside: combinations of patches of which those that may are called outside of the graphs.
         """
         patches = {name: value for name, value in (options.get("patches") or {}).items() if value and name not in self.around}
         replacements = _replacements_for(options)
@@ -193,24 +206,35 @@ class OptionsFilter:
         if self.is_whole:
             return options, names
         read: set[str] = set()
+        moved = []
         for name, patch in inside:
             keys = keys_of_patch(name, patch)
-            if keys is None or keys.intersection(PATCHES):
+            is_alone = self.may_break and name not in patches
+            if is_alone and (names in outside or (keys is None and may_hold_state(patch))):
+                moved.append(patch)
+            elif keys is None or keys.intersection(PATCHES):
                 return options, names
-            read |= keys
+            else:
+                read |= keys
         dropped = self.dropped - read
         # Present and empty is one state, absent another, and guards see the order: settle on one.
         settled: dict = {"patches": patches, "patches_replace": replacements}
         kept = settled | {k: v for k, v in options.items() if k not in dropped and k not in PATCHES}
         if replacements:
             _add_position(kept, options, dropped)
+        if moved:
+            call_outside(moved, kept, options)
         return kept, names
+
+    def may_move(self, options: dict) -> bool:
+        """Whether some patch of `options` may be called outside of the graphs."""
+        return self.may_break and (OVERRIDE in options or bool(_replacements_for(options)))
 
     @staticmethod
     def write_back(original: dict, filtered: Mapping) -> None:
         """Copy what the block wrote for later blocks to the host's dict."""
         for key, value in filtered.items():
-            if key not in BOOKKEEPING and key not in PATCHES and original.get(key, original) is not value:
+            if key not in _NOT_WRITTEN and original.get(key, original) is not value:
                 original[key] = value
 
 

@@ -68,7 +68,7 @@ def _keys_of_function(function: types.FunctionType, name: str, bound: int) -> fr
 def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -> bool:
     """Whether an attention override never touches the dict, which the host passes as the keyword `transformer_options`.
 
-    It often hands its `**kwargs` on to a kernel; that is looked through as well.
+    Nor may it change an object of its module. It often hands its `**kwargs` on to a kernel; that is looked through as well.
     """
     code = function.__code__
     if code in seen:
@@ -77,7 +77,7 @@ def _reads_no_options(function: types.FunctionType, seen: set[types.CodeType]) -
     mentioned = {*code.co_varnames, *code.co_names, *(c for c in code.co_consts if isinstance(c, str))}
     host = function.__globals__.get("__name__", "").partition(".")[0] in ("comfy", "torch")
     nested = any(isinstance(c, types.CodeType) for c in code.co_consts)
-    if not host and (nested or mentioned.intersection((*BY_NAME, *FRAMES))):
+    if not host and (nested or mentioned.intersection((*BY_NAME, *FRAMES)) or _changes_module(function)):
         return False
     forwards = any(i.opname.startswith("CALL_FUNCTION_EX") for i in dis.get_instructions(code))
     if not host and forwards:
@@ -142,6 +142,7 @@ _FUNCTION = types.FunctionType | types.MethodType | functools.partial
 _SEQUENCE = list | tuple | set | frozenset
 # Guards see what the block reads of these.
 _PLAIN = torch.Tensor | nn.Module | Mapping | type | types.ModuleType
+_FIXED = type | types.ModuleType | types.FunctionType | nn.Module
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
 _STORES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR"}
 _CHANGERS = {"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "pop", "popitem", "remove", "clear"}
@@ -154,6 +155,21 @@ _changing: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 def changes_an_object(args: tuple, kwargs: dict) -> bool:
     """Whether one of the arguments is a function that holds an object whose own methods change it."""
     return any(_holds_changing(value) for value in (*args, *kwargs.values()) if isinstance(value, _FUNCTION))
+
+
+def may_hold_state(patch: object) -> bool:
+    """Whether the patch is an object, or a function that changes an object that it holds or one of its module."""
+    return not isinstance(patch, types.FunctionType) or _changes_module(patch) or changes_an_object((patch,), {})
+
+
+def _changes_module(function: types.FunctionType) -> bool:
+    code, module = function.__code__, function.__globals__
+    if any(i.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for i in dis.get_instructions(code)):
+        return True
+    named = (module.get(name) for name in code.co_names)
+    return _stores(code) and any(
+        hasattr(v, "__setitem__") or (hasattr(v, "__dict__") and not isinstance(v, _FIXED)) for v in named
+    )
 
 
 def _holds_changing(value: object, depth: int = 4) -> bool:

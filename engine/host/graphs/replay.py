@@ -42,6 +42,7 @@ from ...errors import BlockCompileError, in_one_line
 from ...failures.describe import never_swallowed
 from ...forwards import exchanged
 from ...options.filter import BOOKKEEPING, keys_read
+from ...options.patches import OVERRIDE, keys_of_patch
 from ...per_model import PerModel
 from ...torch_settings import numerics
 from ..weights.dynamic_vram import AllPages, address_of
@@ -278,6 +279,9 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
         return "another node wraps the model"
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"
+    override = options.get(OVERRIDE)
+    if not (override is None or getattr(override, "reads_no_options", False) or keys_of_patch(OVERRIDE, override) is not None):
+        return "another node's attention may read the step"
     keys = state_of(network).read.keys
     if keys == BOOKKEEPING:
         return "the model has code of another pack, which may read the step"

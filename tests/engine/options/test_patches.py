@@ -90,6 +90,14 @@ def plain_kernel(q, k, v, heads, **kwargs):
     return q
 
 
+COUNT = {"calls": 0}
+
+
+def counts(func, *args, **kwargs):
+    COUNT["calls"] += 1
+    return plain_kernel(*args, **kwargs) * COUNT["calls"]
+
+
 class Holder:
     def run(self, *args, **kwargs):
         return reading(*args, **kwargs)
@@ -107,6 +115,7 @@ class Holder:
         (wrapping(Holder().run), None),
         (Holder().override, None),
         (reading, None),
+        (counts, None),
     ],
 )
 def test_keys_of_an_attention_override(engine, override, keys):
@@ -145,7 +154,7 @@ def test_patches_and_place_as_a_block_gets_them(engine):
         "block": ("input", 4),
         "block_index": 3,
         "sigmas": 1,
-        "patches": {"output_block_patch": [print], "attn1_output_patch": [renames.__class__]},
+        "patches": {"output_block_patch": [print], "attn1_output_patch": [loops]},
         "patches_replace": {"attn1": {("input", 4): Patch(), ("input", 5): print}},
     }
     filtered = engine("options.filter").OptionsFilter(BasicTransformerBlock(8, 1, 8))

@@ -7,6 +7,7 @@ import torch
 from capturing import capture_again
 from comfy.patcher_extension import WrappersMP
 from patch_kinds.conditions import cached
+from patch_kinds.options import overridden, passed_on
 from patching import Runs, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
 
@@ -385,3 +386,40 @@ def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, comp
 
     flux.run(with_function_wrapper(compiled, wrapper))
     assert counts() == (1, 1), "replayed; all dropped and run; captured"
+
+
+STEP = {"number": 0}
+
+
+def by_sigma(func, *args, **kwargs):
+    return func(*args, **kwargs) * (1 + 0.1 * kwargs["transformer_options"]["sigmas"][0])
+
+
+def by_count(func, *args, **kwargs):
+    STEP["number"] += 1
+    return func(*args, **kwargs) * (1 + 0.01 * STEP["number"])
+
+
+@pytest.mark.parametrize("override", [by_sigma, by_count])
+def test_an_attention_of_another_node_that_differs_in_each_step(flux, counts, override):
+    def patched(patcher):
+        clone = patcher.clone()
+        overridden(override)(clone)
+        STEP["number"] = 0
+        return clone
+
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    expected = flux.run(patched(flux.patcher))
+    same(flux.run(patched(compiled)), expected)
+    assert counts() == (0, 0) and "another node's attention" in notes(flux, compiled)
+    flux.run(compiled)
+    assert counts()[1] > 0, "without it the model is replayed again"
+
+
+def test_an_attention_of_another_node_that_is_the_same_in_each_step(flux, counts):
+    compiled = flux.attach(flux.patcher)
+    overridden(passed_on)(compiled)
+    flux.run(compiled)
+    assert counts() == (1, 1)
