@@ -70,6 +70,7 @@ def test_blocks_of_other_packs_may_read_anything(engine):
         assert options_filter.keys_read(block) == options_filter.BOOKKEEPING
 
 
+@pytest.mark.host
 @many
 @given(ways=ways, options=option_dicts)
 def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, options):
