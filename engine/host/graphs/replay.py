@@ -84,10 +84,10 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
         options = fixed.get("transformer_options", {})
         reason, key = _obstacle(network, options, wrapped), None
-        code = code_of(network)
-        generation = functools.partial(code.generation, norm_kernels.ready)
+        code, convolutional = code_of(network), has_convolutions(network)
+        generation = functools.partial(code.generation, convolutional and norm_kernels.ready)
         # Part of the key: a kernel that has never run cannot be captured.
-        fast = has_convolutions(network) and (binding.call.synchronous or generation()[1])
+        fast = convolutional and (binding.call.synchronous or generation()[1])
         if reason is None:
             try:
                 held = graphs.model.held()

@@ -423,3 +423,15 @@ def test_an_attention_of_another_node_that_is_the_same_in_each_step(flux, counts
     overridden(passed_on)(compiled)
     flux.run(compiled)
     assert counts() == (1, 1)
+
+
+def test_kernels_for_convolutions_get_ready_while_a_model_has_none(flux, counts, engine, monkeypatch):
+    """As when the VAE's norm kernels are compiled beside it."""
+    kernels = engine("host.graphs.norm_kernels").norm_kernels
+    monkeypatch.setattr(kernels, "ready", False)
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)
+    kernels.ready = True
+    flux.run(compiled)
+    assert counts() == (0, 3)
