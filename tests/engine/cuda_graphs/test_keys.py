@@ -177,3 +177,15 @@ def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_frees_nothing(engi
 
 def _spec(args):
     return torch.utils._pytree.tree_flatten((args, {}))[1]
+
+
+def test_the_order_of_attributes_does_not_count(engine):
+    """The host removes attributes of a layer and puts them back."""
+    layer = torch.nn.Linear(2, 2)
+    layer.first, layer.second = 1, 2
+    held = engine("cuda_graphs.keys").HeldValues([layer])
+    before = held.key()
+    del layer.first
+    assert held.key() != before
+    layer.first = 1
+    assert held.key() == before
