@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch._inductor.compile_fx
-from support import Block, Net
+from support import Block, CompiledNet, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
@@ -47,3 +47,21 @@ def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(eng
             with pytest.raises(Exception, match="no kernel for this"):
                 net(x)
     assert len(compiled) == 1
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_an_import_of_pytorchs_that_fails_is_told_with_its_cure(engine, monkeypatch, tmp_path, at_once):
+    (tmp_path / "inductor_that_misfits.py").write_text(
+        "raise ImportError(\"cannot import name 'triton_key' from 'triton.compiler.compiler' (compiler.py)\")"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    private = engine("torch_compat.private")
+    monkeypatch.setitem(private.NAMES, "compile_fx", private.PrivateName("inductor_that_misfits", "inductor is not used"))
+    monkeypatch.setitem(vars(private), "compile_fx", None)
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, backend="inductor")
+    result = step.at_once(x) if at_once else step(x)[0]
+    step.wait()
+    assert torch.allclose(result, net(x)) and torch.allclose(step(x)[0], net(x))
+    (failure,) = step.failures
+    assert "cannot import name 'triton_key'" in failure and "Triton" in failure.partition("triton_key")[2]
