@@ -11,6 +11,9 @@ Life cycle of a call within `graphed`:
 
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when memory is short (`_pinned`), and when the host
 unloads the model (`watch_unloading`).
+
+Not seen: functions that another node exchanges in a module of Python (`comfy.ldm.flux.layers.attention`), and methods of an
+object that is an attribute of a layer. A graph captured before replays without them; compiled blocks see the former.
 """
 
 from __future__ import annotations
