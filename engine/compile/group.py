@@ -106,13 +106,13 @@ class BlockGroup:
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
-            if patches or (all_options and self.filter_options.is_whole):
-                if group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
-                    if patches not in self._outside and self.filter_options.may_move(all_options):
-                        self._outside.add(patches)
-                        group.code.discard()
-                    else:
-                        group.code.give_up_tracing(shapes)
+            counted = patches or (all_options and self.filter_options.is_whole)
+            if counted and group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
+                if patches not in self._outside and self.filter_options.may_move(all_options):
+                    self._outside.add(patches)
+                    group.code.discard()
+                else:
+                    group.code.give_up_tracing(shapes)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return channels_last.result_channels_last(result)
