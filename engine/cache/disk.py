@@ -20,7 +20,7 @@ from torch import nn
 from ..log import logger
 from ..threads import started
 from ..torch_settings import folder_scope
-from .environment import environment, limit_in_bytes, users_folder, users_triton_folder
+from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder, users_triton_folder
 from .folders import (
     KIND,
     WRITTEN_SECONDS,
@@ -34,7 +34,6 @@ from .folders import (
     write_json,
 )
 
-KIT = "torch-compile-kit"
 ABOUT = "about.json"
 CHOICES = "choices.json"
 # Another ComfyUI of the same user may be compiling into a folder that was used in these last seconds.
@@ -220,7 +219,7 @@ def current() -> DiskCache | None:
 
 
 def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
-    """Use `folder` from now on, or a folder in TORCHINDUCTOR_CACHE_DIR if the user has set that; later calls change nothing.
+    """Use `folder` from now on, or the user's (`environment.users_folder`); later calls change nothing.
 
     Where the folder cannot be made private (`folders.make_private`) or written, use another folder of this user, and say so in
     the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
@@ -242,9 +241,10 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
                     break
             if refused:
                 logger.warning(
-                    "the cache folder %s. Compiled code goes to %s; TORCHINDUCTOR_CACHE_DIR names another folder",
+                    "the cache folder %s. Compiled code goes to %s; %s names another folder",
                     "; ".join(refused),
                     _Current.cache.root if _Current.cache else "the system's temp folder, and may be lost at the next restart",
+                    FOLDER,
                 )
             _Current.opened = True
         return _Current.cache
@@ -258,7 +258,7 @@ def was_opened_before(folder: Path) -> bool:
 def _places(folder: Path) -> list[list[Path]]:
     """Folders for the cache, best first, each behind those above it that must be private too."""
     users, user = users_folder(), os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
-    places = [[Path(users) / KIT]] if users else [[folder.parent, folder]]
+    places = [[users]] if users else [[folder.parent, folder]]
     # Of this user alone, on drives that keep rights.
     local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
     return places + [[above, above / "cache"] for above in local]

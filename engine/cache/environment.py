@@ -17,7 +17,8 @@ from ..torch_compat import private
 
 # Code of this pack that decides what is compiled: PyTorch's keys hold the operators, not their replacements.
 SOURCES = ("inductor/*.py", "compile/session.py")
-LIMIT = "TORCH_COMPILE_KIT_CACHE_GIB"
+KIT = "torch-compile-kit"
+FOLDER, LIMIT = "TORCH_COMPILE_KIT_CACHE", "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
 CPU_INFO = Path("/proc/cpuinfo")  # Linux
 
@@ -38,10 +39,12 @@ def limit_in_bytes(setting: object = None) -> int:
     return int(DEFAULT_GIB * 1024**3)
 
 
-def users_folder() -> str | None:
-    """The user's TORCHINDUCTOR_CACHE_DIR; PyTorch itself sets the variable to its default."""
+def users_folder() -> Path | None:
+    """TORCH_COMPILE_KIT_CACHE, or a folder in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default."""
+    if folder := os.environ.get(FOLDER):
+        return Path(folder).absolute()
     value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return value if value and Path(value) != Path(private.default_cache_dir()) else None
+    return Path(value) / KIT if value and Path(value) != Path(private.default_cache_dir()) else None
 
 
 def users_triton_folder() -> str | None:

@@ -51,7 +51,7 @@ def make_private(*folders: Path) -> None:
             size = f"{len(entries)} entries, {sum(map(size_of, entries)) / 1024**2:.1f} MiB"
             logger.warning(
                 "compiled code is removed from %s, since others could have written it: %s. Where each start opens the folder "
-                "to others (chmod -R, a pod's fsGroup), set TORCHINDUCTOR_CACHE_DIR to another folder",
+                "to others (chmod -R, a pod's fsGroup), set TORCH_COMPILE_KIT_CACHE to another folder",
                 folder,
                 size,
             )
@@ -86,7 +86,10 @@ def close_to_others(folder: Path) -> bool:
     if not _others_may_write(status):
         return False
     if _others_may_write(folder.stat()):
-        raise NoRightsError(f"others may write into {folder} ({stat.filemode(status.st_mode)}), and its drive keeps no rights")
+        raise NoRightsError(
+            f"others may write into {folder} ({stat.filemode(status.st_mode)}), and its drive keeps no rights (docs/fleet.md "
+            "says how a shared cache may be there)"
+        )
     logger.warning("others could write into %s (%s); it is closed to them now", folder, stat.filemode(status.st_mode))
     for file in folder.glob(f"*{SUFFIX}"):
         written = file.lstat()

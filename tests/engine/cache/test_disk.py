@@ -475,7 +475,7 @@ def test_a_folder_that_others_could_write_is_closed_and_nothing_in_it_is_used(op
     assert modes(tmp_path / folder) == [0o700] and [file.name for file in cache.iterdir()] == ["mine.txt"]
     assert f"others could write into {tmp_path / folder} " in caplog.text
     assert f"removed from {cache}, since others could have written it: 1 entries, 3.0 MiB" in caplog.text
-    assert "set TORCHINDUCTOR_CACHE_DIR to another folder" in caplog.text
+    assert "set TORCH_COMPILE_KIT_CACHE to another folder" in caplog.text
     caplog.clear()
     (tmp_path / folder).chmod(mode)
     assert opened() and "removed from" not in caplog.text, "there was no code"
@@ -504,10 +504,28 @@ def test_on_a_drive_without_rights_a_private_folder_elsewhere_is_used_and_said_o
         assert modes(cache.root, cache.root.parent) == [0o700, 0o700]
         (said,) = caplog.messages
         assert f"{tmp_path / 'kit' / 'cache'} cannot be used: others may write into {tmp_path / 'kit'} " in said
-        assert f"goes to {cache.root}; TORCHINDUCTOR_CACHE_DIR" in said
+        assert f"goes to {cache.root}; TORCH_COMPILE_KIT_CACHE" in said
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").write_text("no folder can be made here")
     assert opened().root == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "cache"
+
+
+def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert opened().root == tmp_path / "inductor" / "torch-compile-kit"
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume" / "compiled"))
+    assert opened().root == tmp_path / "volume" / "compiled"
+
+
+@posix
+def test_a_named_folder_on_a_drive_without_rights_is_not_used_and_what_can_be_done_is_said(
+    opened, tmp_path, monkeypatch, caplog, no_rights
+):
+    (tmp_path / "volume").mkdir()
+    os.chmod(tmp_path / "volume", 0o777)
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume"))
+    assert opened().root == tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache"
+    assert f"others may write into {tmp_path / 'volume'}" in caplog.text and "docs/fleet.md" in caplog.text
 
 
 @posix
