@@ -136,8 +136,8 @@ compile_scope = SharedScope(
 # A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
 lowering_settings = SharedScope(
     {
-        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions",)),
-        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
+        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions", "fx_graph_remote_cache")),
+        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering", "enable_remote_autograd_cache")),
     },
     of_thread=_config_is_of_thread(),
 )

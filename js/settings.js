@@ -49,6 +49,16 @@ app.registerExtension({
       defaultValue: 2,
       onChange: limitCache,
     },
+    {
+      id: "TorchCompileKit.SharedCache", // engine/host/model/user_folder.py
+      category: [...GROUP, "SharedCache"],
+      name: "Cache shared with other machines: redis://host:6379/0, or a folder",
+      tooltip:
+        "Compiled once, on every machine. It needs a key, see docs/fleet.md. " +
+        "The environment variable TORCH_COMPILE_KIT_SHARED_CACHE goes before it; it counts from the next start.",
+      type: "text",
+      defaultValue: "",
+    },
   ],
 
   // Of a workflow that is loaded the values come afterwards.

@@ -6,6 +6,7 @@ import sys
 # What a reason to skip begins with -> (what was not looked at, the package of Debian and Ubuntu, of Homebrew).
 PROGRAMS = {
     "Chromium": ("the page in a browser", "chromium", "--cask chromium"),
+    "redis-server": ("the shared cache", "redis-server", "redis"),
     "Node": ("the page's scripts", "nodejs", "node"),
 }
 # Without a C++ compiler inductor compiles nothing on a CPU: those tests fail, and this says why.

@@ -32,6 +32,17 @@ class Block(nn.Module):
         return x + y
 
 
+class Plain(nn.Module):
+    """A block without a kernel of inductor's own, which a C++ compiler would take seconds to build."""
+
+    def __init__(self, width: int = 8):
+        super().__init__()
+        self.inner = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
 class Counting(Block):
     """Keeps a sum in a tensor that is no buffer."""
 

@@ -53,6 +53,8 @@ _PROCESS_WIDE = "compiling in the background may change a setting under another 
 _NO_GRAPHS = "models with such kernels get no CUDA graphs"
 _SHARE = "compiling in the background slows sampling more"
 _CACHE = "the first compilation of a start takes some seconds longer"
+_SHARED = "compiled code is not shared between machines"
+_AUTOGRAD_CACHE = "torch._functorch._aot_autograd.autograd_cache"
 
 NAMES = {
     # What has been traced of a function, and when.
@@ -118,11 +120,15 @@ NAMES = {
     "default_cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:default_cache_dir", _CACHE, lambda: ""),
     "maybe_warm_pool": PrivateName("torch._inductor.async_compile:maybe_warm_pool", _CACHE, _nothing),
     "inductor_backend": PrivateName("torch._dynamo.backends.inductor", _CACHE),
-    "autograd_cache": PrivateName("torch._functorch._aot_autograd.autograd_cache", _CACHE),
+    "autograd_cache": PrivateName(_AUTOGRAD_CACHE, _CACHE),
     "triton_heuristics": PrivateName("torch._inductor.runtime.triton_heuristics", _CACHE),
     "torch_key": PrivateName("torch._inductor.codecache:torch_key", _CACHE, _nothing),
     "get_system": PrivateName("torch._inductor.codecache:CacheBase.get_system", _CACHE, _nothing),
     "local_cache_path": PrivateName("torch._inductor.codecache:CacheBase.get_local_cache_path", _CACHE),
+    "fx_remote_cache": PrivateName("torch._inductor.codecache:FxGraphCache.get_remote_cache", _SHARED),
+    "autograd_remote_cache": PrivateName(f"{_AUTOGRAD_CACHE}:AOTAutogradCache.get_remote_cache", _SHARED),
+    "fx_write_to_disk": PrivateName("torch._inductor.codecache:FxGraphCache._write_to_local_cache", _SHARED, _nothing),
+    "autograd_write_to_disk": PrivateName(f"{_AUTOGRAD_CACHE}:AOTAutogradCache._write_to_local_cache", _SHARED, _nothing),
     # Where the thread that compiles asks whether it may go on.
     "dispatch_of_fake_tensors": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__torch_dispatch__", _SHARE),
     "run_node": PrivateName("torch._inductor.graph:GraphLowering.run_node", _SHARE),

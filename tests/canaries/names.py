@@ -137,11 +137,17 @@ TORCH = {
     "torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear": READ,
     "torch._inductor.codecache.CacheBase.get_system": READ,
     "torch._inductor.codecache.torch_key": READ,
+    # Where PyTorch looks for graphs that are not on disk.
+    "torch._inductor.codecache.FxGraphCache.get_remote_cache": replaced(),
+    "torch._inductor.codecache.FxGraphCache._write_to_local_cache": called(2),
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.get_remote_cache": replaced(),
+    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._write_to_local_cache": called(2),
+    "torch._functorch.config.enable_remote_autograd_cache": READ,
+    "torch._inductor.config.fx_graph_remote_cache": READ,
     "torch._ops.OpOverload": READ,
     # Processes that compile kernels, and what we import beforehand.
     "torch._inductor.async_compile.maybe_warm_pool": READ,
     "torch._dynamo.backends.inductor": READ,
-    "torch._functorch._aot_autograd.autograd_cache": READ,
     # Where the thread that compiles asks whether it may go on.
     "torch._inductor.codegen.simd.SIMDScheduling.codegen_node_schedule": replaced("self"),
     "torch._inductor.graph.GraphLowering.run_node": replaced("self"),

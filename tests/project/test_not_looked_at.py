@@ -55,4 +55,5 @@ def test_the_reasons_are_those_of_the_tests_that_are_skipped():
     tests = ROOT / "tests" / "server"
     for file, program in (("test_browser.py", "Chromium"), ("test_page.py", "Node")):
         assert f'reason="{program} is not installed' in (tests / file).read_text(encoding="utf-8")
-    assert set(not_looked_at.PROGRAMS) == {"Chromium", "Node"}
+    assert 'pytest.skip("redis-server is not installed' in (ROOT / "tests" / "redis_servers.py").read_text(encoding="utf-8")
+    assert set(not_looked_at.PROGRAMS) == {"Chromium", "Node", "redis-server"}

@@ -8,12 +8,13 @@ import folder_paths
 from ...background.isolation import warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache, was_opened_before
 from ...cache.environment import compile_for
+from ...cache.shared import configure
 from ...cache.startup import import_inductor, prepare, start_workers, trim_cache
 from ...settings import CompileSettings
 from ..adapter import device_type
 
 CACHE = "cache"
-LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
+LIMIT_SETTING, SHARED_SETTING = "TorchCompileKit.CacheGiB", "TorchCompileKit.SharedCache"  # js/settings.js
 
 
 def kit_folder() -> Path:
@@ -23,7 +24,9 @@ def kit_folder() -> Path:
 
 def open_users_cache() -> DiskCache | None:
     compile_for(device_type())
-    return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
+    settings = users_settings()
+    configure(settings.get(SHARED_SETTING), kit_folder() / "shared.key")
+    return open_cache(kit_folder() / CACHE, settings.get(LIMIT_SETTING))
 
 
 def users_settings() -> dict:
