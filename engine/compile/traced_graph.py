@@ -35,6 +35,7 @@ from torch import fx
 from ..background.gate import gate
 from ..background.model_call import ModelCall
 from ..background.thread import Job, Postponed, compiler
+from ..cache.shared import CompiledElsewhere, sharing
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -225,13 +226,20 @@ class TracedGraph:
         if lowering is None or self._code is not None:
             return
         wait_until_prepared()
-        with _lowering_lock, lowering_scope(owner.folder) as spent:
-            code, holds = lowering.run(self._sizes_at)
-            lowered = time.perf_counter()
-            with gpu_locks[self._device]:
-                lowering.warm_up(code, cached)
-                self._holds, self._code = holds, code
-            loading = time.perf_counter() - lowered
+        job = self._job
+        assert job is not None
+        shared = sharing(owner.folder[0], may_wait=not job.awaited)
+        try:
+            with _lowering_lock, lowering_scope(owner.folder) as spent, shared:
+                code, holds = lowering.run(self._sizes_at)
+                lowered = time.perf_counter()
+                with gpu_locks[self._device]:
+                    lowering.warm_up(code, cached)
+                    self._holds, self._code = holds, code
+                loading = time.perf_counter() - lowered
+        except CompiledElsewhere as error:
+            job.attempts -= 1  # however long the other worker takes
+            raise Postponed("another worker compiles this graph") from error
         owner.count_lowered(spent.seconds, spent.from_disk)
         logger.debug("%s: lowered in %.1f s, %.1f s of them loading kernels", owner.name, spent.seconds, loading)
 

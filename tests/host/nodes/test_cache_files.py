@@ -70,6 +70,14 @@ def test_a_plain_compile_keeps_its_own_folder(first):
     assert len(list(Path(answer["cache"]).glob("*/fxgraph/*/*"))) == answer["graphs"]
 
 
+def test_another_machine_takes_every_graph_from_a_shared_cache(tmp_path):
+    shared = {"TORCH_COMPILE_KIT_SHARED_CACHE": tmp_path / "volume", "TORCH_COMPILE_KIT_SHARED_KEY": "k" * 32}
+    assert start(tmp_path / "one", "warm", "attention", **shared)["fxgraph_miss"] == 2
+    second = start(tmp_path / "two", "warm", "attention", "after", **shared)
+    assert all_hits(second) and "shared cache" not in second["log"]
+    assert len(list((tmp_path / "volume").iterdir())) == 4, "what other packs compile is not shared"
+
+
 def test_the_second_process_reads_every_graph_from_disk(first):
     base, answer = first
     second = start(base, "warm", "attention", "order")

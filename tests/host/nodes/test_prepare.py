@@ -1,5 +1,6 @@
 """When a queued prompt has compiling prepared beside the loading of its model."""
 
+import json
 import os
 import tempfile
 
@@ -66,3 +67,17 @@ def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch):
     monkeypatch.setattr(os, "stat", stat)
     monkeypatch.setattr(folder, "open_users_cache", lambda: pytest.fail("it is not there"))
     folder.get_ready_again()
+
+
+def test_the_shared_cache_of_the_users_settings_is_used(engine, monkeypatch, tmp_path):
+    folder, shared = engine("host.model.user_folder"), engine("cache.shared")
+    monkeypatch.setattr(shared._Configured, "where", ("", None))
+    monkeypatch.setattr(shared._Configured, "cache", None)
+    monkeypatch.delenv("TORCH_COMPILE_KIT_SHARED_CACHE", raising=False)
+    monkeypatch.setenv("TORCH_COMPILE_KIT_SHARED_KEY", "k" * 32)
+    monkeypatch.setattr(folder.folder_paths, "get_user_directory", lambda: str(tmp_path))
+    (tmp_path / "default").mkdir()
+    settings = {"TorchCompileKit.SharedCache": str(tmp_path / "volume")}
+    (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps(settings))
+    folder.open_users_cache()
+    assert shared._Configured.cache.place == str(tmp_path / "volume")
