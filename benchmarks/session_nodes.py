@@ -70,6 +70,7 @@ async def steps(_request: web.Request) -> web.Response:
     if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())
+        answer["compiled"] = dynamo.counters["inductor"].get("fxgraph_cache_miss", 0)
     return web.json_response(answer)
 
 
