@@ -16,6 +16,14 @@ from torch.nn import functional
 pytestmark = [pytest.mark.gpu, pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def compiles_at_once_worth_while(engine, monkeypatch):
+    """Steps of tiny models take no time, so compiling them would be put off."""
+    monkeypatch.setattr(engine("host.model.payback"), "may_wait", lambda _device: False)
+
+
 # A copy is held up by some tenth of a second of nothing on its stream.
 _CYCLES = 200_000_000
 

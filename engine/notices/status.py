@@ -205,7 +205,8 @@ class Status(Line):
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not graphs:
-            return News()
+            put_off = watch_of(network).put_off
+            return News() if put_off is None else News("unclear", told("putOff", put_off))
         self._graphs_when_ready = self._graphs_when_ready or graphs
         more = graphs - self._graphs_when_ready
         state, steps = self._steps.get(self._shape, Steps()).compared()

@@ -25,6 +25,7 @@ from ..weights.blocks import notes_on
 from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
 from .network_calls import begin_run, end_run
+from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
 from .wrapper import BlockCompiler, install_apply, uninstall_apply
@@ -125,7 +126,12 @@ def notes_about(patcher) -> list[str]:
     notes += code.eager_in_words()
     if code.eager[Eager.CONVOLUTIONS] and graphs_of(network).captures and runs_channels_last(network):
         notes.append("In CUDA graphs the blocks of convolutions run channels_last.")
-    if code.eager_calls:
+    if (put_off := payback_of(network).after) is not None:
+        notes.append(
+            "Not compiled so far: with prompts this short that would take longer than it saves. It begins with prompt "
+            f"{put_off}; Torch Compile Warmup, or compile set to `at once`, begins now."
+        )
+    elif code.eager_calls:
         notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
     if gate.jobs_past_ceiling:
         notes.append(

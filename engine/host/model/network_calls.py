@@ -24,6 +24,7 @@ from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
+from .payback import payback_of
 
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
@@ -86,6 +87,7 @@ def begin_run(network: nn.Module, *statuses: Status | None) -> None:
     """A sampling run begins; `statuses` are the lines of its nodes."""
     gate.close()
     code_of(network).new_run()
+    payback_of(network).new_run()
     new_run(network)
     for status in filter(None, statuses):
         status.new_run()

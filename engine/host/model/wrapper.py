@@ -22,6 +22,7 @@ from ..graphs.policy import note
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
 from .network_calls import NetworkCalls, are_training, eager
+from .payback import payback_of
 from .training import TRAINING, begin_step
 
 
@@ -67,13 +68,19 @@ class BlockCompiler:
             note(self.notes, text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
+            options, device = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}, args[0].device
+            payback = payback_of(network)
+            worthwhile = call.synchronous or payback.is_worthwhile(network, device, options)
+            watch_of(network).put_off = payback.after
+            if not worthwhile:
+                return eager(network, functools.partial(executor, *args, **kwargs))
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)
                 measure_attention()
                 return result
-            loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
+            loaded = Loaded(base_model, network, base_model.get_dtype_inference(), device)
             return self._calls.run(loaded, call, run, self._told(base_model, args, kwargs, call.synchronous))
 
     @contextmanager

@@ -1,0 +1,62 @@
+"""Compiling is put off where it would take longer than it saves."""
+
+import pytest
+import torch
+from sampling import sample
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+@pytest.fixture
+def flux(engine, tiny, monkeypatch):
+    """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
+    payback, attachment = engine("host.model.payback"), engine("host.model.attach")
+    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "recall", lambda _network: False)  # as after a restart: nothing is measured first
+    patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
+    expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
+    network = patcher.model.diffusion_model
+
+    def run(compile="in the background", steps=5):
+        settings = engine("settings").CompileSettings(backend="eager", compile=compile)
+        model = attachment.attach(patcher, settings, node="7")
+        result = sample(model, conditioning, latent, 1.0, seed=1, steps=steps)
+        assert engine("background.thread").compiler.wait(60)
+        assert steps != 5 or torch.allclose(result, expected, atol=1e-4)
+        groups = engine("compile.registry").code_of(network).groups.values()
+        line = next(iter(engine("notices.status").lines_of().values()))
+        return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
+
+    run.cost = lambda seconds: monkeypatch.setattr(payback, "COST", seconds)
+    return run
+
+
+def test_what_would_not_pay_back_runs_as_without_this_pack_and_says_so(flux):
+    flux.cost(1e6)
+    for _ in range(2):
+        graphs, line, notes = flux()
+        assert graphs == 0 and line.says[0] == "putOff" and line.says[1] > 1000 and line.state == "unclear"
+        assert any(note.startswith("Not compiled so far") for note in notes) and not any("background" in n for n in notes)
+
+
+def test_it_compiles_as_soon_as_it_would_pay_back(flux):
+    """Also in the middle of a run: a longer one."""
+    flux.cost(1e6)
+    assert flux()[0] == 0
+    flux.cost(0.0)
+    graphs, line, notes = flux()
+    assert graphs == 2 and line.says[0].startswith("ready") and not any(note.startswith("Not compiled") for note in notes)
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4])
+def test_few_steps_are_measured_too(flux, steps):
+    flux.cost(0.0)
+    flux(steps=steps)
+    assert flux(steps=steps)[0] == 2
+
+
+def test_who_waits_for_code_gets_it_and_others_use_it(flux):
+    flux.cost(1e6)
+    assert flux("at once")[0] == 2
+    graphs, line, _ = flux()
+    assert graphs == 2 and line.says[0].startswith("ready")
