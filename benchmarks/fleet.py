@@ -57,7 +57,7 @@ def worker(bench: sessions.Bench, model: str) -> dict:
         info = server.get("/object_info")
         for number, prompt in enumerate(PROMPTS, 1):
             began = time.perf_counter()
-            row = bench._run(server, sessions.graph(model, prompt, number, "ours", info, bench.options.settings))
+            row = bench.run(server, sessions.graph(model, prompt, number, "ours", info, bench.options.settings))
             if "died" in row:
                 return {"died": row["died"]}
             found[prompt.name] = row["seconds"]

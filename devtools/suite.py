@@ -7,7 +7,6 @@ CORE = {
         "test_torch_settings_are_as_found",
         "test_the_same_seed_gives_the_same_image_with_and_without_warmup[flux-inductor-1.0]",
         "test_executing_again_and_changes_downstream_add_nothing",
-        "test_a_lora_merged_into_the_weights_takes_effect_without_a_graph",
     ),
     "host/weights/test_lora": (
         "test_merged_into_the_weights",

@@ -26,7 +26,8 @@ REWRITES: list[Callable[[fx.Graph], bool]] = []
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
     """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
-    compile_fx = private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
+    if private.compile_fx is None:
+        private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
     options, table = options or {}, None
     on_nvidia = any(isinstance(t, torch.Tensor) and is_nvidia(t.device) for t in example_inputs)
     if on_nvidia and private.select_decomp_table is not None:
@@ -37,7 +38,7 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
             graph.graph.lint()
             graph.recompile()
     with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=table):
-        return compile_fx.compile_fx(graph, example_inputs, config_patches=options)
+        return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
 
 
 def _table_with_replacements() -> dict:

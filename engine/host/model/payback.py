@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from ...cache.startup import is_preparing
 from ...compile.registry import code_of
 from ...per_model import PerModel
 from ..graphs.policy import recall
@@ -39,6 +40,7 @@ class Payback:
     _step: object = None
     _steps: int = 0
     _began: float = 0.0
+    _seconds: float = math.inf
 
     def new_run(self) -> None:
         self.prompts, self._steps, self._step = self.prompts + 1, 0, None
@@ -67,13 +69,18 @@ class Payback:
         first = max(1, last - STEPS[1] + STEPS[0])
         if self._steps not in (first, last):
             return
+        if is_preparing():  # which slows steps: no measure
+            self._steps = steps
+            return
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if self._steps == first:
             self._began = time.perf_counter()
             return
         seconds = (time.perf_counter() - self._began) / (last - first)
-        saved = seconds * steps * (SAVED_UNET if has_convolutions(network) else SAVED)
+        # The shortest so far: a batch of two may come once, and other programs may have used the GPU.
+        self._seconds = min(self._seconds, seconds * steps)
+        saved = self._seconds * (SAVED_UNET if has_convolutions(network) else SAVED)
         self._is_decided = saved * max(PROMPTS, self.prompts) >= COST
         self.after = None if self._is_decided else math.ceil(COST / max(saved, 1e-3))
 

@@ -1,5 +1,7 @@
 """Compiling is put off where it would take longer than it saves."""
 
+import types
+
 import pytest
 import torch
 from sampling import sample
@@ -20,6 +22,7 @@ def flux(engine, tiny, monkeypatch):
     def run(compile="in the background", steps=5):
         settings = engine("settings").CompileSettings(backend="eager", compile=compile)
         model = attachment.attach(patcher, settings, node="7")
+        engine("cache.startup").wait_until_prepared()  # beside which nothing is measured
         result = sample(model, conditioning, latent, 1.0, seed=1, steps=steps)
         assert engine("background.thread").compiler.wait(60)
         assert steps != 5 or torch.allclose(result, expected, atol=1e-4)
@@ -46,6 +49,21 @@ def test_it_compiles_as_soon_as_it_would_pay_back(flux):
     flux.cost(0.0)
     graphs, line, notes = flux()
     assert graphs == 2 and line.says[0].startswith("ready") and not any(note.startswith("Not compiled") for note in notes)
+
+
+def test_one_large_prompt_is_no_reason_to_compile(flux, monkeypatch, engine):
+    payback, seconds, of_a_step = engine("host.model.payback"), [0.0], [0.0]
+    monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
+    step = payback.Payback._measure
+
+    def later(self, *args):
+        seconds[0] += of_a_step[0]
+        step(self, *args)
+
+    monkeypatch.setattr(payback.Payback, "_measure", later)
+    flux.cost(2.0)
+    for of_a_step[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s
+        assert flux()[0] == 0
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4])

@@ -43,7 +43,7 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("name, patch", first_and_others(IN_BLOCKS))
 def test_options_that_lose_what_is_in_them(runs, engine, monkeypatch, name, patch):
     empty = {"patches": {}, "patches_replace": {}}
-    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given: (empty, ()))
+    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given, _outside: (empty, ()))
     with pytest.raises(Differs, match=WRONG):
         runs(name).check(patch)
 

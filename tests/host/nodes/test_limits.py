@@ -22,7 +22,7 @@ class Limited(Runs):
         self.compiled = self.attach(self.patcher, **settings)
 
     def limits(self, steps=3, **options):
-        size = self.engine("warmup_plan").Size(64, 64)
+        size = self.engine("host.nodes.warmup_plan").Size(64, 64)
         run = self.engine("host.nodes.benchmark").benchmark
         return run(self.compiled, self.positive, self.negative, size, self.cfg, steps, **options).limits
 
