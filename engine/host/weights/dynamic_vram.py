@@ -223,7 +223,8 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
         product = hasattr(layer, "forward_comfy_cast_weights") and not getattr(layer, "_full_precision_mm", True)
         forced = getattr(layer, "comfy_force_cast_weights", False)
         return stored, device, stored, dtype, product and unchanged and not forced
-    if isinstance(layer, comfy.ops.fp8_ops.Linear) and stored is torch.float8_e4m3fn and unchanged:
+    # As the host asks: of a bf16 file under dynamic VRAM only the page is in fp8, and the product in bf16.
+    if isinstance(layer, comfy.ops.fp8_ops.Linear) and layer.weight.dtype is torch.float8_e4m3fn and unchanged:
         return stored, device, dtype, comfy.model_management.lora_compute_dtype(device), True
     cast_to = dtype if type(layer).comfy_cast_weights else stored
     return cast_to, device, cast_to, dtype, False
