@@ -68,7 +68,7 @@ class BlockCompiler:
             note(self.notes, text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
-            options, device = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}, args[0].device
+            options, device = (args[OPTIONS_AT] if len(args) > OPTIONS_AT else None) or {}, args[0].device
             payback = payback_of(network)
             worthwhile = call.synchronous or payback.is_worthwhile(network, device, options)
             watch_of(network).put_off = payback.after
