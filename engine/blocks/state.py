@@ -35,7 +35,9 @@ def class_key(cls: type) -> Hashable:
     for name, member in sorted(vars(cls).items()):
         if isinstance(member, types.FunctionType):
             cells = tuple(Same(value) for value in contents_of(member) if value is not cls)
-            members.append((name, member.__code__, cells, member.__defaults__ is None))
+            named = sorted((member.__kwdefaults__ or {}).items())
+            defaults = *map(Same, member.__defaults__ or ()), *((key, Same(value)) for key, value in named)
+            members.append((name, member.__code__, cells, defaults))
         elif not name.startswith("__"):
             members.append((name, Same(member)))
     return cls.__module__, cls.__qualname__, cls.__bases__, tuple(members)

@@ -145,7 +145,7 @@ def _origin(function: Any) -> str:
         return ""
     function = getattr(function, "func", function)  # of functools.partial
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, module = named.__qualname__.rpartition("<locals>.")[2], sys.modules.get(named.__module__)
-    parts = Path(getattr(module, "__file__", None) or named.__module__).parts
+    name, place = named.__qualname__.rpartition("<locals>.")[2], named.__module__ or "?"  # None: made by `exec`
+    parts = Path(getattr(sys.modules.get(place), "__file__", None) or place).parts
     pack = parts[parts.index("custom_nodes") + 1] if "custom_nodes" in parts[:-1] else parts[-1]
     return f"{name} ({pack})"
