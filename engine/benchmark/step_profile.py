@@ -143,8 +143,8 @@ def _on_cpu(operators: list[dict], step: dict, regions: list[dict]) -> StepProfi
     kinds = [(*_times(e), e["name"] if e["name"].startswith(UNCOMPILED) else kind_of(e["name"])) for e in here]
     compiled = [(*_times(e), FUSED) for e in regions if e["tid"] == step["tid"]]
     others = [interval for interval in kinds if interval[2] == OTHER]
-    known = [interval for interval in kinds if interval[2] != OTHER]
-    seconds = _seconds(known, compiled, others, [(start, end, WAITING)])
+    named = [interval for interval in kinds if interval[2] != OTHER]
+    seconds = _seconds(named, compiled, others, [(start, end, WAITING)])
     return StepProfile((end - start) / 1e6, seconds, sum(_seconds(compiled).values()), on_gpu=False)
 
 

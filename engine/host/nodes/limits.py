@@ -92,9 +92,9 @@ class _Cures:
             share = f"{self._profile.compiled_share:.0%}"
             lines.append(say("limitGraphs", share) if self._has_graphs else say("limitCompiled", share))
         blocks = modules_at(self._network, plan_for(self._network))
-        given = [name for block in blocks if (name := _origin(given_forward(block)))]
-        if given:
-            lines.append(say("limitGiven", len(given), ", ".join(dict.fromkeys(given))))
+        replaced = [name for block in blocks if (name := _origin(given_forward(block)))]
+        if replaced:
+            lines.append(say("limitGiven", len(replaced), ", ".join(dict.fromkeys(replaced))))
         caches = self._wrappers(*_AROUND_MODEL)
         if times.skipped or any("cache" in name.lower() for name in caches):
             lines.append(say("limitStepCache", ", ".join(caches), times.skipped, times.steps))

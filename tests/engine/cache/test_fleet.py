@@ -30,15 +30,6 @@ def answer(process):
     return found
 
 
-@pytest.fixture(params=["redis", "folder"])
-def place(request, tmp_path):
-    if request.param == "folder":
-        yield tmp_path / "volume"
-        return
-    with RedisServer() as server:
-        yield server.url
-
-
 @pytest.mark.rest
 def test_eight_workers_that_start_at_once_compile_each_graph_once(tmp_path, place):
     processes = [start(tmp_path / str(number), place) for number in range(8)]

@@ -99,15 +99,6 @@ def images(runs):
     return compiled
 
 
-@pytest.fixture(params=["redis", "folder"])
-def place(request, tmp_path):
-    if request.param == "folder":
-        yield tmp_path / "volume"
-        return
-    with RedisServer() as server:
-        yield server.url
-
-
 def test_worker_two_compiles_nothing(configure, worker, place):
     configure(place)
     assert images(worker("one")).graphs == 1
