@@ -58,7 +58,7 @@ class NetworkCalls:
             way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
                 return eager(network, functools.partial(measure, network, run))
-            binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings.block_swap))
+            binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
                     scopes.enter_context(graphed(network, binding, loaded.device, self.notes))

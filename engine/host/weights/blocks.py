@@ -28,6 +28,7 @@ import torch
 from torch import nn
 
 from ...errors import InvalidSetting
+from ...settings import CompileSettings
 from ..adapter import host
 from . import dynamic_vram as paging
 from . import partial_load as streaming
@@ -63,7 +64,7 @@ class Order:
 class BlockWeights:
     """The weights of one block, for a model that computes in `dtype` on `device`."""
 
-    def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype):
+    def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype, settings: CompileSettings):
         layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]  # of the host
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
@@ -79,7 +80,7 @@ class BlockWeights:
         unknown = [] if calls is not None else paged
         packed = {m for m in block.modules() if is_packed(m)}
         traced = {m for m in packed.difference(unknown) if can_be_traced(m)}
-        self._packed = PackedWeights(traced, device)
+        self._packed = PackedWeights(traced, device, settings)
         self.foreign = [m for m in block.modules() if m in unknown or m in packed - traced]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
@@ -88,7 +89,7 @@ class BlockWeights:
         self.moves = bool(self._fetched) or self._packed.move
         # Whether nothing is transferred as long as the pages are in memory.
         self.in_pages = not tensors and self._eager is None and not self._packed.move
-        self.needed = self.moves or bool(self._recast) or self._eager is not None
+        self.needed = self.moves or bool(self._recast or self._packed.unpacked) or self._eager is not None
         self._undo: list[tuple[dict, dict]] = []
         self.following: BlockWeights | None = None
         self.order: Order | None = None
@@ -113,6 +114,9 @@ class BlockWeights:
                     changes["comfy_force_cast_weights"] = True
                 self._swap(module.__dict__, changes, _SOURCES)
             self._swap(module._parameters, parameters, ())
+            if module in self._packed.unpacked:
+                self._swap(module.__dict__, self._packed.unpacked[module].attributes(), ())
+                self._swap(module._parameters, {"bias": self._packed.unpacked[module].bias()}, ())
         for module in self._recast:
             self._swap(module.__dict__, {"comfy_cast_weights": _casts(module)}, ())
         if self.order is not None and self.following is not None:
@@ -168,10 +172,10 @@ class ModelWeights:
         InvalidSetting: `block_swap` is `off`, and weights are not where the model computes.
     """
 
-    def __init__(self, token: tuple, loaded: Loaded, block_swap: str, blocks: list[nn.Module]):
+    def __init__(self, token: tuple, loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module]):
         self.token: tuple | None = token
-        device = loaded.device
-        of_blocks = [BlockWeights(block, device, loaded.dtype) for block in blocks]
+        device, block_swap = loaded.device, settings.block_swap
+        of_blocks = [BlockWeights(block, device, loaded.dtype, settings) for block in blocks]
         self._settled = [entry for weights in of_blocks for entry in weights.settled]
         moving = [weights for weights in of_blocks if weights.moves]
         foreign = sorted({type(m).__name__ for weights in of_blocks for m in weights.foreign})
@@ -225,12 +229,12 @@ class Loaded(NamedTuple):
     device: torch.device
 
 
-def weights_of(loaded: Loaded, block_swap: str, blocks: list[nn.Module]) -> ModelWeights:
+def weights_of(loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module]) -> ModelWeights:
     """How the blocks get their weights, as the host has them loaded now."""
-    token = (block_swap, *_load_token(loaded.model, blocks, loaded.device))
+    token = (settings, *_load_token(loaded.model, blocks, loaded.device))
     weights = _weights.get(loaded.model)
     if weights is None or weights.token != token:
-        weights = _weights[loaded.model] = ModelWeights(token, loaded, block_swap, blocks)
+        weights = _weights[loaded.model] = ModelWeights(token, loaded, settings, blocks)
     return weights
 
 

@@ -24,10 +24,12 @@ from ...compile import compiled_code
 from ...forwards import exchanged
 from ...log import logger
 from ...per_model import PerModel
+from ...settings import CompileSettings
 from ...torch_settings import SharedScope, attribute
 from ..adapter import host
 from .dynamic_vram import parameter
 from .partial_load import QUANTIZED, is_known
+from .unpacking import has_known_unpacking, weight_of
 
 # Classes of layers in which tracing has failed.
 untraceable: set[type] = set()
@@ -65,12 +67,21 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 
 
 class PackedWeights:
-    """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`."""
+    """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`.
 
-    def __init__(self, modules: Iterable[nn.Module], device: torch.device):
+    Attributes:
+        unpacked: by layer, its weight, where the graph has an operator in place of the unpacking.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], device: torch.device, settings: CompileSettings):
         self._device = device
-        self._modules = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
-        self.move = bool(self._modules)
+        modules = list(modules)
+        self.unpacked = {m: weight_of(m) for m in modules if has_known_unpacking(m)}
+        for weight in self.unpacked.values():
+            weight.settings = settings
+        elsewhere = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
+        self._modules = {**self.unpacked, **dict.fromkeys(elsewhere)}
+        self.move = bool(elsewhere)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
         return [

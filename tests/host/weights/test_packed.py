@@ -112,12 +112,12 @@ def test_a_lora_that_such_a_tensor_carries(flux):
 def test_what_is_elsewhere_arrives_as_packed_as_it_is(engine):
     layer = PackedLinear(64, 8)
     layer.weight = nn.Parameter(packed(layer.weight.detach(), "over"), requires_grad=False)
-    weights = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("meta"))
+    weights = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("meta"), compile_settings(engine))
     ((module, found),) = weights.resolve()
     assert weights.move and module is layer and isinstance(found["weight"], Packed)
     assert found["weight"].is_meta and found["weight"].kind == "over" and found["weight"].shape == (8, 64)
     assert found["weight"].untyped_storage().nbytes() == layer.weight.untyped_storage().nbytes()
-    here = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"))
+    here = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"), compile_settings(engine))
     assert not here.move and here.resolve() == []
 
 
