@@ -12,7 +12,7 @@ from ...compile.binding import plan_for
 from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...inductor import rotary_norms as opened_kernels
+from ...inductor import int8_products, rotary_norms
 from ...inductor.attention_kernels import in_words
 from ...log import logger
 from ...notices.status import Line, Status, tell_all
@@ -83,7 +83,8 @@ def prepare_compiling(settings: CompileSettings) -> None:
     """
     settings.check_backend()
     check_fullgraph(settings)
-    opened_kernels.register()
+    rotary_norms.register()
+    int8_products.register()
     compiler.after_work = tell_all
     get_ready(settings)
 

@@ -278,12 +278,16 @@ def test_what_is_no_image_for_tensor_cores_stays(engine, reference, x):
 
 
 def test_the_kernels_themselves():
-    """In Triton's interpreter: odd sizes, odd groups, a mean far from zero."""
+    """In Triton's interpreter: odd sizes, odd groups, a mean far from zero; layers that no tile divides."""
     script = TESTS / "interpreted_kernels.py"
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    norms, weights = [row for row in rows if "shape" in row], [row for row in rows if "weight" in row]
+    norms, weights, rotations, products = (
+        [row for row in rows if kind in row] for kind in ("shape", "weight", "rotated", "product")
+    )
+    assert len(rotations) == 4 and all(row["differ"] < 2e-2 and row["scales"] < 1e-3 for row in rotations), rotations
+    assert len(products) == 2 and all(row["error"] < 1e-6 for row in products), products
     assert len(norms) == 12 and len(weights) == 4
     assert all(row["norm"] < 5e-4 and row["silu"] < 1e-3 for row in norms), norms  # fp16 has eleven bits
     assert all(row["same"] for row in weights), weights
