@@ -22,8 +22,8 @@ aten = torch.ops.aten
 REPLACEMENTS: dict[Any, Callable] = {}
 # Called with Dynamo's graph, to change it in place; True if that was done.
 REWRITES: list[Callable[[fx.Graph], bool]] = []
-# Options of inductor that decompositions need.
-OPTIONS: dict[str, Any] = {}
+# Called with Dynamo's graph: the options of inductor that it needs.
+OPTIONS: list[Callable[[fx.Graph], dict[str, Any]]] = []
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
@@ -34,7 +34,8 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     on_nvidia = any(isinstance(t, torch.Tensor) and is_nvidia(t.device) for t in example_inputs)
     if on_nvidia and private.select_decomp_table is not None:
         table = _table_with_replacements
-        free = {name: value for name, value in OPTIONS.items() if getattr(private.inductor_config, name, None) is None}
+        needed = {name: value for options_of in OPTIONS for name, value in options_of(graph.graph).items()}
+        free = {name: value for name, value in needed.items() if getattr(private.inductor_config, name, None) is None}
         options = {**_as_eager_rounds(), **free, **options}
         rewritten = [rewrite(graph.graph) for rewrite in REWRITES]
         if any(rewritten):

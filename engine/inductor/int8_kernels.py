@@ -87,13 +87,14 @@ def product(x, x_scales, weight, w_scales, bias, dtype: torch.dtype) -> torch.Te
     return out
 
 
-def compile_for(channels: int, columns: int, dtype: torch.dtype, bias: torch.dtype | None, out: torch.dtype) -> None:
-    """Have Triton compile what `rotate` and `product` need for such a layer, without running it."""
+def compile_for(channels: int, dtype: torch.dtype) -> None:
+    """Have Triton compile what `rotate` and `product` need for layers of so many inputs, without running it."""
     _rotate.warmup(dtype, torch.int8, torch.float32, channels, grid=(1,), **_rotation(channels))
     for size in (_LARGE, _SMALL):
         x, w = (_in_tiles(_Fake(torch.int8), rows, size[2]) for rows in size[:2])
-        inputs = (x, w, out, torch.float32, torch.float32, bias or torch.float32, 1000, columns, channels)
-        _product.warmup(*inputs, grid=(1,), **_tiling(size, bias is not None))
+        for has_bias in (True, False):
+            inputs = (x, w, dtype, torch.float32, torch.float32, dtype if has_bias else torch.float32, 1000, 1024, 1024)
+            _product.warmup(*inputs, grid=(1,), **_tiling(size, has_bias))
 
 
 class _Fake(MockTensor):

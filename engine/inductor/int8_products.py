@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ..log import logger
 from ..torch_compat import private
-from .backend import OPTIONS, REPLACEMENTS, REWRITES
+from .backend import OPTIONS, REPLACEMENTS
 
 GROUP = 256
 # With fewer rows (modulation) kitchen has a kernel of its own.
@@ -144,35 +144,36 @@ def _as_pass() -> Any:
     return QuantiseOnce()
 
 
-def compile_kernels(graph: fx.Graph) -> bool:
-    """Compile the kernels that Dynamo's graph will need here, where no step waits, and its code comes from disk or not."""
-    for node in graph.find_nodes(op="call_function", target=_kitchen("int8_linear").default):
-        _compile_kernels(*(a.meta.get("example_value") if isinstance(a, fx.Node) else a for a in node.args[:5]))
-    return False
+def options_of(graph: fx.Graph) -> dict[str, Any]:
+    """Get ready for the INT8 layers of Dynamo's graph, where no step waits, and code comes from disk or not."""
+    weights = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
+    weights = [weight for weight in weights if getattr(weight, "_layout_cls", None) == "TensorWiseINT8Layout"]
+    calls = graph.find_nodes(op="call_function", target=_kitchen("int8_linear").default)
+    if not (weights or calls) or not _agrees():
+        return {}
+    for weight in weights:
+        _compile_kernels(weight)
+    REPLACEMENTS[_kitchen("int8_linear").default] = decomposition
+    return {} if private.CustomGraphPass is None else {"post_grad_custom_pre_pass": _as_pass()}
 
 
-@functools.cache
-def _compile_once(*layer: Any) -> None:
-    _kernels().compile_for(*layer)
-
-
-def _compile_kernels(x, weight, _weight_scale, bias, code) -> None:
-    if isinstance(x, torch.Tensor) and is_hopper(x.device) and not any(size % 16 for size in weight.shape):
-        columns, channels = weight.shape
+def _compile_kernels(weight: Any) -> None:
+    if is_hopper(weight.device) and not any(size % 16 for size in weight.shape):
         try:
-            _compile_once(channels, columns, x.dtype, None if bias is None else bias.dtype, _DTYPES[code])
+            _compile_once(weight.shape[1], weight.dtype)
         except Exception as error:  # the layer itself will say the same, or work
             logger.debug("kernels for INT8 layers: %s", error)
 
 
+@functools.cache
+def _compile_once(channels: int, dtype: torch.dtype) -> None:
+    _kernels().compile_for(channels, dtype)
+
+
 def register() -> None:
-    """Register the decomposition where this host's comfy-kitchen has the layer with the same meaning."""
-    if _agrees():
-        REPLACEMENTS[_kitchen("int8_linear").default] = decomposition
-        if compile_kernels not in REWRITES:
-            REWRITES.append(compile_kernels)
-        if private.CustomGraphPass is not None:
-            OPTIONS["post_grad_custom_pre_pass"] = _as_pass()
+    """Look at the graphs of blocks from now on, if this host has the operator."""
+    if hasattr(torch.ops.comfy_kitchen, "int8_linear") and options_of not in OPTIONS:
+        OPTIONS.append(options_of)
 
 
 @functools.cache
@@ -182,12 +183,14 @@ def _agrees() -> bool:
         torch.randn(size, generator=torch.Generator().manual_seed(0)) for size in ((24, GROUP), (32, GROUP), (32,))
     )
     try:
+        if torch.cuda.is_available():
+            _kernels()
         for quantised in (
             (*_kitchen("quantize_int8_convrot_weight")(weight, GROUP), bias, 0, True, GROUP),
             (*_kitchen("quantize_int8_rowwise")(weight), None, 0),
         ):
             torch.testing.assert_close(int8_linear(x, *quantised), _kitchen("int8_linear")(x, *quantised))
-    except Exception as error:  # an operator that is missing, or has other arguments
+    except Exception as error:  # an operator that is missing, or has other arguments; no Triton, or an old one
         logger.info("comfy-kitchen's INT8 layers differ from this pack's code for them: they are not fused (%s)", error)
         return False
     return True
