@@ -80,7 +80,7 @@ def apply(variant: str, patcher, kjnodes: str | None = None, **settings):
 
     Args:
         kjnodes: path of KJNodes' file, for `kjnodes`.
-        settings: inputs of Torch Compile Model, for `ours`.
+        settings: inputs of Torch Compile, for `ours`.
     """
     if variant == "eager":
         return patcher.clone()

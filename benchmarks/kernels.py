@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--host", required=True)
     parser.add_argument("--out", type=Path, help="rows are added to those that are there")
     parser.add_argument("--model", default="flux", choices=list(models.MODELS))
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     options = parser.parse_args()
-    options.settings = {"compile": "at once", **options.settings}
+    options.settings = {"compile_when": "before first image", **options.settings}
     environment = results.environment(options.host, "kernels")
     host.enter(options.host)
     patcher, rows = models.build(options.model, host.device()), []

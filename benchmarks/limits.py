@@ -26,7 +26,7 @@ class Workflow:
         says: what the first line must hold, of which a sentence of locales/en/report.json begins.
         small: the model in its place with --tiny.
         free: GiB that are left free on the GPU; 0: all.
-        node: what else patches the model, before Torch Compile Model (session_nodes.py).
+        node: what else patches the model, before Torch Compile (session_nodes.py).
         size: of the latent, the model's own if it is not said.
     """
 

@@ -146,7 +146,7 @@ def rounded(value):
 def run_job(options: argparse.Namespace, what: What) -> None:
     vars(options).update(options.job)
     if what.at_once:
-        options.settings = {"compile": "at once", **options.settings}
+        options.settings = {"compile_when": "before first image", **options.settings}
     if options.what == "restart":
         steps.prepare_user_folder(options)
     host.enter(options.host, dynamic_vram=options.vram == "dynamic" and os.path.exists("/dev/nvidia0"))
@@ -169,7 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, help="rows are added to those that are there")
     parser.add_argument("--models", nargs="+", help="names in models.py; of vae those in parts.py")
     parser.add_argument("--variants", nargs="+")
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--limit", type=float, default=600, help="seconds after which a process is killed")
     parser.add_argument("--free", type=float, nargs="+", help="GiB that are left free; low-vram, controlnet. 0: all")

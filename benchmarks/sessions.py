@@ -141,7 +141,7 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
         name: of the session.
         number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
         info: the server's /object_info.
-        settings: inputs of Torch Compile Model; those that the server's version does not have are left out.
+        settings: inputs of Torch Compile; those that the server's version does not have are left out.
         weights: one of WEIGHTS.
     """
     from . import models
@@ -400,7 +400,7 @@ def main() -> None:
     parser.add_argument("--weights", choices=WEIGHTS, default="default", help="int8 makes a second file, with ConvRot")
     parser.add_argument("--attention", choices=["default", "sage"], default="default", help="of ComfyUI")
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
     parser.add_argument("--prompt-limit", type=float, default=300, help="seconds after which a prompt counts as dead")
     parser.add_argument(

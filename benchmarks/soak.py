@@ -157,7 +157,9 @@ class Soak:
 
     def _one(self, index: int) -> None:
         state, rounds = self.states[index % len(self.states)], index // len(self.states)
-        settings = {"compile": ("in the background", "at once")[(index + rounds) % 2]} if self.variant == "ours" else None
+        settings = (
+            {"compile_when": ("in background", "before first image")[(index + rounds) % 2]} if self.variant == "ours" else None
+        )
         began = time.perf_counter()
         try:
             latent, images = self._made(state, settings)
@@ -175,7 +177,7 @@ class Soak:
             self.wrong.append({"index": index, "state": state.name(), **what})
         self.kept.append(self._keeps())
         print(
-            f"{index} {state.name()}, {settings['compile'] if settings else 'eager'}: {self.seconds[-1]:.2f} s, "
+            f"{index} {state.name()}, {settings['compile_when'] if settings else 'eager'}: {self.seconds[-1]:.2f} s, "
             f"error {error:.2g}, image {image_error:.2g}, {self.kept[-1]}",
             flush=True,
         )

@@ -172,7 +172,7 @@ def low_vram_jobs(options) -> list[dict]:
     """A process a variant and kind of VRAM management; partial loading has one amount. Core's node cannot do with that."""
     variants = [(variant, variant, {}) for variant in ("eager", "core", "kjnodes", "ours") if variant in options.variants]
     if "ours" in options.variants:
-        variants.insert(-1, ("ours", "ours, same attention", {"attention": "host"}))
+        variants.insert(-1, ("ours", "ours, same attention", {"attention": "comfyui"}))
     return [
         {"model": model, "vram": vram, "variants": [variant], "label": label, "settings": settings, "free": free}
         for model in options.models

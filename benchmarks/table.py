@@ -367,7 +367,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
     parser.add_argument("--setups", nargs="+", choices=list(SETUPS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile Model, as JSON")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
     parser.add_argument("--prompt-limit", type=float, default=120, help="seconds after which a prompt counts as dead")
     parser.add_argument("--ready-limit", type=float, default=90, help="seconds for which code is waited for")

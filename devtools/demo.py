@@ -90,7 +90,7 @@ def compare(server):
     say(f"{prompts.SHIPPED.relative_to(ROOT)} with tiny models, {SIZE}x{SIZE}, {STEPS} steps, seeds {SEEDS}")
     say("1/3 without Torch Compile Kit")
     eager = sample(server, prompts.without_kit(shipped), "eager")
-    say("2/3 Torch Compile Model and Torch Compile Warmup")
+    say("2/3 Torch Compile and Torch Compile Warmup")
     queue(server, prompts.only_warmup(shipped))
     warm = server.get("/torch-compile-kit/report")
     say("3/3 the same images, compiled")

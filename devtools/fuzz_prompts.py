@@ -81,7 +81,13 @@ class Generator:
     def normal(self) -> dict:
         """A prompt without a mistake that compiles at once; the same each time but for what is asked of the sampler's cache."""
         nodes = self._around()
-        self._put(nodes, "compile", MODEL_NODE, ["loader", 0], {"compile": "at once", "backend": "eager", "mode": "default"})
+        self._put(
+            nodes,
+            "compile",
+            MODEL_NODE,
+            ["loader", 0],
+            {"compile_when": "before first image", "backend": "eager", "mode": "default"},
+        )
         self._put(nodes, "warmup", WARMUP_NODE, ["compile", 0], {})
         nodes["sampler"]["inputs"]["model"] = ["warmup", 0]
         return nodes

@@ -26,7 +26,7 @@ def differences(page, translated):
     """What is wrong with a translated page, a line each."""
     here, there = outline(page), outline(translated)
     lines = [f"{part}: English has {here[part]}, the translation {there[part]}" for part in here if here[part] != there[part]]
-    same = set(translated.splitlines()) & set(page.splitlines())
+    same = set(translated.splitlines()[1:]) & set(page.splitlines())  # the title may be a product name
     return lines + [f"is English: {line}" for line in sorted(same) if not re.fullmatch(r"[|\- ]*", line)]
 
 

@@ -1,4 +1,4 @@
-"""Validate the inputs of the node Torch Compile Model, and derive what depends on them alone."""
+"""Validate the inputs of the node Torch Compile, and derive what depends on them alone."""
 
 import functools
 from dataclasses import dataclass, fields
@@ -12,10 +12,10 @@ from .user_input import check_switch, check_text, check_whole
 BACKENDS = ("inductor", "cudagraphs", "aot_eager", "eager", "none")
 MODES = ("auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 DYNAMIC = ("auto", "true", "false")
-BLOCK_SWAP = ("auto", "eager linears", "off")
-ATTENTION = ("auto", "host", "cudnn", "flash", "efficient")
-ON_FAILURE = ("run eager", "stop")
-COMPILE = ("in the background", "at once")
+BLOCK_SWAP = ("auto", "uncompiled linears", "off")
+ATTENTION = ("auto", "comfyui", "cudnn", "flash", "efficient")
+ON_FAILURE = ("run uncompiled", "stop")
+COMPILE_WHEN = ("in background", "before first image")
 MAX_CACHE_LIMIT = 4096
 # Enough to name each block of a large model; each pattern is compared with each of them.
 MAX_ONLY_BLOCKS = 10_000
@@ -24,13 +24,13 @@ AUTOMATIC_CACHE_LIMIT = 64
 
 _CHOICES = {
     **{"backend": BACKENDS, "mode": MODES, "dynamic": DYNAMIC, "block_swap": BLOCK_SWAP},
-    **{"attention": ATTENTION, "on_failure": ON_FAILURE, "compile": COMPILE},
+    **{"attention": ATTENTION, "on_failure": ON_FAILURE, "compile_when": COMPILE_WHEN},
 }
 
 
 @dataclass(frozen=True)
 class CompileSettings:
-    """The inputs of the node Torch Compile Model, hashable; InvalidSetting if a value is unknown or contradicts another.
+    """The inputs of the node Torch Compile, hashable; InvalidSetting if a value is unknown or contradicts another.
 
     Args:
         mode: `auto` (`default`, with CUDA graphs where they pay) or one of PyTorch's four inductor modes.
@@ -39,18 +39,18 @@ class CompileSettings:
         only_blocks: comma-separated fnmatch patterns of block paths; empty means all.
     """
 
-    backend: str = "inductor"
     mode: str = "auto"
+    compile_when: str = "in background"
+    backend: str = "inductor"
     dynamic: str = "auto"
     fullgraph: bool = False
     cache_limit: int = 0
     block_swap: str = "auto"
     attention: str = "auto"
-    on_failure: str = "run eager"
+    on_failure: str = "run uncompiled"
     allow_tf32: bool = False
     cudnn_benchmark: bool = False
     only_blocks: str = ""
-    compile: str = "in the background"
 
     def __post_init__(self) -> None:
         for name in ("fullgraph", "allow_tf32", "cudnn_benchmark"):
@@ -79,7 +79,7 @@ class CompileSettings:
     @property
     def waits(self) -> bool:
         """Whether a call waits for code that is not ready; tuning kernels draws random numbers, so it must."""
-        return self.compile == "at once" or self.mode.startswith("max-autotune")
+        return self.compile_when == "before first image" or self.mode.startswith("max-autotune")
 
     @property
     def wants_graphs(self) -> bool:
@@ -110,15 +110,15 @@ class CompileSettings:
 
     @functools.cached_property
     def _settings_key(self) -> tuple:
-        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile"}
+        skipped = {"only_blocks", "allow_tf32", "cudnn_benchmark", "block_swap", "compile_when"}
         return tuple(getattr(self, f.name) for f in fields(self) if f.name not in skipped)
 
     def check_backend(self) -> None:
         """Raise InvalidSetting when this machine lacks what the chosen backend or attention kernel needs."""
         if not self.enabled:
             return
-        if self.attention not in ("auto", "host") and not torch.cuda.is_available():
-            raise InvalidSetting("attention", self.attention, "this kernel needs an NVIDIA GPU; choose auto or host.")
+        if self.attention not in ("auto", "comfyui") and not torch.cuda.is_available():
+            raise InvalidSetting("attention", self.attention, "this kernel needs an NVIDIA GPU; choose auto or comfyui.")
         if self.backend == "cudagraphs" and not torch.cuda.is_available():
             raise InvalidSetting("backend", self.backend, "CUDA graphs need an NVIDIA GPU; choose inductor.")
 

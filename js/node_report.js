@@ -5,14 +5,14 @@ import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { inWords, onLanguage, say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
-const VAE = "TorchCompileKitVAE";
+const VAE = "TorchCompileKitVAEChannelsLast";
 const CONTROLNET = "TorchCompileKitControlNet";
 const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 // Pixels, at the least: a table has columns, a plot text, and a title is to be read.
-const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAE: 260, TorchCompileKitRepair: 300, TorchCompileKitControlNet: 300 };
+const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
 // Node id: the key of what stands there before the first run.
@@ -22,15 +22,15 @@ const PLACEHOLDERS = {
   TorchCompileKitBenchmark: "emptyBenchmark",
   TorchCompileKitSaveCache: "emptySave",
   TorchCompileKitLoadCache: "emptyLoad",
-  TorchCompileKitVAE: "emptyVae",
-  TorchCompileKitRepair: "emptyRepair",
+  TorchCompileKitVAEChannelsLast: "emptyVae",
+  TorchCompileKitFixKeys: "emptyRepair",
   TorchCompileKitControlNet: "emptyControl",
   TorchCompileKitBlockSwap: "emptySwap",
 };
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
-const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAE: 44, TorchCompileKitRepair: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
+const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, TorchCompileKitFixKeys: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 export const COLORS = { compiling: "#e0b040", ready: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
 
 function reportWidget(node) {

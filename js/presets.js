@@ -1,13 +1,18 @@
-// Settings for a purpose, in the menu of Torch Compile Model; they are in presets.json.
+// Settings for a purpose, in the menu of Torch Compile.
 import { app } from "/scripts/app.js";
 import { say } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
-const OURS = "Torch Compile Kit"; // named without their group
 const KEPT = ["only_blocks", "attention", "allow_tf32", "cudnn_benchmark"]; // no preset has a view on them
-let groups = {};
+// Titles and the inputs that they set; the others become what a new node has. js/docs/TorchCompileKitModel.md lists them.
+export const presets = () => [
+  [say("presetAutomatic"), {}],
+  [say("presetReady"), { compile_when: "before first image" }],
+  [say("presetFastest"), { mode: "max-autotune" }],
+  [say("presetLowVram"), { mode: "default" }],
+  [say("presetFind"), { mode: "default", compile_when: "before first image", backend: "aot_eager", on_failure: "stop" }],
+];
 
-// What the node has when it is new, but for what the preset sets.
 export function apply(node, sets) {
   const options = Object.values(node.constructor.nodeData?.input ?? {}).reduce((all, some) => ({ ...all, ...some }), {});
   for (const widget of node.widgets ?? []) {
@@ -19,25 +24,12 @@ export function apply(node, sets) {
   app.canvas?.setDirty(true, true);
 }
 
-const title = ({ name, sets }) => {
-  const values = Object.entries(sets).map(([input, value]) => `${input} ${value}`);
-  return values.length ? `${name} (${values.join(", ")})` : name;
-};
-
 app.registerExtension({
   name: "torch-compile-kit.presets",
 
-  async setup() {
-    groups = await (await fetch(new URL("./presets.json", import.meta.url))).json();
-  },
-
   getNodeMenuItems(node) {
     if (node.comfyClass !== MODEL) return [];
-    // An entry for each: Nodes 2.0 shows no menu in a submenu, and a long one beyond the window.
-    return Object.entries(groups).map(([group, presets]) => ({
-      content: group === OURS ? say("presets") : `${say("presets")}: ${group}`,
-      has_submenu: true,
-      submenu: { options: presets.map((preset) => ({ content: title(preset), callback: () => apply(node, preset.sets) })) },
-    }));
+    const options = presets().map(([content, sets]) => ({ content, callback: () => apply(node, sets) }));
+    return [{ content: say("presets"), has_submenu: true, submenu: { options } }];
   },
 });

@@ -4,9 +4,9 @@ import { api } from "/scripts/api.js";
 
 const GROUP = ["Torch Compile Kit", "Torch Compile Kit"];
 const LIMIT = "TorchCompileKit.CacheGiB"; // engine/host/model/user_folder.py
-const COMPILE = "TorchCompileKit.Compile";
+const COMPILE = "TorchCompileKit.CompileWhen";
 const NOTICES = "TorchCompileKit.Notices";
-const BACKGROUND = "in the background";
+const BACKGROUND = "in background";
 
 const valueOf = (id) => app.extensionManager?.setting?.get(id);
 export const showsNotices = () => valueOf(NOTICES) !== false;
@@ -34,9 +34,9 @@ app.registerExtension({
     {
       id: COMPILE,
       category: [...GROUP, "Compile"],
-      name: "New Torch Compile Model nodes compile",
+      name: "New Torch Compile nodes compile",
       type: "combo",
-      options: [BACKGROUND, "at once"],
+      options: [BACKGROUND, "before first image"],
       defaultValue: BACKGROUND,
     },
     {
@@ -64,7 +64,7 @@ app.registerExtension({
   // Of a workflow that is loaded the values come afterwards.
   nodeCreated(node) {
     if (node.comfyClass !== "TorchCompileKitModel") return;
-    const widget = node.widgets?.find((found) => found.name === "compile");
+    const widget = node.widgets?.find((found) => found.name === "compile_when");
     if (widget) widget.value = valueOf(COMPILE) ?? BACKGROUND;
   },
 });

@@ -5,12 +5,12 @@ from comfy_api.latest import ComfyExtension, io
 from .benchmark import Benchmark
 from .block_swap import BlockSwap
 from .controlnet import CompileControlNet
+from .fix_keys import FixKeys
 from .load_cache import LoadCache
-from .repair import Repair
 from .routes import register_routes
 from .save_cache import SaveCache
-from .torch_compile_model import TorchCompileModel
-from .vae import CompileVAE
+from .torch_compile_model import TorchCompile
+from .vae_channels_last import VAEChannelsLast
 from .warmup import Warmup
 
 
@@ -19,4 +19,4 @@ class TorchCompileKit(ComfyExtension):
         register_routes()
 
     async def get_node_list(self) -> list[type[io.ComfyNode]]:
-        return [TorchCompileModel, Warmup, CompileControlNet, CompileVAE, BlockSwap, Benchmark, SaveCache, LoadCache, Repair]
+        return [TorchCompile, Warmup, CompileControlNet, VAEChannelsLast, BlockSwap, Benchmark, SaveCache, LoadCache, FixKeys]

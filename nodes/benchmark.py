@@ -15,12 +15,12 @@ class Benchmark(io.ComfyNode):
             node_id="TorchCompileKitBenchmark",
             display_name="Torch Compile Benchmark",
             category="torch compile",
-            description="Shows what compiling brings on your machine: samples in alternating eager and compiled rounds and "
-            "plots the time of a step, what compiling cost, and after how many images it has paid off.",
-            search_aliases=["benchmark", "speed test", "it/s", "eager vs compiled", "profile", "trace"],
+            description="Shows what compiling brings on your machine: samples in alternating uncompiled and compiled rounds "
+            "and plots the time of a step, what compiling cost, and after how many images it has paid off.",
+            search_aliases=["benchmark", "speed test", "it/s", "compiled vs uncompiled", "profile", "trace"],
             is_output_node=True,
             inputs=[
-                io.Model.Input("model", tooltip="A model from Torch Compile Model; LoRA nodes may stand between."),
+                io.Model.Input("model", tooltip="A model from Torch Compile; LoRA nodes may stand between."),
                 io.Conditioning.Input("positive", tooltip="The prompt that the sampler gets."),
                 io.Conditioning.Input("negative", tooltip="The negative prompt that the sampler gets."),
                 *size_inputs(),
@@ -34,15 +34,15 @@ class Benchmark(io.ComfyNode):
                 io.Boolean.Input(
                     "trace",
                     default=False,
-                    tooltip="Also record one eager and one compiled step with PyTorch's profiler into the output folder, for "
-                    "ui.perfetto.dev, and count what they run.",
+                    tooltip="Also record one uncompiled and one compiled step with PyTorch's profiler into the output folder, "
+                    "for ui.perfetto.dev, and count what they run.",
                 ),
                 latent_input(),
                 io.Vae.Input("vae", optional=True, tooltip="To see which share of a prompt decoding takes."),
                 io.Clip.Input("clip", optional=True, tooltip="To see which share of a prompt encoding its text takes."),
             ],
             outputs=[
-                io.Image.Output(display_name="plot", tooltip="Time per step, eager and compiled, and the break-even."),
+                io.Image.Output(display_name="plot", tooltip="Time per step, uncompiled and compiled, and the break-even."),
                 io.String.Output(display_name="table", tooltip="All figures as text."),
             ],
         )

@@ -1,4 +1,4 @@
-"""Define the node Block Swap."""
+"""Define the node Torch Compile Block Swap."""
 
 from comfy_api.latest import io
 
@@ -11,13 +11,13 @@ class BlockSwap(io.ComfyNode):
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="TorchCompileKitBlockSwap",
-            display_name="Block Swap",
+            display_name="Torch Compile Block Swap",
             category="torch compile",
-            description="Keeps some blocks of the model in RAM, for ComfyUI without dynamic VRAM. With Torch Compile Model "
+            description="Keeps some blocks of the model in RAM, for ComfyUI without dynamic VRAM. With Torch Compile "
             "they are copied to the GPU while the block before computes.",
-            search_aliases=["blocks_to_swap", "low vram", "offload"],
+            search_aliases=["block swap", "blocks_to_swap", "low vram", "offload"],
             inputs=[
-                io.Model.Input("model", tooltip="The diffusion model; before or after Torch Compile Model."),
+                io.Model.Input("model", tooltip="The diffusion model; before or after Torch Compile."),
                 io.Int.Input(
                     "blocks_to_swap",
                     default=10,

@@ -14,7 +14,7 @@ class CompileControlNet(io.ComfyNode):
             node_id="TorchCompileKitControlNet",
             display_name="Torch Compile ControlNet",
             category="torch compile",
-            description="Makes the steps with a ControlNet faster: compiles its repeated blocks as Torch Compile Model does "
+            description="Makes the steps with a ControlNet faster: compiles its repeated blocks as Torch Compile does "
             "those of the model. Put it between Load ControlNet Model and Apply ControlNet.",
             search_aliases=["compile controlnet"],
             inputs=[
@@ -23,13 +23,14 @@ class CompileControlNet(io.ComfyNode):
                     "mode",
                     options=list(choices.MODES),
                     default="auto",
-                    tooltip="As in Torch Compile Model: auto records it in CUDA graphs where the GPU waits for the CPU.",
+                    tooltip="As in Torch Compile: auto records it in CUDA graphs where the GPU waits for the CPU.",
                 ),
                 io.Combo.Input(
-                    "compile",
-                    options=list(choices.COMPILE),
-                    default="in the background",
-                    tooltip="in the background: images go on uncompiled until code is ready. at once: the first image waits.",
+                    "compile_when",
+                    options=list(choices.COMPILE_WHEN),
+                    default="in background",
+                    tooltip="in background: images go on uncompiled until it is compiled. before first image: the first "
+                    "image waits.",
                 ),
             ],
             outputs=[

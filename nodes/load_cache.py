@@ -13,8 +13,9 @@ class LoadCache(io.ComfyNode):
             display_name="Load Compile Cache",
             category="torch compile",
             description="Loads a file of Save Compile Cache, so that this machine need not compile. Put it before Torch "
-            "Compile Warmup and the sampler. A file of another GPU or PyTorch, or a damaged one, is refused and blocks compile "
-            "as ever. Such files hold code that runs on your machine: use only your own and those of people you trust.",
+            "Compile Warmup and the sampler. A file of another GPU or PyTorch, or a damaged one, is ignored, and compiling "
+            "happens as usual. Such files hold code that runs on your machine: use only your own and those of people you "
+            "trust.",
             search_aliases=["import compile cache", "torch.compile", "mega cache"],
             is_output_node=True,  # or ComfyUI sends no report to a reloaded page when all nodes after it are cached
             inputs=[

@@ -106,8 +106,8 @@ def prepare_for(request: dict) -> dict:
             continue
         try:
             # A linked input has no value yet.
-            typed = {name: inputs[name] for name in ("backend", "mode", "compile") if isinstance(inputs.get(name), str)}
-            get_ready(CompileSettings(**{**typed, **({"compile": "at once"} if warms else {})}))
+            typed = {name: inputs[name] for name in ("backend", "mode", "compile_when") if isinstance(inputs.get(name), str)}
+            get_ready(CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})}))
         except Exception as error:  # ComfyUI refuses invalid prompts, and the first compilation gets ready anyway
             logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
     return request

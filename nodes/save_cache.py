@@ -14,7 +14,7 @@ class SaveCache(io.ComfyNode):
             display_name="Save Compile Cache",
             category="torch compile",
             description="Saves what is compiled for a model into one file, for another machine of the same kind (cloud pods): "
-            "same GPU, same PyTorch. Put it behind Torch Compile Warmup. This machine keeps compiled code without it.",
+            "same GPU, same PyTorch. Put it after Torch Compile Warmup. This machine keeps compiled blocks without it.",
             search_aliases=["export compile cache", "torch.compile", "mega cache"],
             is_output_node=True,
             inputs=[

@@ -1,4 +1,4 @@
-"""Define the node Torch Compile Model."""
+"""Define the node Torch Compile."""
 
 from comfy_api.latest import io
 
@@ -8,27 +8,19 @@ from ..engine.settings import CompileSettings
 from ..engine.user_input import check_model
 
 
-class TorchCompileModel(io.ComfyNode):
+class TorchCompile(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
             node_id="TorchCompileKitModel",
-            display_name="Torch Compile Model",
+            display_name="Torch Compile",
             category="torch compile",
             description="Makes every sampling step faster: compiles the repeated blocks of the diffusion model with "
-            "torch.compile, in the background while images go on. To have it done beforehand, put Torch Compile Warmup behind "
-            "this node.",
+            "torch.compile, in the background while images go on. To have it done before the first image, put Torch Compile "
+            "Warmup after this node. Not core's TorchCompileModel: compiles per block, in the background.",
             search_aliases=["torch.compile", "compile model", "speed", "faster", "acceleration", "inductor", "optimize"],
             inputs=[
                 io.Model.Input("model", tooltip="The diffusion model to compile. LoRA nodes may come before or after."),
-                io.Combo.Input(
-                    "backend",
-                    options=list(choices.BACKENDS),
-                    default="inductor",
-                    advanced=True,
-                    tooltip="inductor makes fast kernels. cudagraphs replays recorded kernels (NVIDIA). aot_eager and eager "
-                    "are for finding errors. none passes the model through unchanged.",
-                ),
                 io.Combo.Input(
                     "mode",
                     options=list(choices.MODES),
@@ -36,6 +28,21 @@ class TorchCompileModel(io.ComfyNode):
                     tooltip="auto records the whole model in CUDA graphs where the GPU waits for the CPU (SD, SDXL), else as "
                     "default. reduce-overhead always records it, default never does. The max-autotune modes try many kernels: "
                     "minutes of compiling for a few percent. For backend inductor only.",
+                ),
+                io.Combo.Input(
+                    "compile_when",
+                    options=list(choices.COMPILE_WHEN),
+                    default="in background",
+                    tooltip="in background: images go on uncompiled until the compiled blocks are ready, also at a new size or "
+                    "with a new patch. before first image: the first image waits for them. The max-autotune modes always wait.",
+                ),
+                io.Combo.Input(
+                    "backend",
+                    options=list(choices.BACKENDS),
+                    default="inductor",
+                    advanced=True,
+                    tooltip="inductor makes fast kernels. cudagraphs replays recorded kernels (NVIDIA). aot_eager and eager "
+                    "are for finding errors. none passes the model through unchanged.",
                 ),
                 io.Combo.Input(
                     "dynamic",
@@ -65,8 +72,9 @@ class TorchCompileModel(io.ComfyNode):
                     options=list(choices.BLOCK_SWAP),
                     default="auto",
                     advanced=True,
-                    tooltip="How blocks run whose weights are not on the GPU. auto puts them in place before the compiled code "
-                    "runs, while the block before computes. eager linears leaves their Linear layers uncompiled. off refuses.",
+                    tooltip="How blocks run whose weights are not on the GPU. auto puts them in place before the compiled "
+                    "block runs, while the block before computes. uncompiled linears leaves their Linear layers uncompiled. "
+                    "off refuses.",
                 ),
                 io.Combo.Input(
                     "attention",
@@ -74,12 +82,12 @@ class TorchCompileModel(io.ComfyNode):
                     default="auto",
                     advanced=True,
                     tooltip="The attention kernel. auto measures those of PyTorch once on your model and takes the fastest, "
-                    "unless ComfyUI was started with another (sage, flash, xformers). host keeps ComfyUI's.",
+                    "unless ComfyUI was started with another (sage, flash, xformers). comfyui keeps ComfyUI's.",
                 ),
                 io.Combo.Input(
                     "on_failure",
                     options=list(choices.ON_FAILURE),
-                    default="run eager",
+                    default="run uncompiled",
                     advanced=True,
                     tooltip="When a block cannot be compiled: run it uncompiled and say so, or stop with the error.",
                 ),
@@ -101,13 +109,6 @@ class TorchCompileModel(io.ComfyNode):
                     advanced=True,
                     tooltip="Compile only these blocks: comma-separated patterns of block paths, for example "
                     "double_blocks.*, single_blocks.1?. Empty compiles every block found.",
-                ),
-                io.Combo.Input(
-                    "compile",
-                    options=list(choices.COMPILE),
-                    default="in the background",
-                    tooltip="in the background: images go on uncompiled until the code is ready, also at a new size or with a "
-                    "new patch. at once: the first image waits for it. The max-autotune modes always wait.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],

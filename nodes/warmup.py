@@ -16,12 +16,12 @@ class Warmup(io.ComfyNode):
             display_name="Torch Compile Warmup",
             category="torch compile",
             description="Compiles the model for your sizes before the real work: runs a few steps of the real sampler at each "
-            "size. Put it between Torch Compile Model and the sampler. Images are the same with and without it.",
+            "size. Put it between Torch Compile and the sampler. Images are the same with and without it.",
             search_aliases=["warm up", "precompile", "torch.compile", "compile now"],
             is_output_node=True,
             hidden=[io.Hidden.unique_id],
             inputs=[
-                io.Model.Input("model", tooltip="A model from Torch Compile Model; LoRA nodes may stand between."),
+                io.Model.Input("model", tooltip="A model from Torch Compile; LoRA nodes may stand between."),
                 io.Conditioning.Input("positive", tooltip="The prompt that the sampler gets: its length is compiled for."),
                 io.Conditioning.Input("negative", tooltip="The negative prompt that the sampler gets."),
                 *size_inputs(),
@@ -36,7 +36,9 @@ class Warmup(io.ComfyNode):
             ],
             outputs=[
                 io.Model.Output(display_name="model", tooltip="The model, warmed up."),
-                io.String.Output(display_name="report", tooltip="Blocks, graphs, seconds per size and what stayed eager."),
+                io.String.Output(
+                    display_name="report", tooltip="Compiled blocks, seconds per size and what stayed uncompiled."
+                ),
             ],
         )
 

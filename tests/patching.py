@@ -36,7 +36,9 @@ class Runs:
 
     def attach(self, patcher, **settings):
         """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
-        chosen = self.engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **settings})
+        chosen = self.engine("settings").CompileSettings(
+            **{"backend": "eager", "compile_when": "before first image", **settings}
+        )
         return self.engine("host.model.attach").attach(patcher, chosen)
 
     def run(self, patcher, positive=None, negative=None):

@@ -80,7 +80,7 @@ def main(base, actions):
         if "warm" in actions:
             patcher = tiny_models.build_patcher("flux")
             settings = module("engine.settings").CompileSettings(
-                compile="at once", only_blocks="single_blocks.*" if "one" in actions else ""
+                compile_when="before first image", only_blocks="single_blocks.*" if "one" in actions else ""
             )
             compiled = module("engine.host.model.attach").attach(patcher, settings)
             if "attention" in actions:

@@ -1,7 +1,8 @@
 """Set-ups of the zoo, compiled block by block and compared with eager.
 
 As a script it runs the named ones, or all, and puts their rows into a file; rows of others stay:
-    python tests/sweep.py --host COMFYUI [--compile "at once"] [--out benchmarks/results/compatibility.json] [names...]
+    python tests/sweep.py --host COMFYUI [--compile "before first image"]
+        [--out benchmarks/results/compatibility.json] [names...]
 """
 
 from __future__ import annotations
@@ -230,7 +231,7 @@ def main() -> int:
     parser.add_argument("--host", type=Path, required=True, help="the folder of ComfyUI")
     parser.add_argument("--backend", default="eager")
     parser.add_argument("--dynamic", default="auto")
-    parser.add_argument("--compile", default="in the background")
+    parser.add_argument("--compile", default="in background")
     parser.add_argument("--out", type=Path)
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
@@ -248,7 +249,7 @@ def main() -> int:
                     zoo.SETUPS[name],
                     options.backend,
                     dynamic=options.dynamic,
-                    compile=options.compile,
+                    compile_when=options.compile,
                 )
         except Exception as error:
             failed.append(name)

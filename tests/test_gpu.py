@@ -321,7 +321,7 @@ class TestInTheBackground:
     def test_images_are_right_before_and_after_the_code_is_there(self, tiny, engine, name):
         runs = Runs(tiny, engine, name, steps=4)
         expected = runs.run(runs.patcher)
-        compiled = runs.attach(runs.patcher, backend="inductor", compile="in the background")
+        compiled = runs.attach(runs.patcher, backend="inductor", compile_when="in background")
         compiler, code = engine("background.thread").compiler, engine("compile.registry").code_of
         for _ in range(3):
             assert relative_error(runs.run(compiled), expected) < 2e-3
@@ -342,7 +342,7 @@ class TestInTheBackground:
             quantised(runs.patcher.model.diffusion_model.state_dict(), format_name)
         )
         expected = runs.run(runs.patcher)
-        compiled = runs.attach(runs.patcher, backend="inductor", compile="in the background")
+        compiled = runs.attach(runs.patcher, backend="inductor", compile_when="in background")
         runs.run(compiled)
         assert engine("background.thread").compiler.wait(300)
         code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
@@ -382,7 +382,7 @@ class TestAttention:
         expected = survey(attention_pytorch, q, k, v, 8)
         chosen = survey.best()
         assert survey.complete and survey.calls.total() == 1
-        assert chosen == "host" or attention.override_for(chosen) is not None
+        assert chosen == "comfyui" or attention.override_for(chosen) is not None
         for name in attention.KERNELS:
             assert relative_error(attention.override_for(name)(attention_pytorch, q, k, v, 8), expected) < 5e-3, name
 

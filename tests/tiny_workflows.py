@@ -12,7 +12,7 @@ LENGTHS = {"wan": 5}
 
 
 def workflow(name, cfg, backend="eager", extra_sizes="", width=64, height=64):
-    """Loader -> Torch Compile Model -> Torch Compile Warmup -> KSampler, of a tiny model with prompts of 24 tokens."""
+    """Loader -> Torch Compile -> Torch Compile Warmup -> KSampler, of a tiny model with prompts of 24 tokens."""
     if name in MODEL_FILES:
         loader = {
             "class_type": "UNETLoader",
@@ -27,8 +27,8 @@ def workflow(name, cfg, backend="eager", extra_sizes="", width=64, height=64):
     prompts = {"name": name, "positive_tokens": 24, "negative_tokens": 24, "seed": 0}
     settings = {
         "backend": backend, "mode": "default", "dynamic": "auto", "fullgraph": False, "cache_limit": 0, "block_swap": "auto",
-        "attention": "auto", "on_failure": "run eager", "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
-        "compile": "at once",
+        "attention": "auto", "on_failure": "run uncompiled", "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
+        "compile_when": "before first image",
     }  # fmt: skip
     sampler = {"seed": 1, "steps": 2, "cfg": cfg, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0}
     given = {"positive": ["prompts", 0], "negative": ["prompts", 1]}

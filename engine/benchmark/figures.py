@@ -140,7 +140,7 @@ class BenchmarkResult:
             paid = f", pays back after {self.images(self.break_even)}" if self.break_even and self.cost.graphs else ""
             return f"{digits(self.speedup)}x as fast{paid}"
         if self.verdict == "slower":
-            return f"Slower: {digits(1 / self.speedup)}x the time of eager"
+            return f"Slower: {digits(1 / self.speedup)}x the time of uncompiled"
         return "Too noisy: repeat with more steps" if self.is_noisy else "No clear difference"
 
     @property
@@ -166,7 +166,7 @@ class BenchmarkResult:
     def _columns(self) -> list[str]:
         sides = (self.eager, self.compiled)
         rows = [
-            ("", "eager", "compiled"),
+            ("", "uncompiled", "compiled"),
             ("a step, median", *(duration(side.median) for side in sides)),
             ("  8 of 10 steps", *(between(*side.spread) for side in sides)),
             ("  fastest", *(duration(side.fastest) for side in sides)),
@@ -189,15 +189,15 @@ class BenchmarkResult:
             return [f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."]
         eager, compiled = (between(min(side.round_medians), max(side.round_medians)) for side in (self.eager, self.compiled))
         return [
-            f"The rounds of the two overlap (median step of a round: eager {eager}, compiled {compiled}): something else kept "
-            "the machine busy, or more steps are needed."
+            f"The rounds of the two overlap (median step of a round: uncompiled {eager}, compiled {compiled}): something else "
+            "kept the machine busy, or more steps are needed."
         ]
 
     def _cost_lines(self) -> list[str]:
         cost = self.cost
         total, compiling, graphs = duration(self.cost_seconds), duration(cost.seconds), counted(cost.graphs, "graph")
         if not cost.graphs:
-            return ["Nothing was compiled: every block runs eager."]
+            return ["Nothing was compiled: every block runs uncompiled."]
         lines = [
             f"Already warm when the benchmark began. Compiling took {compiling} in this process ({graphs}, all sizes so far)."
         ]
@@ -211,9 +211,9 @@ class BenchmarkResult:
 
     def _error_line(self) -> str:
         if not math.isfinite(self.error):
-            return "Error against eager: none to give, a latent holds values that are not finite."
-        errors = f"{self.error:.2g} (eager against itself: {self.repeat_error:.2g})"
-        return f"Relative error of the final latent against eager: {errors}."
+            return "Error against uncompiled: none to give, a latent holds values that are not finite."
+        errors = f"{self.error:.2g} (uncompiled against itself: {self.repeat_error:.2g})"
+        return f"Relative error of the final latent against uncompiled: {errors}."
 
 
 def counted(count: int, noun: str) -> str:

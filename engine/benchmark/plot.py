@@ -58,10 +58,13 @@ def draw(result: BenchmarkResult) -> Picture:
     picture.text(MARGIN, 132, result.headline(), 88, color, bold=True)
     picture.text(MARGIN, 224, f"{result.model}, {result.heading()}", MIDDLE, INK)
     picture.text(MARGIN, 296, result.device, MIDDLE, MUTED)
-    sides = {"eager": (result.eager, EAGER), "compiled": (result.compiled, SLOWER if result.verdict == "slower" else COMPILED)}
+    sides = {
+        "uncompiled": (result.eager, EAGER),
+        "compiled": (result.compiled, SLOWER if result.verdict == "slower" else COMPILED),
+    }
     _draw_steps(picture, sides)
     _draw_totals(picture, result, sides)
-    error = f"; error of the latent against eager {result.error:.2g}" if math.isfinite(result.error) else ""
+    error = f"; error of the latent against uncompiled {result.error:.2g}" if math.isfinite(result.error) else ""
     text = f"{len(result.eager.steps)} warm steps each in {len(result.eager.rounds)} alternating rounds{error}"
     picture.text(MARGIN, HEIGHT - 40, text, SMALL, MUTED)
     return picture
@@ -101,7 +104,7 @@ def _draw_totals(picture: Picture, result: BenchmarkResult, sides: dict) -> None
     for value in _ticks(last, whole=True):
         picture.text(left + (right - left) * value / last, bottom + 72, f"{value:,.0f}", SMALL, MUTED, "ms")
     picture.text((left + right) / 2, bottom + 144, "videos" if result.video else "images", SMALL, MUTED, "ms")
-    legend: float = right - 364
+    legend: float = right - 460
     for (name, (_, color)), start, each in zip(sides.items(), (0, cost), (eager, compiled), strict=True):
         picture.pen.line([left, height_of(start), right, height_of(start + last * each)], color, 10)
         legend = picture.text(legend, top - 28, name, SMALL, color, bold=True)[2] + 32

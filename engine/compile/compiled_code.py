@@ -248,7 +248,7 @@ class BlockCode:
             guard = self.stats.recompiles[-1].guard if self.stats.recompiles else ""
             changed = guard.partition(": ")[2] or "unknown"
             logger.warning(
-                "%s: %d compiled variants, the limit; what changed last: %s. New shapes run eager; set cache_limit higher "
+                "%s: compiled %d times, the limit; what changed last: %s. New shapes run uncompiled; set cache_limit higher "
                 "or dynamic to true.",
                 self.name,
                 self.settings.variant_limit,

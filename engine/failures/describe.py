@@ -20,7 +20,7 @@ class Failure:
     may_pass: bool = False  # another try may succeed: the disk was full, the compiler was killed
 
     def message(self) -> str:
-        return f"{self.block} could not be compiled and runs eager: {self.reason} {self.cure}"
+        return f"{self.block} could not be compiled and runs uncompiled: {self.reason} {self.cure}"
 
 
 def chain(error: BaseException) -> list[BaseException]:

@@ -82,7 +82,7 @@ def override_for(choice: str) -> Callable | None:
 
 
 def in_words(choice: str) -> str:
-    return {"host": "the kernel ComfyUI uses", CHECKPOINT: "the one that the checkpoint asks for"}.get(choice, choice)
+    return {"comfyui": "the kernel ComfyUI uses", CHECKPOINT: "the one that the checkpoint asks for"}.get(choice, choice)
 
 
 # Queries, keys, values, mask, and the scale.
@@ -135,7 +135,7 @@ class AttentionSurvey:
             return self.wanted
         chosen = _costliest(self.calls)
         if not chosen:
-            return "host"
+            return "comfyui"
         ready = {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
         try:
             measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS if ready or name != "cudnn"}
@@ -143,11 +143,11 @@ class AttentionSurvey:
             reason = "the machine is too busy" if isinstance(error, _NotMeasured) else "there is no memory left for it"
             logger.info("attention is not measured this time, %s: ComfyUI's own is used", reason)
             self.complete = False
-            return "host"
+            return "comfyui"
         totals = {name: sum(map(operator.mul, chosen.values(), seconds)) for name, seconds in measured.items()}
         fastest = min(totals, key=totals.__getitem__)
         if totals[fastest] == float("inf") or totals[fastest] >= _WORTHWHILE * totals["flash"]:
-            return "host"
+            return "comfyui"
         return fastest
 
 

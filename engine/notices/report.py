@@ -81,7 +81,7 @@ class CompileReport:
         share = f"{plan.covered_share:.0%} of the weights"
         if plan.whole_model:
             return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
-        lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays eager."]
+        lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays uncompiled."]
         graphs = _graphs_by_class(self.groups)
         for where, counts in (("", Counter(b.class_name for b in plan.blocks)), ("inside these, ", self.parts)):
             for name, count in counts.items():

@@ -17,8 +17,8 @@ def test_defaults_are_the_documented_ones(settings):
     chosen = settings.CompileSettings()
     assert (chosen.backend, chosen.mode, chosen.dynamic, chosen.fullgraph) == ("inductor", "auto", "auto", False)
     assert (chosen.cache_limit, chosen.block_swap, chosen.attention) == (0, "auto", "auto")
-    assert (chosen.on_failure, chosen.allow_tf32, chosen.cudnn_benchmark) == ("run eager", False, False)
-    assert (chosen.only_blocks, chosen.compile) == ("", "in the background")
+    assert (chosen.on_failure, chosen.allow_tf32, chosen.cudnn_benchmark) == ("run uncompiled", False, False)
+    assert (chosen.only_blocks, chosen.compile_when) == ("", "in background")
 
 
 def test_equal_settings_are_one_value(settings):

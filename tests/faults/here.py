@@ -49,8 +49,8 @@ class Case(Runs):
     def attached(self, **chosen):
         if self.name == "flux":  # one kind of block is enough; SDXL runs with all of its kinds
             chosen["only_blocks"] = "single_blocks.*"
-        compile = "in the background" if self.behind else "at once"
-        settings = compile_settings(self.engine, backend=BACKEND, compile=compile, **chosen)
+        compile = "in background" if self.behind else "before first image"
+        settings = compile_settings(self.engine, backend=BACKEND, compile_when=compile, **chosen)
         return self.engine("host.model.attach").attach(self.patcher, settings)
 
     def close(self):

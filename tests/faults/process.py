@@ -110,8 +110,8 @@ class Process:
         """A run with the node, as each prompt does; in the background all is made before it ends."""
         from devtools import tiny_models
 
-        compile = "at once" if self.waits else "in the background"
-        settings = self.module("engine.settings").CompileSettings(compile=compile, only_blocks=BLOCKS)
+        compile = "before first image" if self.waits else "in background"
+        settings = self.module("engine.settings").CompileSettings(compile_when=compile, only_blocks=BLOCKS)
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0

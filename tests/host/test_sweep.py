@@ -95,7 +95,9 @@ def test_traced(name, engine, outcomes):
 @pytest.mark.parametrize("name", sorted(FIRST | {"flux"}))
 def test_traced_at_once(name, engine):
     """As many graphs as in the background."""
-    outcome, behind = (sweep.run_setup(engine, zoo.SETUPS[name], compile=mode) for mode in ("at once", "in the background"))
+    outcome, behind = (
+        sweep.run_setup(engine, zoo.SETUPS[name], compile_when=mode) for mode in ("before first image", "in background")
+    )
     check(name, outcome)
     counts = [(o.graphs, o.graphs_after, o.graphs_again, o.breaks) for o in (outcome, behind)]
     assert counts[0] == counts[1]
@@ -117,10 +119,10 @@ def check(name, outcome):
 
 
 @pytest.mark.skipif(bool(OTHER_METHODS.intersection(zoo.LACKING)), reason="Wan Animate 2 came with ComfyUI 0.31")
-@pytest.mark.parametrize("compile", ["at once", "in the background"])
+@pytest.mark.parametrize("compile", ["before first image", "in background"])
 def test_the_report_says_that_blocks_are_called_by_other_methods(compile, engine, caplog):
     setup, attachment = zoo.SETUPS["wan_animate2"], engine("host.model.attach")
-    patcher = attachment.attach(setup.patcher(), engine("settings").CompileSettings(backend="eager", compile=compile))
+    patcher = attachment.attach(setup.patcher(), engine("settings").CompileSettings(backend="eager", compile_when=compile))
     said = "The model does not call its blocks (3 WanAnimate2Block) as modules but by other methods: they run uncompiled."
     assert said not in attachment.notes_about(patcher)
     compiler = patcher.get_wrappers("apply_model", attachment.KEY)[0]

@@ -292,5 +292,5 @@ def test_a_session_sends_only_inputs_that_the_servers_node_has(benchmark):
     node["input"]["optional"] = {"threads": ["INT", {"default": 4}], "old": [["a", "b"]]}
     node["input_order"] = {"required": ["model", "mode"], "optional": ["threads", "old"]}
     assert prompts.widgets(node) == {"mode": "default", "threads": 4, "old": "a"}
-    given = {"mode": "other", "compile": "at once"}
+    given = {"mode": "other", "compile_when": "before first image"}
     assert prompts.settings_for({prompts.MODEL_NODE: node}, given) == {"mode": "other"}

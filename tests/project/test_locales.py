@@ -84,11 +84,11 @@ def test_a_node_without_all_its_texts_is_found(schemas):
     assert texts.incomplete(schemas, nodes) == []
     del nodes["TorchCompileKitModel"]["inputs"]["mode"]["tooltip"]
     del nodes["TorchCompileKitWarmup"]["outputs"]["0"]
-    del nodes["TorchCompileKitVAE"]
+    del nodes["TorchCompileKitVAEChannelsLast"]
     nodes["Other"] = {}
     found = {line.partition(":")[0] for line in texts.incomplete(schemas, nodes)}
     assert {"nodeDefs.json/TorchCompileKitModel/inputs", "nodeDefs.json/TorchCompileKitWarmup/outputs"} < found
-    assert {"nodeDefs.json/TorchCompileKitVAE/inputs", "nodeDefs.json/Other"} < found
+    assert {"nodeDefs.json/TorchCompileKitVAEChannelsLast/inputs", "nodeDefs.json/Other"} < found
 
 
 def test_a_file_of_a_language_that_is_missing_unknown_or_otherwise_written_is_found(tmp_path):

@@ -212,7 +212,7 @@ def test_the_node_is_the_first_that_a_search_finds(page):
         box.fill("KSampler")  # what is found by the words before is gone
         playwright.expect(first).to_have_text(re.compile(r"^\s*KSampler"))
         box.fill(words)
-        playwright.expect(first, words).to_have_text(re.compile(r"^\s*Torch Compile Model"))
+        playwright.expect(first, words).to_have_text(re.compile(r"^\s*Torch Compile"))
 
 
 @TWINS
@@ -227,7 +227,7 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
     page.until_shown("Model", "^ready")
     if not page.js("() => !!LiteGraph.vueNodesMode"):  # Nodes 2.0 hides them by itself
         shown = page.js("() => kit.node('Model').widgets.filter((widget) => !widget.hidden).map((widget) => widget.name)")
-        assert shown == ["mode", "compile", "torch_compile_kit_report"]
+        assert shown == ["mode", "compile_when", "torch_compile_kit_report"]
     set_and_reopen(page, "max-autotune", 3971)
     page.until_shown("Model", "^ready")
 
@@ -252,13 +252,13 @@ def test_the_vae_node_says_what_it_does_and_a_repaired_file_what_was_renamed(pag
     folder.mkdir(exist_ok=True)
     safetensors.torch.save_file({"_orig_mod.a.weight": torch.ones(3)}, folder / "compiled.safetensors")
     prompt = prompts.without_kit(prompt)
-    prompt["71"] = {"class_type": "TorchCompileKitVAE", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
-    prompt["72"] = {"class_type": "TorchCompileKitRepair", "inputs": {"file": "loras/compiled.safetensors"}}
+    prompt["71"] = {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
+    prompt["72"] = {"class_type": "TorchCompileKitFixKeys", "inputs": {"file": "loras/compiled.safetensors"}}
     page.load(prompts.change(prompt, "VAEDecode", vae=["71", 0]))
-    assert page.text("VAE").startswith("How much faster") and page.text("Repair").startswith("Which keys")
+    assert page.text("VAEChannelsLast").startswith("How much faster") and page.text("FixKeys").startswith("Which keys")
     page.run()
-    page.until_shown("VAE", "GPU")
-    page.until_shown("Repair", "1 of 1")
+    page.until_shown("VAEChannelsLast", "GPU")
+    page.until_shown("FixKeys", "1 of 1")
     assert (folder / "compiled_repaired.safetensors").is_file()
 
 
@@ -273,7 +273,7 @@ def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
         }"""
     )
     page.window.mouse.click(*at, button="right")
-    presets, chosen = page.window.get_by_text("Presets: OneTrainer").last, page.window.get_by_text("TRITON (").last
+    presets, chosen = page.window.get_by_text("Presets").last, page.window.get_by_text("Fastest steps").last
     if page.js("() => !!LiteGraph.vueNodesMode"):
         presets.hover()
     else:  # the classic menu opens on a click
@@ -281,7 +281,7 @@ def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
     chosen.click()
     page.until("() => kit.widget('Model', 'mode').value === 'max-autotune'")
     found = page.js("() => ['backend', 'mode', 'dynamic', 'cache_limit'].map((name) => kit.widget('Model', name).value)")
-    assert found == ["inductor", "max-autotune", "true", 0]
+    assert found == ["inductor", "max-autotune", "auto", 0]
 
 
 @TWINS
@@ -322,7 +322,7 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
 
 @TWINS
 def test_what_compiles_while_somebody_waits_is_told(page, prompt):
-    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, compile="at once"))
+    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, compile_when="before first image"))
     page.run()
     page.window.get_by_text("Torch Compile Kit: Flux").first.wait_for()
     page.window.get_by_text("compiled while sampling").first.wait_for()
@@ -336,7 +336,7 @@ def test_what_compiles_while_somebody_waits_is_told(page, prompt):
 
 @TWINS
 def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt):
-    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile="at once", dynamic="false")
+    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
     page.js("() => kit.node('Warmup').disconnectInput(kit.node('Warmup').findInputSlot('latent_image'))")
     page.run()
@@ -435,14 +435,16 @@ def test_the_settings_of_the_pack(page, prompt):
     page.window.get_by_text("Size limit of the cache on disk, in GiB").wait_for()
     try:
         cache_limit_becomes(3)
-        page.js("() => app.extensionManager.setting.set('TorchCompileKit.Compile', 'at once')")
-        made = page.js("() => LiteGraph.createNode('TorchCompileKitModel').widgets.find((w) => w.name === 'compile').value")
-        assert made == "at once"
+        page.js("() => app.extensionManager.setting.set('TorchCompileKit.CompileWhen', 'before first image')")
+        made = page.js(
+            "() => LiteGraph.createNode('TorchCompileKitModel').widgets.find((w) => w.name === 'compile_when').value"
+        )
+        assert made == "before first image"
         page.load(only_model(prompt))
-        assert page.js("() => kit.widget('Model', 'compile').value") == "in the background", "a workflow keeps its own"
+        assert page.js("() => kit.widget('Model', 'compile_when').value") == "in background", "a workflow keeps its own"
     finally:
         cache_limit_becomes(2)
-        page.js("() => app.extensionManager.setting.set('TorchCompileKit.Compile', 'in the background')")
+        page.js("() => app.extensionManager.setting.set('TorchCompileKit.CompileWhen', 'in background')")
 
 
 @CLASSIC
@@ -466,27 +468,12 @@ def test_templates_open_and_lack_only_models(page):
         assert page.window.get_by_text("missing node", exact=False).count() == 0
 
 
-@CLASSIC
-def test_the_blueprint_is_found_and_placed(page):
-    search(page).fill("compiled and warm")
-    found = page.window.get_by_role("option").filter(has_text="Model, compiled and warm").first
-    found.click()
-    found.wait_for(state="detached")
-    page.window.mouse.click(600, 400)  # it may hang on the pointer until it is dropped
-    page.until("() => app.graph._nodes.some((node) => node.subgraph)")
-    inside = page.js("() => app.graph._nodes.flatMap((node) => (node.subgraph?.nodes ?? []).map((inner) => inner.type))")
-    assert sorted(inside) == ["TorchCompileKitModel", "TorchCompileKitWarmup"]
-    page.js("() => { app.graph._nodes.find((n) => n.subgraph).widgets.find((w) => w.name === 'cfg').value = 3.5; }")
-    sent = page.js("async () => Object.values((await app.graphToPrompt()).output)")
-    assert [node["inputs"]["cfg"] for node in sent if node["class_type"] == "TorchCompileKitWarmup"] == [3.5]
-
-
 @pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
 def test_a_page_that_is_opened_anew_in_japanese_shows_japanese_and_keeps_its_values(page, prompt):
     """The last in this renderer: the page stays Japanese."""
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
     set_and_reopen(page, "default", 3972, Locale="ja")
-    page.window.get_by_text("Torch Compile モデル").first.wait_for()
+    page.window.get_by_text("Torch Compile ウォームアップ").first.wait_for()
     assert page.text("Warmup") == "ウォームアップ後、ここにレポートが表示されます。"
     page.js("() => app.queuePrompt(0)")
     page.until_shown("Warmup", "^128x128 の準備ができました")

@@ -16,18 +16,18 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
 MODEL_INPUTS = {
     "model": None,
-    "backend": "inductor",
     "mode": "auto",
+    "compile_when": "in background",
+    "backend": "inductor",
     "dynamic": "auto",
     "fullgraph": False,
     "cache_limit": 0,
     "block_swap": "auto",
     "attention": "auto",
-    "on_failure": "run eager",
+    "on_failure": "run uncompiled",
     "allow_tf32": False,
     "cudnn_benchmark": False,
     "only_blocks": "",
-    "compile": "in the background",
 }
 WARMUP_INPUTS = {
     "model": None,
@@ -53,10 +53,10 @@ CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
     "mode": ["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
     "dynamic": ["auto", "true", "false"],
-    "block_swap": ["auto", "eager linears", "off"],
-    "attention": ["auto", "host", "cudnn", "flash", "efficient"],
-    "on_failure": ["run eager", "stop"],
-    "compile": ["in the background", "at once"],
+    "block_swap": ["auto", "uncompiled linears", "off"],
+    "attention": ["auto", "comfyui", "cudnn", "flash", "efficient"],
+    "on_failure": ["run uncompiled", "stop"],
+    "compile_when": ["in background", "before first image"],
 }
 ADVANCED = {
     "backend",
@@ -85,7 +85,7 @@ def shipped(object_info):
 @pytest.mark.parametrize(
     ("node", "title", "inputs", "outputs"),
     [
-        (prompts.MODEL_NODE, "Torch Compile Model", MODEL_INPUTS, ["MODEL"]),
+        (prompts.MODEL_NODE, "Torch Compile", MODEL_INPUTS, ["MODEL"]),
         (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
         (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["IMAGE", "STRING"]),
     ],
@@ -228,7 +228,7 @@ def test_what_cannot_work_is_refused_before_anything_loads(server, shipped, node
             {"backend": "eager", "mode": "max-autotune"},
             "mode = 'max-autotune': backend eager has no modes; set mode to default",
         ),
-        ({"attention": "cudnn"}, "attention = 'cudnn': this kernel needs an NVIDIA GPU; choose auto or host."),
+        ({"attention": "cudnn"}, "attention = 'cudnn': this kernel needs an NVIDIA GPU; choose auto or comfyui."),
     ],
 )
 def test_a_wrong_pair_of_values_is_one_error_that_names_one_input(server, shipped, inputs, said):
@@ -280,7 +280,7 @@ def test_benchmark_without_a_compiled_model_says_what_to_connect(server, shipped
     entry = server.queue(prompt)
     assert error_of(entry) is None
     (text,) = entry["outputs"]["benchmark"]["text"]
-    assert "put Torch Compile Model" in text
+    assert "put Torch Compile" in text
 
 
 @pytest.mark.parametrize(("name", "value"), [("width", 0), ("steps", 0), ("length", 9), ("cfg", -1.0)])
@@ -303,7 +303,7 @@ def test_the_page_whose_prompt_runs_is_told_what_compiled_while_sampling_and_no_
     model = prompts.find(prompt, prompts.MODEL_NODE)
     prompt[prompts.find(prompt, "KSampler")]["inputs"]["model"] = [model, 0]
     prompt.pop(prompts.find(prompt, prompts.WARMUP_NODE))
-    prompt[model]["inputs"].update(backend="eager", dynamic="false", cache_limit=7, compile="at once")
+    prompt[model]["inputs"].update(backend="eager", dynamic="false", cache_limit=7, compile_when="before first image")
     extra = {"extra_pnginfo": {"workflow": {"id": "this workflow"}}}
 
     def of(kind, events, workflow="this workflow"):
@@ -328,7 +328,9 @@ def test_the_page_whose_prompt_runs_is_told_what_compiled_while_sampling_and_no_
 
 def test_a_vae_that_gains_nothing_here_decodes_the_same_and_the_page_is_told_why(server, shipped):
     plain = prompts.without_kit(shipped)
-    given = {"vae node": {"class_type": "TorchCompileKitVAE", "inputs": {"vae": [prompts.find(plain, "VAELoader"), 0]}}}
+    given = {
+        "vae node": {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(plain, "VAELoader"), 0]}}
+    }
     images = []
     for prompt in (plain, {**prompts.change(plain, "VAEDecode", vae=["vae node", 0]), **given}):
         entry = server.queue(prompts.change(prompt, "KSampler", seed=77))

@@ -416,34 +416,32 @@ def test_a_preset_sets_what_it_names_and_puts_back_the_rest():
     scene = """
         const node = { comfyClass: "TorchCompileKitModel", widgets: [], constructor: { nodeData: { input: {
           required: { mode: [[], { default: "auto" }], cache_limit: ["INT", { default: 0 }] },
-          optional: { only_blocks: ["STRING", { default: "" }], compile: [[], { default: "in the background" }] },
+          optional: { only_blocks: ["STRING", { default: "" }], compile_when: [[], { default: "in background" }] },
         } } } };
         const heard = [];
-        const values = { mode: "default", cache_limit: 7, only_blocks: "a.*", compile: "at once", report: "text" };
+        const values = { mode: "default", cache_limit: 7, only_blocks: "a.*", compile_when: "before first image", report: "" };
         for (const [name, value] of Object.entries(values))
           node.widgets.push({ name, value, callback: (given) => heard.push([name, given]) });
-        groups = { Ours: [{ name: "Fast", sets: { mode: "max-autotune" } }] };
         said.push(extension.getNodeMenuItems({ comfyClass: "KSampler" }));
         const [{ content, submenu }] = extension.getNodeMenuItems(node);
-        const [preset] = submenu.options;
+        const preset = submenu.options[2];
         preset.callback();
         said.push([content, preset.content]);
         said.push(node.widgets.map((widget) => widget.value), heard);
     """
-    other, titles, values, heard = play("presets.js", scene, "globalThis.fetch = async () => ({ json: async () => ({}) });")
-    assert other == [] and titles == ["Presets: Ours", "Fast (mode max-autotune)"]
-    assert values == ["max-autotune", 0, "a.*", "in the background", "text"]
-    assert heard == [["mode", "max-autotune"], ["cache_limit", 0], ["compile", "in the background"]]
+    other, titles, values, heard = play("presets.js", scene)
+    assert other == [] and titles == ["Presets", "Fastest steps (minutes of compiling)"]
+    assert values == ["max-autotune", 0, "a.*", "in background", ""]
+    assert heard == [["mode", "max-autotune"], ["cache_limit", 0], ["compile_when", "in background"]]
 
 
 def test_presets_are_settings_of_the_node_and_in_its_help(engine):
-    presets = [(group, p) for group, found in json.loads((JS / "presets.json").read_text()).items() for p in found]
-    assert len(presets) == len({(group, p["name"]) for group, p in presets}) > 10
+    (found,) = play("presets.js", "said.push(presets());")
+    assert len(found) == len(dict(found)) == 5
     help_page = (JS / "docs" / "TorchCompileKitModel.md").read_text(encoding="utf-8")
-    for group, preset in presets:
-        engine("settings").CompileSettings(**preset["sets"])
-        sets = ", ".join(f"{name} `{value}`" for name, value in preset["sets"].items()) or "-"
-        assert f"| {group} | {preset['name']} | {sets} |" in help_page
+    for title, sets in found:
+        engine("settings").CompileSettings(**sets)
+        assert f"- **{title}**: {', '.join(f'{name} `{value}`' for name, value in sets.items())}" in help_page
 
 
 PANEL = """

@@ -1,4 +1,4 @@
-"""LoRA training as a person runs it: ComfyUI's Train LoRA behind Torch Compile Model, in a real server through its queue."""
+"""LoRA training as a person runs it: ComfyUI's Train LoRA behind Torch Compile, in a real server through its queue."""
 
 import copy
 import itertools
@@ -13,7 +13,7 @@ _limits = itertools.count(60)
 
 
 def training(name, sizes, compiled, prefix, steps, existing="[None]"):
-    """Loader -> (Torch Compile Model ->) Train LoRA -> Save LoRA, and the losses."""
+    """Loader -> (Torch Compile ->) Train LoRA -> Save LoRA, and the losses."""
     whole, model = workflow(name, 1.0), ["compile" if compiled else "loader", 0]
     inputs = {
         "model": model, "latents": ["data", 0], "positive": ["data", 1], "batch_size": 2,

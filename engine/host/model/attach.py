@@ -130,22 +130,22 @@ def notes_about(patcher) -> list[str]:
     if (put_off := payback_of(network).after) is not None:
         notes.append(
             "Not compiled so far: with prompts this short that would take longer than it saves. It begins with prompt "
-            f"{put_off}; Torch Compile Warmup, or compile set to `at once`, begins now."
+            f"{put_off}; Torch Compile Warmup, or compile_when set to `before first image`, begins now."
         )
     elif code.eager_calls:
-        notes.append(f"{code.eager_calls} steps ran uncompiled while code was made in the background.")
+        notes.append(f"{code.eager_calls} steps ran uncompiled while blocks were compiled in the background.")
     if gate.jobs_past_ceiling:
         notes.append(
             f"{gate.jobs_past_ceiling} graphs had waited {CEILING:.0f} s for sampling to leave time, and were then compiled "
             "beside it without a pause: steps were slower meanwhile."
         )
     if compiler.busy:
-        notes.append("More code is being made in the background.")
+        notes.append("More blocks are being compiled in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 
 
 def attached_settings(patcher) -> CompileSettings | None:
-    """The settings of the Torch Compile Model node upstream, if there is one."""
+    """The settings of the Torch Compile node upstream, if there is one."""
     return next((wrapper.settings for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
 

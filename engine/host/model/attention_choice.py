@@ -31,7 +31,7 @@ def check_fullgraph(settings: CompileSettings) -> None:
     """Raise InvalidSetting where no block can be one graph: the host's attention asks for the free memory."""
     flags = {host_attention.attention_split: "split", host_attention.attention_sub_quad: "quad"}
     name = flags.get(host_attention.optimized_attention)
-    if settings.enabled and settings.fullgraph and name and (settings.attention == "host" or not torch.cuda.is_available()):
+    if settings.enabled and settings.fullgraph and name and (settings.attention == "comfyui" or not torch.cuda.is_available()):
         raise InvalidSetting(
             "fullgraph",
             True,
@@ -52,7 +52,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous
     `synchronous` call calls `executor` once more instead.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
-    if wanted == "host" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
+    if wanted == "comfyui" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
         return args, None
     base_model, network = executor.class_obj, executor.class_obj.diffusion_model
     chosen = _chosen(network)
@@ -81,7 +81,7 @@ def _recalled(wanted: str, network: nn.Module) -> str | None:
     """The choice before a restart: for another choice all blocks would be compiled again."""
     cache = current()
     choice = cache.recall(network, "attention") if cache is not None and _is_kept(wanted) else None
-    return choice if isinstance(choice, str) and (choice == "host" or override_for(choice) is not None) else None
+    return choice if isinstance(choice, str) and (choice == "comfyui" or override_for(choice) is not None) else None
 
 
 def _is_kept(wanted: str) -> bool:

@@ -35,7 +35,7 @@ from .warmup_plan import Size
 
 ROUNDS = 3
 MAX_STEPS = 10_000
-NOT_COMPILED = "Nothing to compare: put Torch Compile Model (backend other than none) before this node."
+NOT_COMPILED = "Nothing to compare: put Torch Compile (backend other than none) before this node."
 
 
 def benchmark(
@@ -214,9 +214,9 @@ def _seconds_of(work: Callable[[], object]) -> float:
 def _differences(patcher, settings: CompileSettings) -> list[str]:
     """Settings that differ between the two sides or not, where a reader could expect otherwise."""
     on = [name for name in ("allow_tf32", "cudnn_benchmark") if getattr(settings, name)]
-    notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile Model."] if on else []
+    notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile."] if on else []
     if settings.block_swap == "auto" and notes_on(patcher.model):
-        notes.append("Weights that move are placed in the same way for both, that of Torch Compile Model.")
+        notes.append("Weights that move are placed in the same way for both, that of Torch Compile.")
     return notes
 
 

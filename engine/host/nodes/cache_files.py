@@ -24,7 +24,7 @@ from ..model.attach import attached_settings, diffusion_model, model_name
 from ..model.user_folder import kit_folder, open_users_cache
 
 NO_FILE = "none"
-NOTHING_TO_SAVE = "Nothing to save: put Torch Compile Model (backend inductor) and Torch Compile Warmup before this node."
+NOTHING_TO_SAVE = "Nothing to save: put Torch Compile (backend inductor) and Torch Compile Warmup before this node."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 
 

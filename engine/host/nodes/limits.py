@@ -112,7 +112,7 @@ class _Cures:
         if chosen in KERNELS:
             return say("limitAttentionOurs", in_words(chosen))
         name = getattr(replaced, "__name__", "")
-        if self._settings.attention == "host" and self._on_gpu:
+        if self._settings.attention == "comfyui" and self._on_gpu:
             return say("limitAttentionSet", name)
         return say("limitAttentionHost", name)
 

@@ -56,7 +56,7 @@ def warm_up(
     check_sampling(positive, negative, cfg, latent)
     settings = attached_settings(patcher)
     if settings is None:
-        return "Nothing to warm up: put Torch Compile Model (backend other than none) before this node."
+        return "Nothing to warm up: put Torch Compile (backend other than none) before this node."
     for size in sizes[latent is not None :]:  # before the first run, so that a wrong size costs no waiting
         latent_shape(patcher, size)
     return _Warmup(patcher, settings, (positive, negative), cfg).run(sizes, latent, node_id)
@@ -103,7 +103,7 @@ class _Warmup:
         run, lengths = fingerprint(self.patcher, self.settings, self.conditioning, self.cfg, latent)
         another_length = self.settings.dynamic != "false" and self._is_warm(run) and not self._is_warm((run, lengths))
         # Not where code depends on where the weights are, or where unloading the model drops CUDA graphs.
-        may_skip = self.settings.block_swap != "eager linears" and not self.settings.wants_graphs
+        may_skip = self.settings.block_swap != "uncompiled linears" and not self.settings.wants_graphs
         may_skip = may_skip and self._blocks_are_as_they_ran()
         skipped = may_skip and (self._is_warm((run, lengths)) or self._is_warm((run, SETTLED)))
         if not skipped:

@@ -186,19 +186,19 @@ class ModelWeights:
             raise InvalidSetting(
                 "block_swap", "off", f"the weights of {len(moving)} blocks are not on {device}; set block_swap to auto."
             )
-        if block_swap == "eager linears":
+        if block_swap == "uncompiled linears":
             used = [EagerLayers(linears(b)) if w.moves else w for b, w in zip(blocks, of_blocks, strict=True)]
             if moving:
-                self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run eager.")
+                self.notes.append(f"{len(moving)} blocks: weights move, Linear layers run uncompiled.")
         elif moving:
-            self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled code runs.")
+            self.notes.append(f"{len(moving)} blocks: weights are put in place before the compiled blocks run.")
             if paging.comes_apart(device):
                 for weights in moving:
                     weights.order = self._order
                 for here, following in pairwise(moving):
                     here.following = following
         if foreign:
-            self.notes.append(f"Layers of {', '.join(foreign)} run eager: they unpack weights in their own way.")
+            self.notes.append(f"Layers of {', '.join(foreign)} run uncompiled: they unpack weights in their own way.")
         self.of_block = {id(b): weights for b, weights in zip(blocks, used, strict=True) if weights.needed}
         self.paged = any(weights.paged for weights in self.of_block.values())
         # Whether all weights can be where the blocks use them, so that CUDA graphs are worth a try.

@@ -59,7 +59,7 @@ def _exclude_packed_layers(block: nn.Module) -> bool:
     classes = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
     untraceable.update(classes)
     if classes:
-        logger.info("%s could not be compiled with its packed layers: they run eager", type(block).__name__)
+        logger.info("%s could not be compiled with its packed layers: they run uncompiled", type(block).__name__)
     return bool(classes)
 
 

@@ -73,7 +73,7 @@ def test_cold_cost_is_what_the_first_steps_took_longer(result, cost):
 def test_slower_is_said_plainly_and_has_no_break_even(result):
     slower = result(0.1, 0.2)
     assert (slower.verdict, slower.break_even) == ("slower", None)
-    assert slower.table().startswith("Slower: 2.00x the time of eager\n")
+    assert slower.table().startswith("Slower: 2.00x the time of uncompiled\n")
     assert "Break-even" not in slower.table() and "never pays off" in slower.table()
     assert "Slower" in slower.headline()
 
@@ -97,7 +97,7 @@ def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
     assert small.startswith("No clear difference\n") and "differ by under 1 %" in small and "overlap" not in small
     busy = result([[2.5] * 4, [0.43] * 4, [2.6] * 4], [[0.44] * 4, [0.45] * 4, [0.43] * 4]).table()
     assert busy.startswith("Too noisy: repeat with more steps\n") and "2.50 s" in busy and "under 1 %" not in busy
-    assert "The rounds of the two overlap (median step of a round: eager 430 ms - 2.60 s, compiled 430 - 450 ms)" in busy
+    assert "The rounds of the two overlap (median step of a round: uncompiled 430 ms - 2.60 s, compiled 430 - 450 ms)" in busy
 
 
 def test_table_names_what_was_measured_in_aligned_columns(result, engine):
@@ -118,7 +118,7 @@ def test_table_names_what_was_measured_in_aligned_columns(result, engine):
     text = "\n".join(lines)
     assert "Compiled saves 36.8 ms a step, 736 ms an image." in text
     assert "60 warm steps each in 3 alternating rounds" in text
-    assert "0.0072 (eager against itself: 0)" in text
+    assert "0.0072 (uncompiled against itself: 0)" in text
     assert "1 graph was compiled while measuring" in text
     assert "Attention: cudnn." in text and "  out/a.json" in text and "  out/b.json" in text
 
@@ -234,7 +234,7 @@ def test_plot_shows_every_value_inside_the_image_and_no_text_over_another(plotte
 def test_plot_draws_the_values(plotted, result, engine):
     _, texts = plotted(eager=0.1752, compiled=0.1384)
     words = [text for text, _ in texts]
-    for wanted in ("NVIDIA H200, PyTorch 2.11.0", "175 ms", "138 ms", "eager", "compiled"):
+    for wanted in ("NVIDIA H200, PyTorch 2.11.0", "175 ms", "138 ms", "uncompiled", "compiled"):
         assert wanted in words
     even = result(0.1752, 0.1384).break_even
     assert words[0] == f"1.27x as fast, pays back after {even} images" and words[1].startswith("Flux, 1024x1024")

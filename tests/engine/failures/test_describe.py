@@ -81,7 +81,7 @@ def test_stop_raises_with_the_cause_each_time_and_tries_once(engine, run, backen
     assert backend["calls"] == 1 and len(failures(engine, net)) == 1
 
 
-@pytest.mark.parametrize("on_failure", ["run eager", "stop"])
+@pytest.mark.parametrize("on_failure", ["run uncompiled", "stop"])
 def test_what_may_pass_is_tried_again_in_the_next_runs_and_not_for_ever(engine, run, backend, on_failure):
     backend["error"] = OSError("No space left on device")
     net, x = Net(), torch.randn(2, 4, 8)
@@ -192,7 +192,7 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
     (group,) = engine("compile.registry").code_of(net).groups.values()
     assert group.stats.graphs == 3 and group.limit_reached and [reason.name for reason in group.eager] == ["LIMIT"]
     (message,) = (r.getMessage() for r in caplog.records if "cache_limit" in r.getMessage())
-    assert "Block: 3 compiled variants" in message and "size mismatch at index 1" in message
+    assert "Block: compiled 3 times" in message and "size mismatch at index 1" in message
 
 
 def test_an_expanded_input_is_no_obstacle(run, backend):

@@ -35,7 +35,7 @@ def test_it_counts_calls_by_layout_and_keeps_no_tensor(engine, survey):
 def test_the_users_own_kernel_is_not_counted(survey):
     survey(attention_sage, *tensors(16), 4)
     survey(attention_pytorch, *tensors(16), 4, enable_gqa=True)
-    assert not survey.calls and survey.best() == "host"
+    assert not survey.calls and survey.best() == "comfyui"
 
 
 def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, survey):
@@ -50,9 +50,9 @@ def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, surve
     ("seconds", "best"),
     [
         ({"flash": 1.0, "cudnn": 0.5, "efficient": 2.0}, "cudnn"),
-        ({"flash": 1.0, "cudnn": 0.97, "efficient": 2.0}, "host"),
+        ({"flash": 1.0, "cudnn": 0.97, "efficient": 2.0}, "comfyui"),
         ({"flash": float("inf"), "cudnn": float("inf"), "efficient": 2.0}, "efficient"),
-        ({"flash": float("inf"), "cudnn": float("inf"), "efficient": float("inf")}, "host"),
+        ({"flash": float("inf"), "cudnn": float("inf"), "efficient": float("inf")}, "comfyui"),
     ],
 )
 def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, seconds, best):
@@ -69,7 +69,7 @@ def test_a_kernel_that_would_be_compiled_for_each_shape_is_not_even_tried(engine
     monkeypatch.setattr(attention, "_measure", lambda kernel, _call: tried.append(kernel) or seconds[kernel])
     for tokens, width in ((4096, 40), (4096, 40), (2048, 80), (16, 160)):
         survey(attention_pytorch, *tensors(tokens, width=4 * width), 4)
-    assert survey.best() == "host" and set(tried) == {"flash", "efficient"}
+    assert survey.best() == "comfyui" and set(tried) == {"flash", "efficient"}
 
 
 class Clock:
@@ -114,7 +114,7 @@ def test_what_could_not_be_timed_is_no_choice_for_ever(engine, survey, monkeypat
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
     with caplog.at_level("INFO", "torch-compile-kit"):
-        assert (survey.best(), survey.complete) == ("host", False)
+        assert (survey.best(), survey.complete) == ("comfyui", False)
     assert "too busy" in caplog.text
 
 
@@ -167,7 +167,7 @@ def test_compiled_code_asks_for_no_length(engine):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("choice", ["host", "", "other", "cudnn 40 80", "CHECKPOINT"])
+@pytest.mark.parametrize("choice", ["comfyui", "", "other", "cudnn 40 80", "CHECKPOINT"])
 def test_what_is_no_choice_has_no_override(engine, choice):
     assert engine("inductor.attention_kernels").override_for(choice) is None
 

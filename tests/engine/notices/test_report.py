@@ -53,7 +53,7 @@ def test_what_should_be_done_stands_above_the_details_once(report):
     assert first.startswith("Ready for 64x64")
     assert to_do == [
         "Block could not be compiled. Install g++.",
-        "Block: cache_limit reached, new shapes run eager. Set dynamic to auto, or raise cache_limit.",
+        "Block: cache_limit reached, new sizes run uncompiled. Set dynamic to auto, or raise cache_limit.",
     ]
     assert text.count("Install g++") == 1
 

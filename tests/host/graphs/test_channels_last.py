@@ -35,7 +35,7 @@ def reference(engine, monkeypatch):
 
 
 def attached(engine, patcher):
-    settings = compile_settings(engine, mode="reduce-overhead", compile="at once")
+    settings = compile_settings(engine, mode="reduce-overhead", compile_when="before first image")
     return engine("host.model.attach").attach(patcher, settings)
 
 

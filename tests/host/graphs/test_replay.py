@@ -223,7 +223,7 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: "CUDA graphs are off: the allocator.")
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=2)
-    settings = compile_settings(engine, mode="reduce-overhead", compile="at once")
+    settings = compile_settings(engine, mode="reduce-overhead", compile_when="before first image")
     compiled = engine("host.model.attach").attach(runs.patcher, settings)
     assert relative_error(runs.run(compiled), runs.run(runs.patcher)) < 1e-6
     code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
@@ -245,7 +245,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
 
     monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=1)
-    compiled = runs.attach(runs.patcher, compile="in the background", backend="eager")
+    compiled = runs.attach(runs.patcher, compile_when="in background", backend="eager")
     graphs = graphs_of(runs)
 
     def step():

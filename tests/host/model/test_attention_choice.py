@@ -65,7 +65,7 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
     if memory == "enough":
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
     else:
-        assert (found, remembered, asked) == ("host", [], ["flash"])
+        assert (found, remembered, asked) == ("comfyui", [], ["flash"])
 
 
 @pytest.mark.parametrize(("flag", "kept"), [("pytorch", True), ("sage", False), ("a partial of another pack", False)])
@@ -263,4 +263,4 @@ def test_fullgraph_is_refused_where_the_hosts_attention_cannot_be_in_a_graph(tin
     choice.check_fullgraph(settings(fullgraph=True, backend="none"))
     runs = Runs(tiny, engine, "flux", cfg=1.0)
     with pytest.raises(engine("errors").InvalidSetting, match=r"fullgraph.*-cross-attention.*set fullgraph to false"):
-        runs.attach(runs.patcher, fullgraph=True, attention="host")
+        runs.attach(runs.patcher, fullgraph=True, attention="comfyui")

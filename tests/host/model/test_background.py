@@ -25,7 +25,7 @@ class Behind(Runs):
     blocks = ""
 
     def attach(self, patcher, **settings):
-        return super().attach(patcher, **{"compile": "in the background", "only_blocks": self.blocks, **settings})
+        return super().attach(patcher, **{"compile_when": "in background", "only_blocks": self.blocks, **settings})
 
     def made(self):
         assert self.engine("background.thread").compiler.wait(120)
@@ -105,7 +105,7 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     status, told = flux.engine("notices.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
     expected = flux.run(flux.patcher)
-    settings = flux.engine("settings").CompileSettings(backend="eager", compile="in the background")
+    settings = flux.engine("settings").CompileSettings(backend="eager", compile_when="in background")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "12")
     assert relative_error(flux.run(compiled), expected) < 1e-5
     flux.made()
@@ -126,7 +126,7 @@ def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
     flux = Behind(tiny, engine, "flux", cfg=1.0, steps=2)
     status, told = engine("notices.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
-    settings = engine("settings").CompileSettings(backend="eager", compile="at once")
+    settings = engine("settings").CompileSettings(backend="eager", compile_when="before first image")
     compiled = engine("host.model.attach").attach(flux.patcher, settings, "13")
     network = compiled.model.diffusion_model
 

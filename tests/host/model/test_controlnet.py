@@ -18,7 +18,7 @@ class Controlled(Runs):
 
     def compiled(self, control, node=None, **settings):
         blocks = "double_blocks.*" if self.name == "flux" else ""  # one kind is enough; SDXL's has several
-        chosen = {"backend": "eager", "compile": "at once", "only_blocks": blocks, **settings}
+        chosen = {"backend": "eager", "compile_when": "before first image", "only_blocks": blocks, **settings}
         chosen = self.engine("settings").CompileSettings(**chosen)
         return self.engine("host.model.controlnet").attach_control(control, chosen, node)
 
@@ -65,11 +65,11 @@ def test_two_in_a_row_and_one_of_them_compiled(tiny, engine):
     same(both(runs.compiled(runs.control), runs.compiled(other)), expected, "both")
 
 
-@pytest.mark.parametrize("when", ["in the background", pytest.param("at once", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("when", ["in background", pytest.param("before first image", marks=pytest.mark.rest)])
 def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, engine, monkeypatch, when):
     runs, status, told = Controlled(tiny, engine, "flux"), engine("notices.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
-    control = runs.compiled(runs.control, "41", compile=when)
+    control = runs.compiled(runs.control, "41", compile_when=when)
     monkeypatch.setattr(status, "owner_now", lambda: ("who has it from the host's cache", "workflow"))
     runs.with_control(control)
     assert engine("background.thread").compiler.wait(120)

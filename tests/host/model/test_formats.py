@@ -19,7 +19,7 @@ from support import relative_error, wait_until_compiled
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
-BACKGROUND, AT_ONCE = MODES = "in the background", "at once"
+BACKGROUND, AT_ONCE = MODES = "in background", "before first image"
 PYTORCH, UNTRACEABLE = "PyTorch attention", "untraceable attention"
 # The classes of the blocks that are compiled, by model.
 BLOCKS = {
@@ -44,7 +44,7 @@ def check(engine, counted):
     """
 
     def check(runs, patcher, mode, expected, pieces=1):
-        settings = engine("settings").CompileSettings(backend="eager", compile=mode)
+        settings = engine("settings").CompileSettings(backend="eager", compile_when=mode)
         compiled = engine("host.model.attach").attach(patcher, settings)
         assert relative_error(runs.run(compiled), expected) < 1e-5, "while code is made"
         wait_until_compiled(engine)
@@ -280,7 +280,7 @@ def test_a_block_that_stays_eager_is_named_with_the_reason(mode, tiny, engine, c
     runs = Runs(tiny, engine, "flux", cfg=1.0)
     with runs.hooked("single_blocks.1.linear1", lambda _module, _args, out: out * 1.3):
         expected = runs.run(runs.patcher)
-        compiled = runs.attach(runs.patcher, compile=mode)
+        compiled = runs.attach(runs.patcher, compile_when=mode)
         for _ in range(2):
             counted.clear()
             assert relative_error(runs.run(compiled), expected) < 1e-5

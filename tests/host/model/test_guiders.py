@@ -108,7 +108,7 @@ def test_equals_eager_and_adds_nothing_when_it_runs_again(tiny, engine, way):
     same(run(runs, compiled), expected)
     assert runs.graphs == graphs
     if way in RANDOM and runs.failures:
-        assert way in runs.failures[0] and "runs eager" in runs.failures[0]
+        assert way in runs.failures[0] and "runs uncompiled" in runs.failures[0]
     else:
         assert graphs and not runs.failures
 

@@ -33,7 +33,7 @@ def latent(tiny):
 def attach(engine):
     """attach(patcher, **settings): the patcher as the node returns it. The default backend traces only."""
     return lambda patcher, **chosen: engine("host.model.attach").attach(
-        patcher, engine("settings").CompileSettings(**{"backend": "eager", "compile": "at once", **chosen})
+        patcher, engine("settings").CompileSettings(**{"backend": "eager", "compile_when": "before first image", **chosen})
     )
 
 
@@ -120,7 +120,7 @@ def test_the_same_seed_gives_the_same_image_with_and_without_warmup(tiny, engine
     import comfy.model_management
 
     blocks = "single_blocks.*" if name == "flux" else ""  # one kind is enough
-    settings = engine("settings").CompileSettings(backend=backend, compile="at once", only_blocks=blocks)
+    settings = engine("settings").CompileSettings(backend=backend, compile_when="before first image", only_blocks=blocks)
     attach, free_all = engine("host.model.attach").attach, comfy.model_management.unload_all_models
     first = attach(tiny.build_patcher(name), settings)
     prompts, length = tiny.conditioning(name), 5 if name == "wan" else 1
@@ -189,4 +189,4 @@ def test_a_size_the_model_cannot_take_is_named(flux, attach, engine, conditionin
 
 def test_a_warmup_without_a_compiled_model_says_so(flux, engine, conditioning):
     report = engine("host.nodes.warmup").warm_up(flux, *conditioning, 1.0, [engine("host.nodes.warmup_plan").Size(64, 64)])
-    assert "put Torch Compile Model" in report
+    assert "put Torch Compile" in report

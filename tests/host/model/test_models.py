@@ -54,7 +54,7 @@ OTHERS = [pytest.param(name, "aot_eager", marks=pytest.mark.rest) for name in ("
 def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model_files):
     _, cfg, (width, height, length), where, graphs = MODELS[name]
     attachment, plan_of_size = engine("host.model.attach"), engine("host.nodes.warmup_plan").Size(width, height, length)
-    settings = engine("settings").CompileSettings(backend=backend, compile="at once")
+    settings = engine("settings").CompileSettings(backend=backend, compile_when="before first image")
     patcher = loaded(name, tiny, model_files)
     conditioning, latent = tiny.conditioning(name), tiny.empty_latent(name, width, height, length)
     expected = sample(patcher, conditioning, latent, cfg, seed=1)
@@ -84,7 +84,7 @@ def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model
 def test_inductors_own_code_equals_eager(engine, tiny):
     """Of one kind of block, for two sizes: the real compiler takes ten seconds of a core a graph."""
     attachment, size = engine("host.model.attach"), engine("host.nodes.warmup_plan").Size
-    settings = engine("settings").CompileSettings(compile="at once", only_blocks="single_blocks.*")
+    settings = engine("settings").CompileSettings(compile_when="before first image", only_blocks="single_blocks.*")
     patcher, conditioning = tiny.build_patcher("flux"), tiny.conditioning("flux")
     compiled = attachment.attach(patcher, settings)
     report = engine("host.nodes.warmup").warm_up(compiled, *conditioning, 1.0, [size(64, 64), size(96, 64)])

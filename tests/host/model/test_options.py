@@ -192,14 +192,14 @@ def own_copy():
     return pack.BasicTransformerBlock
 
 
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
 def test_a_packs_copy_of_a_unets_block_is_given_up_after_few_graphs(engine, tiny, mode):
     """It makes a key of its place for every call: a graph for each block."""
     unet = Runs(tiny, engine, "sdxl")
     blocks = [m for m in unet.patcher.model.diffusion_model.modules() if type(m).__name__ == "BasicTransformerBlock"]
     for block in blocks:
         block.__class__ = own_copy()
-    expected, compiled = unet.plain(), unet.attach(unet.patcher, compile=mode)
+    expected, compiled = unet.plain(), unet.attach(unet.patcher, compile_when=mode)
     for _ in range(3):
         same(unet.run(compiled), expected)
         assert engine("background.thread").compiler.wait(120)

@@ -48,7 +48,7 @@ def test_a_patch_that_reads_its_place_sees_it(runs):
 def test_a_patch_that_cannot_be_analysed_sees_all_and_runs_eager_where_that_varies(runs, patch):
     unet = runs("sdxl")
     unet.check(options.patched_with(patch, "attn1_output_patch"))
-    assert unet.failures and all("attn1_output_patch" in f and "runs eager" in f for f in unet.failures)
+    assert unet.failures and all("attn1_output_patch" in f and "runs uncompiled" in f for f in unet.failures)
 
 
 def test_a_patch_put_on_and_off_downstream(runs):
@@ -78,7 +78,9 @@ def test_a_patch_that_differs_every_time_runs_eager_and_is_named(runs, engine, m
     flux = runs("flux", cfg=1.0, steps=4)
     monkeypatch.setattr(flux, "attach", functools.partial(flux.attach, only_blocks="single_blocks.*"))
     flux.check(lambda m: m.set_model_attn1_output_patch(options.Relabelled()))
-    assert flux.failures and all("attn1_output_patch" in f and "Relabelled" in f and "runs eager" in f for f in flux.failures)
+    assert flux.failures and all(
+        "attn1_output_patch" in f and "Relabelled" in f and "runs uncompiled" in f for f in flux.failures
+    )
     assert "Relabelled" in str(engine("notices.report").report_json())
     graphs = flux.graphs
     flux.check(options.patched_with(options.flux_inputs, "attn1_patch"))
@@ -162,7 +164,7 @@ def test_an_attention_override(runs, name, override, most):
     assert not model.failures
 
 
-@pytest.mark.parametrize("mode", ["in the background", "at once"])
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
 @pytest.mark.parametrize("name, graphs", [("flux", 6), pytest.param("wan", 7, marks=pytest.mark.rest)])
 def test_an_override_that_keeps_state_by_block_and_step_is_called_outside_of_the_graphs(runs, engine, name, graphs, mode):
     model = runs(name, cfg=1.0, steps=5)
@@ -173,7 +175,7 @@ def test_an_override_that_keeps_state_by_block_and_step_is_called_outside_of_the
 
     expected, calls = run(model.patcher)
     assert not torch.allclose(expected, model.plain(), rtol=1e-3, atol=1e-4)
-    compiled = model.attach(model.patcher, compile=mode)
+    compiled = model.attach(model.patcher, compile_when=mode)
     model.run(compiled)
     assert engine("background.thread").compiler.wait(120)
     before = model.graphs

@@ -19,8 +19,8 @@ def flux(engine, tiny, monkeypatch):
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
 
-    def run(compile="in the background", steps=5):
-        settings = engine("settings").CompileSettings(backend="eager", compile=compile)
+    def run(compile_when="in background", steps=5):
+        settings = engine("settings").CompileSettings(backend="eager", compile_when=compile_when)
         model = attachment.attach(patcher, settings, node="7")
         engine("cache.startup").wait_until_prepared()  # beside which nothing is measured
         result = sample(model, conditioning, latent, 1.0, seed=1, steps=steps)
@@ -75,6 +75,6 @@ def test_few_steps_are_measured_too(flux, steps):
 
 def test_who_waits_for_code_gets_it_and_others_use_it(flux):
     flux.cost(1e6)
-    assert flux("at once")[0] == 2
+    assert flux("before first image")[0] == 2
     graphs, line, _ = flux()
     assert graphs == 2 and line.says[0].startswith("ready")

@@ -1,4 +1,4 @@
-"""ComfyUI's TrainLoraNode behind Torch Compile Model: trains compiled, and what was compiled for sampling stays."""
+"""ComfyUI's TrainLoraNode behind Torch Compile: trains compiled, and what was compiled for sampling stays."""
 
 import inspect
 import re

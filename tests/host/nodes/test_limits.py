@@ -15,7 +15,7 @@ LINE = re.compile(r"[\d.]+ m?s \((\d+)%\): (.+)")
 
 
 class Limited(Runs):
-    """A tiny model behind Torch Compile Model, and what its benchmark says."""
+    """A tiny model behind Torch Compile, and what its benchmark says."""
 
     def __init__(self, tiny, engine, name="flux", **settings):
         super().__init__(tiny, engine, name, cfg=1.0)
@@ -98,7 +98,7 @@ def test_a_block_that_cannot_be_compiled_is_told_with_its_time_and_its_reason(li
 def test_attention_is_told_by_whose_it_is(limited, engine):
     runs, attention = limited(), {"attention": 1.0}
     assert re.search(r"attention, by ComfyUI's attention_\w+\. Nothing to do", runs.said(attention)[1])
-    runs.compiled = runs.attach(runs.patcher, attention="host")
+    runs.compiled = runs.attach(runs.patcher, attention="comfyui")
     assert "Set attention to auto" in runs.said(attention)[1]
     kept = engine("host.model.attention_choice")._chosen(runs.patcher.model.diffusion_model)
     runs.compiled, kept["auto"] = runs.attach(runs.patcher), "cudnn"

@@ -13,8 +13,11 @@ pytestmark = pytest.mark.host
     ("nodes", "prepared"),
     [
         ({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}}, 0),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "at once"}}}, 1),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "at once", "backend": "eager"}}}, 0),
+        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "before first image"}}}, 1),
+        (
+            {"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "before first image", "backend": "eager"}}},
+            0,
+        ),
         (
             {
                 "1": {"class_type": "TorchCompileKitModel", "inputs": {}},
@@ -22,7 +25,7 @@ pytestmark = pytest.mark.host
             },
             1,
         ),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile": "never"}}}, 0),
+        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "never"}}}, 0),
         ({"1": {"class_type": "TorchCompileKitModel"}, "2": 3}, 0),
     ],
 )

@@ -74,7 +74,9 @@ def test_a_warm_unet_is_not_run_again(warming, engine, mode):
     """By default the transformers inside SD 1.5's blocks are compiled, with more tuning whole blocks."""
     setup, runs = zoo.SETUPS["sd15"], warming("sdxl")
     runs.patcher, (runs.positive, runs.negative) = setup.patcher(), setup.conds()
-    settings = compile_settings(engine, mode=mode, compile="at once")  # inductor would tune twelve kinds, for minutes
+    settings = compile_settings(
+        engine, mode=mode, compile_when="before first image"
+    )  # inductor would tune twelve kinds, for minutes
     runs.compiled = engine("host.model.attach").attach(runs.patcher, settings)
     calls = model_calls(runs.patcher)
     assert SKIPPED not in runs.warm((128, 128)) and calls

@@ -73,7 +73,7 @@ def test_lora_under_partial_loading_adds_no_graph(flux):
     ("name", "settings"),
     [
         pytest.param("sdxl", {}, marks=pytest.mark.rest),
-        ("sdxl", {"compile": "in the background"}),
+        ("sdxl", {"compile_when": "in background"}),
         ("flux", {}),
         ("flux", {"only_blocks": "*1"}),
     ],
@@ -208,12 +208,12 @@ def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
 @pytest.mark.pages
 def test_eager_linears_keep_the_linear_layers_out(flux, engine, monkeypatch):
     expected = flux.run(flux.patcher)
-    compiled = flux.attach(flux.patcher, block_swap="eager linears", only_blocks="single_blocks.*")
+    compiled = flux.attach(flux.patcher, block_swap="uncompiled linears", only_blocks="single_blocks.*")
     with paged(monkeypatch, flux.patcher.model):
         assert relative_error(flux.run(compiled), expected) < 1e-6
     assert breaks(flux) > 0 and not flux.failures
     assert not any("forward" in m.__dict__ for m in flux.patcher.model.modules())
-    assert "Linear layers run eager" in " ".join(engine("host.weights.blocks").notes_on(flux.patcher.model))
+    assert "Linear layers run uncompiled" in " ".join(engine("host.weights.blocks").notes_on(flux.patcher.model))
 
 
 class PackedWeight(torch.Tensor):
@@ -295,7 +295,14 @@ def test_compiled_and_plain_runs_in_turn_load_no_more_than_one_of_them(flux):
     load_partly(flux.patcher, 0.5)
     expected = flux.run(flux.patcher)
     compiled = flux.attach(flux.patcher)
-    runs = [flux.patcher, compiled, compiled.clone(), flux.patcher, flux.attach(compiled, block_swap="eager linears"), compiled]
+    runs = [
+        flux.patcher,
+        compiled,
+        compiled.clone(),
+        flux.patcher,
+        flux.attach(compiled, block_swap="uncompiled linears"),
+        compiled,
+    ]
     for patcher in runs:
         assert relative_error(flux.run(patcher), expected) < 1e-6
         counted = flux.patcher.model.model_loaded_weight_memory

@@ -11,7 +11,7 @@ from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
-MODES = ["in the background", pytest.param("at once", marks=pytest.mark.rest)]
+MODES = ["in background", pytest.param("before first image", marks=pytest.mark.rest)]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_unpacking_is_part_of_the_graph_one_for_each_kind(flux):
 
 
 def test_code_is_made_for_them_in_the_background(flux, engine):
-    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile="in the background")
+    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile_when="in background")
     for _ in range(3):
         assert relative_error(flux.run(compiled), expected) < 1e-6
         assert engine("background.thread").compiler.wait(100)
@@ -46,7 +46,7 @@ def test_code_is_made_for_them_in_the_background(flux, engine):
 def test_a_layer_whose_unpacking_does_not_compile_runs_eager_and_the_rest_of_the_block_compiled(flux, engine, compile):
     pack(flux.patcher, layer_class=StubbornLinear)
     packed = engine("host.weights.traceable_layers")
-    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile=compile)
+    expected, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile_when=compile)
     try:
         assert relative_error(flux.run(compiled), expected) < 1e-6
         assert breaks(flux) > 0 and not flux.failures  # the block is several graphs
@@ -67,7 +67,7 @@ def test_where_a_block_cannot_be_lowered_with_its_packed_layers_it_is_traced_wit
         return graph.forward
 
     expected = flux.run(flux.patcher)
-    settings = compile_settings(engine, backend=backend, compile=compile, only_blocks="single_blocks.*")
+    settings = compile_settings(engine, backend=backend, compile_when=compile, only_blocks="single_blocks.*")
     compiled = engine("host.model.attach").attach(flux.patcher, settings)
     try:
         for _ in range(3):

@@ -13,7 +13,7 @@ from support import relative_error, wait_until_compiled
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
-MODES = ["in the background", pytest.param("at once", marks=pytest.mark.rest)]
+MODES = ["in background", pytest.param("before first image", marks=pytest.mark.rest)]
 FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4"
 # Each format once; int8 is computed in the same way either way.
 FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True)}
@@ -96,7 +96,7 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
     with paged(monkeypatch, runs.patcher.model):
         for layer, patch in patches.items():
             layer.weight_lowvram_function = patch
-        compiled = runs.attach(runs.patcher, compile=mode)
+        compiled = runs.attach(runs.patcher, compile_when=mode)
         for _ in range(2):
             assert (relative_error(runs.run(compiled), expected) > 1e-3) == rounded
             wait_until_compiled(engine)
@@ -128,7 +128,7 @@ def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, mo
         with paged(monkeypatch, runs.patcher.model) as pages:
             pages.resident = set(pages.layers)
             images.append(runs.run(runs.patcher))
-            compiled = runs.attach(runs.patcher, compile=mode)
+            compiled = runs.attach(runs.patcher, compile_when=mode)
             for _ in range(2):
                 assert relative_error(runs.run(compiled), images[-1]) < 1e-4
                 wait_until_compiled(engine)
@@ -144,7 +144,7 @@ def test_layers_with_lora_in_low_memory_compute_as_the_hosts_do(mode, tiny, engi
     load_partly(runs.patcher, 0.0)
     patched = lora(runs.patcher)
     expected = runs.run(patched)
-    compiled = runs.attach(patched, compile=mode)
+    compiled = runs.attach(patched, compile_when=mode)
     for _ in range(2):
         assert relative_error(runs.run(compiled), expected) < 1e-4
         wait_until_compiled(engine)

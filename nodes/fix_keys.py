@@ -1,16 +1,16 @@
-"""Define the node Repair Compiled File."""
+"""Define the node Fix Compiled Keys (_orig_mod)."""
 
 from comfy_api.latest import io
 
 from ..engine.host.nodes.repair import files, repair
 
 
-class Repair(io.ComfyNode):
+class FixKeys(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="TorchCompileKitRepair",
-            display_name="Repair Compiled File",
+            node_id="TorchCompileKitFixKeys",
+            display_name="Fix Compiled Keys (_orig_mod)",
             category="torch compile",
             description="For a LoRA or a model that a trainer saved while it was compiled, and that loads with missing or "
             "unexpected keys: writes a copy beside it whose keys have no _orig_mod. Weights are copied as they are.",

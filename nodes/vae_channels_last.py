@@ -5,11 +5,11 @@ from comfy_api.latest import io
 from ..engine.host.vae.attach import attach_vae
 
 
-class CompileVAE(io.ComfyNode):
+class VAEChannelsLast(io.ComfyNode):
     @classmethod
     def define_schema(cls) -> io.Schema:
         return io.Schema(
-            node_id="TorchCompileKitVAE",
+            node_id="TorchCompileKitVAEChannelsLast",
             display_name="VAE Channels Last",
             category="torch compile",
             description="Makes decoding and encoding faster on a GPU: images lie in memory as its convolutions want them. "
