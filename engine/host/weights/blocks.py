@@ -89,7 +89,8 @@ class BlockWeights:
         self.moves = bool(self._fetched) or self._packed.move
         # Whether nothing is transferred as long as the pages are in memory.
         self.in_pages = not tensors and self._eager is None and not self._packed.move
-        self.needed = self.moves or bool(self._recast or self._packed.unpacked) or self._eager is not None
+        placing = self._recast or self._packed.unpacked or self._packed.plain
+        self.needed = self.moves or bool(placing) or self._eager is not None
         self._undo: list[tuple[dict, dict]] = []
         self.following: BlockWeights | None = None
         self.order: Order | None = None

@@ -69,6 +69,10 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 class PackedWeights:
     """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`.
 
+    The host's own layers (norms) read the numbers of a weight, whatever its class. What they compute would be of that class too,
+    and PyTorch cannot trace the pack's methods on it: for a call their weights are of PyTorch's. Where weights stream, the host
+    loads a GGUF file so (comfy/sd.py, `assign`).
+
     Attributes:
         unpacked: by layer, its weight, where the graph has an operator in place of the unpacking.
     """
@@ -80,15 +84,20 @@ class PackedWeights:
         for weight in self.unpacked.values():
             weight.settings = settings
         elsewhere = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]
-        self._modules = {**self.unpacked, **dict.fromkeys(elsewhere)}
+        self.plain = {m for m in modules if type(m).__module__.startswith("comfy.")}
+        self._modules = {**self.unpacked, **dict.fromkeys((*elsewhere, *self.plain))}
         self.move = bool(elsewhere)
 
     def resolve(self) -> list[tuple[nn.Module, dict]]:
-        return [
-            (m, {n: p if p is None or p.device == self._device else parameter(p.to(self._device)) for n, p in weights})
-            for m in self._modules
-            for weights in [list(m._parameters.items())]
-        ]
+        return [(m, {name: self._ready(m, p) for name, p in list(m._parameters.items())}) for m in self._modules]
+
+    def _ready(self, module: nn.Module, weight: nn.Parameter | None) -> nn.Parameter | None:
+        if weight is None:
+            return None
+        moved = weight if weight.device == self._device else weight.to(self._device)
+        if module in self.plain and not is_known(weight):
+            moved = moved.as_subclass(torch.Tensor)
+        return weight if moved is weight else parameter(moved)
 
 
 _host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)

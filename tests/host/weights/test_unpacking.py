@@ -12,7 +12,7 @@ from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
-MODES = ["in the background", pytest.param("at once", marks=pytest.mark.rest)]
+MODES = ["in background", pytest.param("before first image", marks=pytest.mark.rest)]
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def check(flux, compiled, engine):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_graph_a_kind_of_block_whatever_the_packing_and_the_lora(flux, engine, mode):
-    compiled, generator = flux.attach(flux.patcher, compile=mode), torch.Generator().manual_seed(5)
+    compiled, generator = flux.attach(flux.patcher, compile_when=mode), torch.Generator().manual_seed(5)
     plain = check(flux, compiled, engine)
     assert flux.graphs == 2, "double blocks, and single blocks of both packings"
     weights = [block.linear2.weight for block in flux.patcher.model.diffusion_model.single_blocks]
@@ -49,6 +49,18 @@ def test_one_graph_a_kind_of_block_whatever_the_packing_and_the_lora(flux, engin
         weight.patches = ()
     assert relative_error(check(flux, compiled, engine), plain) == 0
     assert flux.graphs == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_norms_whose_weights_are_of_the_packs_class(flux, engine, mode):
+    """So the host loads a GGUF file where weights stream: what such a norm returns is of that class too."""
+    norms = [m for m in flux.patcher.model.diffusion_model.modules() if type(m).__name__ == "RMSNorm"]
+    for norm in norms:
+        scale = GGMLTensor(norm.weight.detach(), tensor_type=Kind.F32, tensor_shape=norm.weight.shape)
+        norm.weight = nn.Parameter(scale, requires_grad=False)
+    weights = [norm.weight for norm in norms]
+    check(flux, flux.attach(flux.patcher, compile_when=mode), engine)
+    assert flux.graphs == 2 and all(norm.weight is weight for norm, weight in zip(norms, weights, strict=True))
 
 
 def test_each_packing_is_compiled_once(flux, engine):
