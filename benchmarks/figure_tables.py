@@ -1,4 +1,4 @@
-"""Make the tables of docs/figures.md, and the README's of parts, from results files."""
+"""Make the tables of docs/measurements.md, and of docs/figures.md the one of parts, from results files."""
 
 import json
 from statistics import median
@@ -13,7 +13,6 @@ from .results import (
     lines_of,
     newest,
     noise_of,
-    number,
     ratio,
     rows,
 )
@@ -89,19 +88,6 @@ def step_time_table() -> str:
         )
     head = ["model", "eager", "ours", "KJNodes", "core", "cold start, s: ours, KJNodes", "graphs"]
     return lines_of([*head, "peak VRAM, GiB: eager, ours", "error: ours, KJNodes, core", "noise"], lines, sources)
-
-
-def step_time_ratios() -> list[tuple[str, str, list[float | None]]]:
-    """The ratios to eager of the same rows: name, size, and those of the peers and ours, for the chart."""
-    steps, _ = rows("step-time", "step_time")
-    groups = []
-    for model, name in NAMES.items():
-        eager, ours = newest_pair(steps, model)
-        if ours is not None:
-            pairs = {**_beside_peers(steps, model), "ours": (ours, eager)}
-            title, detail = name.partition(", `")[0].split(", ", 1)
-            groups.append((title, detail, [number(*pairs[v]) if v in pairs else None for v in (*PEERS, "ours")]))
-    return groups
 
 
 def low_vram_table() -> str:
@@ -467,7 +453,7 @@ def _range_of(prompts: list[dict]) -> str:
 
 
 def parts_table() -> str:
-    """The README's: a line a part, what it gains (newest shares of eager's time) and where it does not."""
+    """Of docs/figures.md: a line a part, what it gains (newest shares of eager's time) and where it does not."""
     packed, decoded, controlled = rows("gguf", "gguf")[0], rows("vae", "vae")[0], rows("controlnet", "controlnet_node")[0]
     cached, trained = rows("step-caches", "step_caches")[0], rows("training", "training")[0]
     swapped = rows("block-swap", "block_swap")[0]
@@ -495,18 +481,17 @@ def parts_table() -> str:
     swap = ratio(*(newest(swapped, variant=v) for v in ("swap ours", "hooks")))
     kinds = ", ".join(f"{kind} {gguf(kind)}" for kind in ("Q4_K", "Q5_K", "Q8_0"))
     lines = [
-        f"| GGUF | Torch Compile Model | steps of Flux: {kinds} | layers whose unpacking PyTorch cannot trace run eager |",
+        f"| GGUF | Torch Compile | steps of Flux: {kinds} | layers whose unpacking PyTorch cannot trace run uncompiled |",
         f"| VAE | VAE Channels Last | decoding: Flux {vae('flux')}, SDXL {vae('sdxl')}, Wan {vae('wan')}; nothing is compiled "
         "| Qwen-Image, LTX and HunyuanVideo are left as they are |",
         f"| ControlNet | Torch Compile ControlNet | steps of SDXL {both('sdxl')}, Flux {both('flux')}, the model compiled too "
         "| T2I adapters and Control LoRA are left as they are |",
-        f"| EasyCache, LazyCache | Torch Compile Model | SDXL {cache('ours')} of a run without cache, "
-        f"which is {cache('eager')} in eager | caches that replace methods (TeaCache) run without CUDA graphs |",
-        f"| LoRA training | Torch Compile Model | steps of Train LoRA: Flux {training('flux')}, SDXL {training('sdxl')}; "
+        f"| EasyCache, LazyCache | Torch Compile | SDXL {cache('ours')} of a run without cache, "
+        f"which is {cache('eager')} uncompiled | caches that replace methods (TeaCache) run without CUDA graphs |",
+        f"| LoRA training | Torch Compile | steps of Train LoRA: Flux {training('flux')}, SDXL {training('sdxl')}; "
         "the first takes half a minute | offloaded weights train uncompiled |",
-        f"| block swap | Block Swap | Flux with 24 of 57 blocks in RAM {swap} of blocks moved by hooks "
+        f"| block swap | Torch Compile Block Swap | Flux with 24 of 57 blocks in RAM {swap} of blocks moved by hooks "
         "| with dynamic VRAM, ComfyUI's default on NVIDIA, the model is left as it is |",
-        "| text encoder | no node | nothing on a GPU, 0.79 on a CPU: 0.3 s an image "
-        "| a token or a short prompt takes up to twice as long compiled |",
+        "| text encoder | no node | nothing on a GPU | compiled, a token or a short prompt takes up to twice as long |",
     ]
-    return lines_of(["part", "with", "gains", "does not"], lines)
+    return lines_of(["part", "with", "share of the uncompiled time", "does not"], lines)

@@ -324,7 +324,7 @@ def training(options):
     """LoRA training through the host's TrainLoraNode.
 
     The trainer's own model is built again with random weights, as the host loads its file again. Losses are those of the same
-    seed; where they differ is told in docs/figures.md.
+    seed; where they differ is told in docs/measurements.md.
     """
     import comfy.model_management
     import comfy.ops

@@ -45,14 +45,15 @@ def rows(table: str, *kinds: str) -> tuple[list[dict], list[str]]:
     """Rows of these kinds in a table's file, newest last, and lines that say where they come from.
 
     Returns:
-        Each row with its device and `source`, the position of its run in the file; rows of a run come from one machine.
+        Each row with its device, its command and `source`, the position of its run in the file.
     """
     file = RESULTS / f"{table}.json"
     runs = json.loads(file.read_text(encoding="utf-8"))["runs"] if file.exists() else []
     selected, sources = [], []
     for index, run in enumerate(runs):
         where = run["environments"][-1]
-        of_kind = [{**row, "source": index, "device": where["device"]} for row in run["rows"] if row["kind"] in kinds]
+        run_of = {"source": index, "device": where["device"], "command": where.get("command", "")}
+        of_kind = [{**row, **run_of} for row in run["rows"] if row["kind"] in kinds]
         if of_kind:
             selected += of_kind
             versions = f"ComfyUI {where['comfyui']}, PyTorch {where['torch']}"

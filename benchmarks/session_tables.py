@@ -1,5 +1,6 @@
 """Make the tables of what a person waits for, from the rows of kind `session` (sessions.py) and `table` (table.py)."""
 
+import math
 import statistics
 
 from .results import NAMES, cell, lines_of, newest, noise_of, rows
@@ -183,14 +184,100 @@ def table_table() -> str:
     return lines_of(head, lines, sources)
 
 
+# The README's lines, the largest gain first.
+README_SETUPS = ("sdxl", "flux-scaled", "flux", "z_image")
+# Models whose name is too long for the chart, or that are cut in depth: name, detail.
+CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks"), "qwen_edit": ("Qwen-Image-Edit", "20 of 60 blocks")}
+
+
+def _is_waited_for(row: dict) -> bool:
+    """Whether the first prompt waited for compiling, by a setting of the run; the default mode does not wait."""
+    return "at once" in row["command"] or "before first image" in row["command"]
+
+
+def _first(row: dict) -> float | None:
+    return next((prompt.get("seconds") for prompt in row["prompts"]), None)
+
+
+def gains_table() -> str:
+    """The README's: a line a set-up, seconds of a prompt once compiled and of the first, each variant beside the others."""
+    measured, sources = _measured()
+    measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
+    if not measured:
+        return ""
+    variants = [variant for variant in PEERS_AND_OURS if any(variant in of for _, of in measured)]
+    lines = []
+    for setup, of in measured:
+        title = f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")
+        cells = [title]
+        for variant in variants:
+            row = of.get(variant, {})
+            seconds = f"{row['seconds']:.1f}" if "seconds" in row else "dies" if "died" in row else "-"
+            if variant == "ours":
+                gain = f"{row['seconds'] / of['eager']['seconds'] - 1:+.0%}".replace("%", " %")
+                seconds = f"**{seconds}** ({gain})"
+            cells.append(seconds)
+        firsts = [_first(of[variant]) if variant in of else None for variant in variants]
+        cells += [f"{seconds:.1f}" if seconds else "-" for seconds in firsts]
+        lines.append(f"| {' | '.join(cells)} |")
+    shown = {"eager": "uncompiled", "ours": "with this pack"}
+    names = [shown.get(variant, VARIANTS[variant]) for variant in variants]
+    return lines_of(["seconds an image", *names, f"first image: {names[0]}", *names[1:]], lines, sources)
+
+
+def gains_in_short() -> str:
+    """The README's first line of figures."""
+    measured, _ = _measured()
+    of_setup = {setup.name: (setup, of) for setup, of in measured}
+    found = [of_setup[name] for name in ("sdxl", "flux") if name in of_setup]
+    gains = [f"{_setup_title(setup)} {of['eager']['seconds']:.1f} → {of['ours']['seconds']:.1f} s" for setup, of in found]
+    return f"{', '.join(gains)} an image on an {found[0][1]['ours']['device']}"
+
+
+def slowest_first() -> str:
+    """The README's: the first prompt that the default mode delays most."""
+    measured, _ = _measured()
+    pairs = [
+        (_first(of["ours"]), _first(of["eager"]), setup)
+        for setup, of in measured
+        if not setup.option and not _is_waited_for(of["ours"])
+    ]
+    ours, eager, setup = max((pair for pair in pairs if pair[0] and pair[1]), key=lambda pair: pair[0] / pair[1])
+    return f"{_setup_title(setup)} {ours:.1f} s instead of {eager:.1f} s"
+
+
+def where_measured() -> str:
+    """The README's: card, versions and date of the table's runs, for the chart's caption."""
+    _, sources = _measured()
+    return "; ".join(source.rpartition(", `")[0] for source in sources)
+
+
+def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
+    """Seconds of a prompt once compiled relative to eager's, KJNodes' and ours, for the chart; the largest gain first."""
+    measured, _ = _measured()
+    groups = []
+    for setup, of in measured:
+        if setup.option:
+            continue
+        name, cut = CHART_NAMES.get(setup.model, (NAMES[setup.model].partition(",")[0], ""))
+        detail = ", ".join(
+            part for part in (FORMATS.get(setup.weights, "").strip("`"), cut, f"{STEPS[setup.model]} steps") if part
+        )
+        ratios = [
+            of[v]["seconds"] / of["eager"]["seconds"] if "seconds" in of.get(v, {}) else None for v in ("kjnodes", "ours")
+        ]
+        groups.append((name, detail, ratios))
+    return sorted(groups, key=lambda group: group[2][-1] or math.inf)
+
+
 def short_table() -> str:
-    """The README's: a line a set-up, a prompt and a step once compiled as shares of eager's."""
+    """Of docs/figures.md: a line a set-up, a prompt and a step once compiled, the first prompt, and when code is ready."""
     measured, sources = _measured()
     if not measured:
         return ""
     lines = []
     for setup, of in measured:
-        cells = [f"{_setup_title(setup)}, {STEPS[setup.model]} steps"]
+        cells = [f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")]
         for key, digits in (("seconds", 1), ("step", 3)):
             eager = of["eager"]
             cells.append(f"{eager[key]:.{digits}f}" if key in eager else "-")
@@ -198,6 +285,9 @@ def short_table() -> str:
                 row = of.get(variant) or {}
                 share = f"{row[key] / eager[key]:.2f}" if key in row and key in eager else "dies" if "died" in row else "-"
                 cells.append(f"**{share}**" if variant == "ours" else share)
+        firsts = [_first(of[variant]) if variant in of else None for variant in PEERS_AND_OURS]
+        cells.append(", ".join(f"{seconds:.1f}" if seconds else "-" for seconds in firsts))
         lines.append(f"| {' | '.join(cells)} |")
-    head = ["", "a prompt, eager, s", "KJNodes", "ours", "a step, eager, s", "KJNodes", "ours"]
-    return lines_of(head, lines, sources)
+    peers = [VARIANTS[variant] for variant in PEERS_AND_OURS[1:]]
+    head = ["", "a prompt, uncompiled, s", *peers, "a step, uncompiled, s", *peers]
+    return lines_of([*head, f"first prompt, s: uncompiled, {', '.join(peers)}"], lines, sources)

@@ -6,115 +6,33 @@ python -m benchmarks.tables --add FILE    # put a run into the results files, th
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
-from . import chart, figure_tables, results, session_tables
-from .results import RESULTS, ROOT, lines_of
-
-
-def outcomes() -> list[dict]:
-    """The rows of `tests/sweep.py`, one a set-up."""
-    return json.loads((RESULTS / "compatibility.json").read_text())
-
-
-def keeps_promise(outcome: dict) -> bool:
-    """One graph a block group at the first shape, one more for all others, none again, no breaks, nothing eager."""
-    first, after, groups = outcome["graphs"], outcome["graphs_after"], outcome["groups"]
-    whole = not outcome["breaks"] and not outcome["eager"] and not outcome["graphs_again"]
-    return whole and 0 < first <= groups and after <= groups
-
-
-def compatibility_table() -> str:
-    head = ["set-up", "blocks", "share of weights", "block groups", "graphs", "more for other shapes", "largest difference"]
-    head.append("ComfyUI, PyTorch")
-    lines = []
-    for o in outcomes():
-        classes = _counted(o["classes"])
-        note = f"; eager: {', '.join(o['eager'])}" if o["eager"] else ""
-        note += f"; eager, as little is to be saved: {_counted(o['left_out'])}" if o.get("left_out") else ""
-        note += f"; compiled inside them: {_counted(o['parts'])}" if o.get("parts") else ""
-        note += f"; not called: {', '.join(o['idle'])}" if o["idle"] else ""
-        note += f"; {o['breaks']} graph breaks" if o["breaks"] else ""
-        counts = f"{o['groups']} | {o['graphs']} | {o['graphs_after']} | {o['error']:.0e} | {o['host']}, {o['torch']}"
-        lines.append(f"| {o['name']} | {classes}{note} | {o['share']:.0%} | {counts} |")
-    return lines_of(head, lines)
-
-
-def _counted(classes: dict[str, int]) -> str:
-    return ", ".join(f"{n} {c}" for c, n in classes.items())
-
-
-def matrix_table() -> str:
-    """A line for each ComfyUI and PyTorch that tests ran on, newest first, from what `dev.py matrix` kept."""
-    lines = []
-    for run in json.loads((RESULTS / "compatibility-matrix.json").read_text())["runs"]:
-        skipped = [f"{count}: {reason}" for reason, count in run["skipped"].items()]
-        off = [f"off: {what}" for what in run["left_out"]]
-        where = f"{run['date']}, Python {run['python']}, {run['device']}"
-        why = "; ".join([*skipped, *off]).replace("|", "\\|") or "none"
-        counts = f"{run['passed']} | {len(run['failed'])}"
-        lines.append(f"| {run['comfyui']} | {run['torch']} | {PARTS[run['part']]} | {counts} | {why} | {where} |")
-    return lines_of(["ComfyUI", "PyTorch", "tests", "passed", "failed", "skipped or off, and why", "run"], lines)
-
-
-# Set-ups that do not keep the promise, and why.
-EXCEPTIONS = {
-    "hunyuan3d_v21": "experts counted by value, a few graphs more each time",
-    "z_image_omni": "sorts slices of tokens, so that it is compiled in pieces",
-    "pixeldit": "loops over chunks of pixels; a graph for each size",
-    "seedvr2": "sizes taken from tensors; runs eager",
-    "minimax_music3": "on a CPU ComfyUI gives it attention that reads the free memory; not measured on a GPU",
-    "trellis2_shape": "sizes taken from the voxels, so that it is compiled in pieces, with variants for each set of voxels",
-    "wan_animate2": "calls its blocks by other methods than `forward`; runs eager, as the report says",
-}
-
-COMPATIBILITY = """# Compatibility
-
-{matrix}
-
-## Models
-{count} set-ups of `tests/zoo`: the host's architectures, tiny and with random weights, compiled block by block (tracing
-backend, fp32, `dynamic` = auto) and compared with eager by `tests/host/test_sweep.py`. Other shapes: two more sizes, another
-prompt length, batches of 1 and 3. The promise is one graph a group at the first shape, one more for all others, none when all
-of them come again, and no breaks. {kept} keep it; the others are
-
-{exceptions}
-
-Blocks that are "not called" are for other inputs, or run once before the sampling.
-`python tests/sweep.py --host COMFYUI` runs these and their near twins.
-
-"""
-
-
-def compatibility() -> str:
-    rows_ = outcomes()
-    broken = [f"- {o['name']}: {EXCEPTIONS[o['name']]}" for o in rows_ if not keeps_promise(o)]
-    kept, exceptions = len(rows_) - len(broken), "\n".join(broken)
-    text = COMPATIBILITY.format(matrix=matrix_table(), count=len(rows_), kept=kept, exceptions=exceptions)
-    return text + compatibility_table() + "\n"
+from . import chart, compatibility, figure_tables, results, session_tables
+from .results import ROOT
 
 
 def replace(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    around = "" if name in INLINE else "\n"
+    around = "\n" if "\n" in table or not table else ""
     return f"{before}{begin}{around}{table}{around}{end}{after}"
 
 
-PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
 # In the middle of a line.
-INLINE = {"set-ups": lambda: str(len(outcomes()))}
-README = {
-    "sessions": session_tables.sessions_table,
-    "table": session_tables.short_table,
-    "parts": figure_tables.parts_table,
-    **INLINE,
+INLINE = {
+    "set-ups": lambda: str(len(compatibility.outcomes())),
+    "measured": session_tables.where_measured,
+    "in short": session_tables.gains_in_short,
+    "slowest first": session_tables.slowest_first,
 }
-FIGURES = {
+README = {"gains": session_tables.gains_table, **INLINE}
+FIGURES = {"table": session_tables.short_table, "parts": figure_tables.parts_table}
+MEASUREMENTS = {
     "table": session_tables.table_table,
+    "sessions": session_tables.sessions_table,
     "prompts": session_tables.prompts_table,
     "first minutes": figure_tables.first_minutes_table,
     "formats": figure_tables.formats_table,
@@ -134,20 +52,22 @@ FIGURES = {
     "training": figure_tables.training_table,
     "text_encoder": figure_tables.text_encoder_table,
     "cpu": figure_tables.cpu_table,
+    "models": compatibility.set_ups_table,
 }
+FILES = {"README.md": README, "docs/figures.md": FIGURES, "docs/measurements.md": MEASUREMENTS}
 
 
 def made() -> dict[Path, str]:
     """Every file with figures, and what it must hold."""
     texts = {}
-    for file, tables in ((ROOT / "README.md", README), (ROOT / "docs" / "figures.md", FIGURES)):
-        texts[file] = file.read_text(encoding="utf-8")
-        for name, table in tables.items():
-            texts[file] = replace(texts[file], name, table())
+    for name, tables in FILES.items():
+        texts[ROOT / name] = (ROOT / name).read_text(encoding="utf-8")
+        for part, table in tables.items():
+            texts[ROOT / name] = replace(texts[ROOT / name], part, table())
     return {
         **texts,
-        ROOT / "docs" / "step-time.svg": chart.draw(figure_tables.step_time_ratios()),
-        ROOT / "docs" / "compatibility.md": compatibility(),
+        ROOT / "docs" / "speed.svg": chart.draw(session_tables.prompt_ratios()),
+        ROOT / "docs" / "compatibility.md": compatibility.page(),
     }
 
 

@@ -2,7 +2,7 @@
 
 Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. Where
 the kernel only saves what fusion saves, the same in plain PyTorch is faster: the norm and the rotary embedding of queries and
-keys become one kernel (docs/figures.md, where the time goes).
+keys become one kernel (docs/measurements.md, where the time goes).
 """
 
 import functools
@@ -63,7 +63,7 @@ def _as_eager_rounds() -> dict:
     """The option of inductor to round to bf16 and fp16 where eager does.
 
     Fused operations otherwise keep fp32 in between, which moves results as far from eager's as another attention kernel would,
-    and saves no time (docs/figures.md).
+    and saves no time (docs/measurements.md).
     """
     name = "emulate_precision_casts"
     return {name: True} if hasattr(private.inductor_config, name) else {}

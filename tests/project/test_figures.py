@@ -42,14 +42,14 @@ def test_a_file_that_differs_from_the_results_is_named_and_nothing_is_written(ta
         tables.main()
     assert not ended.value.code and capsys.readouterr().out == ""
     edited = {}
-    for name in ("README.md", "docs/step-time.svg"):
-        edited[tmp_path / name] = (tmp_path / name).read_text(encoding="utf-8").replace("0.9", "0.8")
+    for name in ("README.md", "docs/speed.svg"):
+        edited[tmp_path / name] = (tmp_path / name).read_text(encoding="utf-8").replace("1.4", "1.3").replace("0.79", "0.78")
         (tmp_path / name).write_text(edited[tmp_path / name], encoding="utf-8")
-    assert tables.stale() == list(map(str, map(Path, ("README.md", "docs/step-time.svg"))))
+    assert tables.stale() == list(map(str, map(Path, ("README.md", "docs/speed.svg"))))
     with pytest.raises(SystemExit) as ended:
         tables.main()
     out = capsys.readouterr().out
-    assert ended.value.code and "README.md" in out and "step-time.svg" in out and "figures.md" not in out
+    assert ended.value.code and "README.md" in out and "speed.svg" in out and "figures.md" not in out
     assert all(file.read_text(encoding="utf-8") == text for file, text in edited.items())
     monkeypatch.setattr(sys, "argv", ["tables"])
     tables.main()
@@ -63,7 +63,7 @@ def test_the_check_needs_neither_pytorch_nor_a_host():
 
 
 def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
-    for file, made in (("README.md", tables.README), ("docs/figures.md", tables.FIGURES)):
+    for file, made in tables.FILES.items():
         text = (ROOT / file).read_text()
         for name, table in made.items():
             around = "" if name in tables.INLINE else "\n"
@@ -75,7 +75,8 @@ def test_a_figure_that_was_edited_by_hand_is_made_anew(tables):
             assert edited != text and tables.replace(edited, name, table()) == text
 
 
-def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(tables, tmp_path, monkeypatch):
+def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(benchmark, tmp_path, monkeypatch):
+    compatibility = benchmark("compatibility")
     run = {
         "comfyui": "0.33.0",
         "torch": "2.15.0+cu132",
@@ -89,31 +90,43 @@ def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(table
         "left_out": ["dynamic VRAM"],
     }
     (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
-    monkeypatch.setattr(tables, "RESULTS", tmp_path)
-    assert tables.matrix_table().splitlines()[2] == (
+    monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
+    assert compatibility.matrix_table().splitlines()[2] == (
         "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
         "| 2026-11-22, Python 3.12.1, CPU |"
     )
 
 
-def test_the_number_of_set_ups_and_the_exceptions_are_those_of_the_results(tables):
-    rows = tables.outcomes()
+def test_the_number_of_set_ups_and_the_exceptions_are_those_of_the_results(benchmark):
+    compatibility = benchmark("compatibility")
+    rows = compatibility.outcomes()
     assert len({row["name"] for row in rows}) == len(rows) and all(row["host"] and row["torch"] for row in rows)
-    assert {row["name"] for row in rows if not tables.keeps_promise(row)} == set(tables.EXCEPTIONS)
+    assert {row["name"] for row in rows if not compatibility.keeps_promise(row)} == set(compatibility.EXCEPTIONS)
+    named = [setup for family in compatibility.MODELS.values() for setup in family]
+    assert sorted(named) == sorted(row["name"] for row in rows) and set(compatibility.SINCE) <= set(named)
     for file in (ROOT / "README.md", ROOT / "docs" / "compatibility.md"):
         assert f"{len(rows)} " in file.read_text().replace("<!-- end set-ups -->", "")
 
 
-def test_the_chart_shows_the_ratios_of_the_table_beside_it(benchmark):
-    tables_of = benchmark("figure_tables")
-    root = ElementTree.fromstring(benchmark("chart").draw(tables_of.step_time_ratios()))
+def test_the_chart_shows_the_ratios_of_the_table(benchmark):
+    tables_of = benchmark("session_tables")
+    ratios = tables_of.prompt_ratios()
+    root = ElementTree.fromstring(benchmark("chart").draw(ratios))
     shown = [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
-    eager, ours = tables_of.newest_pair(benchmark("results").rows("step-time", "step_time")[0], "qwen_image")
-    assert f"{ours['step'] / eager['step']:.2f}" in shown
-    beside = next(line for line in tables_of.step_time_table().splitlines() if line.startswith("| Flux-dev 12B, 1024"))
-    _, _, _, ours, kjnodes, core, *_ = beside.split("|")
-    for ratio in (ours.partition("(")[2].partition(")")[0], kjnodes.strip(), core.strip()):
-        assert float(ratio) and ratio in shown
+    for line in tables_of.short_table().splitlines()[2:-2]:
+        title, _, kjnodes, ours, *_ = [cell.strip() for cell in line.strip("|").split("|")]
+        assert title.partition(",")[0] in shown and ours.strip("*") in shown and kjnodes in shown
+    assert [group[2][1] for group in ratios] == sorted(group[2][1] for group in ratios)
+
+
+def test_a_bar_that_does_not_fit_is_cut_and_says_its_number(benchmark):
+    draw = benchmark("chart").draw
+    root = ElementTree.fromstring(draw([("a model", "20 steps", [5.25, 0.5])]))
+    widths = {rect.get("class"): float(rect.get("width")) for rect in root.iter("{http://www.w3.org/2000/svg}rect")}
+    cuts = [line for line in root.iter("{http://www.w3.org/2000/svg}line") if line.get("class") == "cut"]
+    assert len(cuts) == 2 and 3 < widths["kjnodes"] / widths["ours"] < 4
+    assert "5.25" in [t.text for t in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert 'class="cut"' not in draw([("a model", "20 steps", [1.5, 0.5])])
 
 
 def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_comes_from(benchmark, tmp_path, monkeypatch):
@@ -164,8 +177,38 @@ def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path
         "|  | ours | 8.0 (0.80) | 4.00 (0.80) | 0.2000 (0.80) | 21.5 | 2 | 0 | 1 | 0.0062 | - | 14.2 |",
     ]
     assert tables.short_table().splitlines()[2] == (
-        "| Flux-dev 12B, INT8 ConvRot, 20 steps | 5.0 | dies | **0.80** | 0.250 | dies | **0.80** |"
+        "| Flux-dev 12B, INT8 ConvRot, 20 steps | 5.0 | dies | **0.80** | 0.250 | dies | **0.80** | 10.0, -, 8.0 |"
     )
+
+
+def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmark, tmp_path, monkeypatch):
+    results, tables = benchmark("results"), benchmark("session_tables")
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+
+    def row(setup, variant, seconds, first):
+        measured = {"seconds": seconds, "step": seconds / 20} if seconds else {"died": "OutOfMemoryError: no"}
+        return {
+            "kind": "table",
+            "setup": setup,
+            "variant": variant,
+            "prompts": [{"seconds": first}] if first else [],
+            **measured,
+        }
+
+    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25", "command": "table"}
+    default = [row("flux", "eager", 4.0, 8.0), row("flux", "kjnodes", None, None), row("flux", "ours", 3.0, 10.0)]
+    waited = [row("z_image", "eager", 1.0, 2.0), row("z_image", "kjnodes", 1.5, 4.0), row("z_image", "ours", 0.75, 8.0)]
+    for value in ("at once", "before first image"):  # the value of `compile`, now `compile_when`
+        at_once = where | {"command": f'table --settings {{"compile_when": "{value}"}}'}
+        runs = [{"environments": [where], "rows": default}, {"environments": [at_once], "rows": waited}]
+        (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
+        assert tables.gains_table().splitlines()[2:4] == [
+            "| Flux-dev 12B, 20 steps | 4.0 | dies | **3.0** (-25 %) | 8.0 | - | 10.0 |",
+            "| Z-Image 6B, 9 steps ¹ | 1.0 | 1.5 | **0.8** (-25 %) | 2.0 | 4.0 | 8.0 |",
+        ]
+        assert tables.slowest_first() == "Flux-dev 12B 10.0 s instead of 8.0 s"
+    assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image on an a GPU"
+    assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
 
 
 def test_a_soak_sees_another_states_image_and_what_grows(benchmark):

@@ -20,7 +20,7 @@ from ..graphs.replay import has_convolutions
 
 # Seconds that tracing, and lowering beside the sampler, cost prompts: 3 to 5 on two H100 machines (benchmarks/results).
 COST = 3.0
-# Share of a step that compiling saves, with CUDA graphs for UNets (docs/figures.md: 0.19 and more; 0.41 and more).
+# Share of a step that compiling saves, with CUDA graphs for UNets (docs/measurements.md: 0.19 and more; 0.41 and more).
 SAVED, SAVED_UNET = 0.2, 0.4
 # Prompts that are expected to follow, at least.
 PROMPTS = 10
