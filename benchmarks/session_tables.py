@@ -199,6 +199,10 @@ def _first(row: dict) -> float | None:
     return next((prompt.get("seconds") for prompt in row["prompts"]), None)
 
 
+def _gain(of: dict[str, dict]) -> str:
+    return f"{of['ours']['seconds'] / of['eager']['seconds'] - 1:+.0%}".replace("%", " %")
+
+
 def gains_table() -> str:
     """The README's: a line a set-up, seconds of a prompt once compiled and of the first, each variant beside the others."""
     measured, sources = _measured()
@@ -214,8 +218,7 @@ def gains_table() -> str:
             row = of.get(variant, {})
             seconds = f"{row['seconds']:.1f}" if "seconds" in row else "dies" if "died" in row else "-"
             if variant == "ours":
-                gain = f"{row['seconds'] / of['eager']['seconds'] - 1:+.0%}".replace("%", " %")
-                seconds = f"**{seconds}** ({gain})"
+                seconds = f"**{seconds}** ({_gain(of)})"
             cells.append(seconds)
         firsts = [_first(of[variant]) if variant in of else None for variant in variants]
         cells += [f"{seconds:.1f}" if seconds else "-" for seconds in firsts]
@@ -230,8 +233,11 @@ def gains_in_short() -> str:
     measured, _ = _measured()
     of_setup = {setup.name: (setup, of) for setup, of in measured}
     found = [of_setup[name] for name in ("sdxl", "flux") if name in of_setup]
-    gains = [f"{_setup_title(setup)} {of['eager']['seconds']:.1f} → {of['ours']['seconds']:.1f} s" for setup, of in found]
-    return f"{', '.join(gains)} an image on an {found[0][1]['ours']['device']}"
+    gains = [
+        f"{_setup_title(setup)} {of['eager']['seconds']:.1f} → {of['ours']['seconds']:.1f} s an image ({_gain(of)})"
+        for setup, of in found
+    ]
+    return f"{', '.join(gains)}, on one {found[0][1]['ours']['device']}"
 
 
 def slowest_first() -> str:
