@@ -319,7 +319,7 @@ def block_swap_table() -> str:
     steps, sources = rows("block-swap", "block_swap")
     names = {
         "resident": "all on the GPU, eager", "hooks": "24 blocks moved by hooks, eager",
-        "swap eager": "Block Swap, eager", "swap ours": "Block Swap, Torch Compile Model",
+        "swap eager": "Torch Compile Block Swap, eager", "swap ours": "Torch Compile Block Swap, Torch Compile",
     }  # fmt: skip
     hooks, lines = newest(steps, variant="hooks"), []
     for variant, name in names.items():

@@ -105,6 +105,11 @@ def test_a_dead_link_is_found(text, dead):
     assert dead_links(pages, {*pages, "docs/use.png"}) == dead
 
 
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 110), ("docs/figures.md", 60), ("docs/guide.md", 110)])
+def test_pages_for_users_stay_short(page, lines):
+    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= lines
+
+
 def test_versions_that_users_read_are_those_that_are_tested(engine):
     first, last = engine("torch_compat.private").TESTED
     project = tomlkit.parse((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
