@@ -69,9 +69,9 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 class PackedWeights:
     """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`.
 
-    The host's own layers (norms) read the numbers of a weight, whatever its class. What they compute would be of that class too,
-    and PyTorch cannot trace the pack's methods on it: for a call their weights are of PyTorch's. Where weights stream, the host
-    loads a GGUF file so (comfy/sd.py, `assign`).
+    The host's own layers (norms) read the numbers of a weight, whatever its class. What they compute would be of that class
+    too, and PyTorch cannot trace the pack's methods on it: for a call their weights are of PyTorch's. Where weights stream, the
+    host loads a GGUF file so (comfy/sd.py, `assign`).
 
     Attributes:
         unpacked: by layer, its weight, where the graph has an operator in place of the unpacking.
