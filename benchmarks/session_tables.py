@@ -252,6 +252,18 @@ def slowest_first() -> str:
     return f"{_setup_title(setup)} {ours:.1f} s instead of {eager:.1f} s"
 
 
+def waited_note() -> str:
+    """The footnote of the rows that are marked, if any is: what the default mode does instead."""
+    measured, _ = _measured()
+    models = dict.fromkeys(_setup_title(Setup(setup.model)) for setup, of in measured if _is_waited_for(of["ours"]))
+    if not models:
+        return ""
+    return (
+        f"¹ Compiled before the first image here: {', '.join(models)}. By default, models whose images take about a second\n"
+        "are compiled only after as many images as it takes to pay off, and run as without the pack until then; the node says when."
+    )
+
+
 def where_measured() -> str:
     """The README's: card, versions and date of the table's runs, for the chart's caption."""
     _, sources = _measured()

@@ -17,7 +17,7 @@ def replace(text: str, name: str, table: str) -> str:
     begin, end = f"<!-- {name} -->", f"<!-- end {name} -->"
     before, _, rest = text.partition(begin)
     _, _, after = rest.partition(end)
-    around = "\n" if "\n" in table or not table else ""
+    around = "" if name in INLINE else "\n"
     return f"{before}{begin}{around}{table}{around}{end}{after}"
 
 
@@ -28,8 +28,8 @@ INLINE = {
     "in short": session_tables.gains_in_short,
     "slowest first": session_tables.slowest_first,
 }
-README = {"gains": session_tables.gains_table, **INLINE}
-FIGURES = {"table": session_tables.short_table, "parts": figure_tables.parts_table}
+README = {"gains": session_tables.gains_table, "waited": session_tables.waited_note, **INLINE}
+FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}
 MEASUREMENTS = {
     "table": session_tables.table_table,
     "sessions": session_tables.sessions_table,

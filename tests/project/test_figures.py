@@ -210,6 +210,9 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
         ]
         assert tables.slowest_first() == "Flux-dev 12B 10.0 s instead of 8.0 s"
     assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %), on one a GPU"
+    assert tables.waited_note().startswith("¹ Compiled before the first image here: Z-Image 6B. ")
+    (tmp_path / "table.json").write_text(json.dumps({"runs": [{"environments": [where], "rows": default}]}))
+    assert tables.waited_note() == "" and "¹" not in tables.gains_table()
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
 
 

@@ -105,9 +105,11 @@ def test_a_dead_link_is_found(text, dead):
     assert dead_links(pages, {*pages, "docs/use.png"}) == dead
 
 
-@pytest.mark.parametrize(("page", "lines"), [("README.md", 110), ("docs/figures.md", 60), ("docs/guide.md", 110)])
+@pytest.mark.parametrize(("page", "lines"), [("README.md", 110), ("docs/figures.md", 45), ("docs/guide.md", 110)])
 def test_pages_for_users_stay_short(page, lines):
-    assert len((ROOT / page).read_text(encoding="utf-8").splitlines()) <= lines
+    """Rows of tables aside, in pages that are made of them."""
+    text = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    assert len([line for line in text if page == "README.md" or not line.startswith("|")]) <= lines
 
 
 def test_versions_that_users_read_are_those_that_are_tested(engine):
