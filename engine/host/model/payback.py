@@ -7,7 +7,7 @@ times as long as without this pack. How many prompts will follow nobody knows; a
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -24,63 +24,71 @@ COST = 3.0
 SAVED, SAVED_UNET = 0.2, 0.4
 # Prompts that are expected to follow, at least.
 PROMPTS = 10
-# The first steps load weights and kernels; the time between these two is measured.
-STEPS = 2, 4
+# The first calls of the sampler load weights and kernels; the time between these two is measured.
+CALLS = 2, 4
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
 
 @dataclass
 class Payback:
-    """Whether compiling a model is worth while; `after` is from how many prompts on, None: not put off."""
+    """Whether compiling a model is worth while.
+
+    Args:
+        after: from how many prompts on; None: not put off.
+        _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
+        _most_calls: in one run, by latent shape and number of steps. Heun and others call the model twice a step.
+        _seconds: of a call of the sampler, the shortest so far, by the same: other programs may have used the GPU.
+    """
 
     prompts: int = 0
     after: int | None = None
     _is_decided: bool = False
-    _step: object = None
-    _steps: int = 0
-    _began: float = 0.0
-    _seconds: float = math.inf
+    _sigmas: object = None
+    _calls: int = 0
+    _began: float | None = None
+    _most_calls: dict[tuple, int] = field(default_factory=dict)
+    _seconds: dict[tuple, float] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        self.prompts, self._steps, self._step = self.prompts + 1, 0, None
+        self.prompts, self._calls, self._sigmas = self.prompts + 1, 0, None
 
-    def is_worthwhile(self, network: nn.Module, device: torch.device, options: dict) -> bool:
+    def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict) -> bool:
         """Called before each call of the model that would not wait for code; False: it should run as without this pack.
 
         Args:
-            options: the call's `transformer_options`; `sigmas` is one object in all calls of a step, `sample_sigmas` has one
-                number more than there are steps (comfy/samplers.py).
+            x: the latent.
+            options: the call's `transformer_options`; `sigmas` is one object in each call of the sampler, `sample_sigmas` has
+                one number more than there are steps (comfy/samplers.py).
         """
-        step, all_steps = options.get("sigmas"), options.get("sample_sigmas")
-        if self._is_decided or step is None or all_steps is None or len(all_steps) < 3 or not may_wait(device):
+        sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
+        if self._is_decided or sigmas is None or all_steps is None or len(all_steps) < 3 or not may_wait(x.device):
             return True
         if any(group.code.has_code for group in code_of(network).groups.values()):
             self._is_decided, self.after = True, None  # by a warmup
             return True
-        if step is not self._step:
-            self._step, self._steps = step, self._steps + 1
-            self._measure(network, device, len(all_steps) - 1)
+        if sigmas is not self._sigmas:
+            self._sigmas, self._calls = sigmas, self._calls + 1
+            self._measure(network, x, len(all_steps) - 1)
         # The first steps of a model choose its attention and see whether CUDA graphs pay (attention_choice.py, policy.py).
         return self._is_decided or (self.after is None and recall(network) is None)
 
-    def _measure(self, network: nn.Module, device: torch.device, steps: int) -> None:
-        last = min(STEPS[1], steps)
-        first = max(1, last - STEPS[1] + STEPS[0])
-        if self._steps not in (first, last):
+    def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
+        kind = x.shape, steps
+        self._most_calls[kind] = max(steps, self._calls, self._most_calls.get(kind, 0))
+        last = min(CALLS[1], steps)
+        first = max(1, last - CALLS[1] + CALLS[0])
+        if self._calls not in (first, last):
             return
-        if is_preparing():  # which slows steps: no measure
-            self._steps = steps
+        if x.device.type == "cuda":
+            torch.cuda.synchronize(x.device)
+        began, self._began = self._began, None if is_preparing() else time.perf_counter()  # preparing slows calls
+        if self._calls == first or began is None or self._began is None:
             return
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        if self._steps == first:
-            self._began = time.perf_counter()
-            return
-        seconds = (time.perf_counter() - self._began) / (last - first)
-        # The shortest so far: a batch of two may come once, and other programs may have used the GPU.
-        self._seconds = min(self._seconds, seconds * steps)
-        saved = self._seconds * (SAVED_UNET if has_convolutions(network) else SAVED)
+        seconds = (self._began - began) / (last - first)
+        self._seconds[kind] = min(seconds, self._seconds.get(kind, math.inf))
+        longest = max(seconds * self._most_calls[kind] for kind, seconds in self._seconds.items())
+        saved = longest * (SAVED_UNET if has_convolutions(network) else SAVED)
         self._is_decided = saved * max(PROMPTS, self.prompts) >= COST
         self.after = None if self._is_decided else math.ceil(COST / max(saved, 1e-3))
 

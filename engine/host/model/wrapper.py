@@ -68,9 +68,9 @@ class BlockCompiler:
             note(self.notes, text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
-            options, device = (args[OPTIONS_AT] if len(args) > OPTIONS_AT else None) or {}, args[0].device
+            options = (args[OPTIONS_AT] if len(args) > OPTIONS_AT else None) or {}
             payback = payback_of(network)
-            worthwhile = call.synchronous or payback.is_worthwhile(network, device, options)
+            worthwhile = call.synchronous or payback.is_worthwhile(network, args[0], options)
             watch_of(network).put_off = payback.after
             if not worthwhile:
                 return eager(network, functools.partial(executor, *args, **kwargs))
@@ -80,7 +80,7 @@ class BlockCompiler:
                 result = eager(network, run)
                 measure_attention()
                 return result
-            loaded = Loaded(base_model, network, base_model.get_dtype_inference(), device)
+            loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
             return self._calls.run(loaded, call, run, self._told(base_model, args, kwargs, call.synchronous))
 
     @contextmanager

@@ -19,13 +19,13 @@ def flux(engine, tiny, monkeypatch):
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
 
-    def run(compile_when="in background", steps=5):
+    def run(compile_when="in background", steps=5, sampler="euler"):
         settings = engine("settings").CompileSettings(backend="eager", compile_when=compile_when)
         model = attachment.attach(patcher, settings, node="7")
         engine("cache.startup").wait_until_prepared()  # beside which nothing is measured
-        result = sample(model, conditioning, latent, 1.0, seed=1, steps=steps)
+        result = sample(model, conditioning, latent, 1.0, seed=1, steps=steps, sampler=sampler)
         assert engine("background.thread").compiler.wait(60)
-        assert steps != 5 or torch.allclose(result, expected, atol=1e-4)
+        assert (steps, sampler) != (5, "euler") or torch.allclose(result, expected, atol=1e-4)
         groups = engine("compile.registry").code_of(network).groups.values()
         line = next(iter(engine("notices.status").lines_of().values()))
         return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
@@ -51,19 +51,37 @@ def test_it_compiles_as_soon_as_it_would_pay_back(flux):
     assert graphs == 2 and line.says[0].startswith("ready") and not any(note.startswith("Not compiled") for note in notes)
 
 
-def test_one_large_prompt_is_no_reason_to_compile(flux, monkeypatch, engine):
-    payback, seconds, of_a_step = engine("host.model.payback"), [0.0], [0.0]
+@pytest.fixture
+def a_call_takes(monkeypatch, engine):
+    """A list with the seconds of each call of the sampler from now on."""
+    payback, seconds, of_a_call = engine("host.model.payback"), [0.0], [0.1]
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: seconds[0]))
     step = payback.Payback._measure
 
     def later(self, *args):
-        seconds[0] += of_a_step[0]
+        seconds[0] += of_a_call[0]
         step(self, *args)
 
     monkeypatch.setattr(payback.Payback, "_measure", later)
+    return of_a_call
+
+
+def test_one_large_prompt_is_no_reason_to_compile(flux, a_call_takes):
     flux.cost(2.0)
-    for of_a_step[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s
+    for a_call_takes[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s
         assert flux()[0] == 0
+
+
+def test_a_preview_of_few_steps_does_not_put_off_longer_prompts(flux, a_call_takes):
+    flux.cost(0.9)
+    assert flux(steps=3)[0] == 0  # 0.6 s saved in ten prompts
+    assert flux(steps=5)[0] == 2  # 1 s
+
+
+def test_calls_of_samplers_that_call_the_model_twice_a_step_are_counted(flux, a_call_takes):
+    flux.cost(1.5)
+    assert flux(sampler="heun")[0] == 0  # 1 s saved in ten prompts, as far as can be told from the first calls
+    assert flux(sampler="heun")[0] == 2  # 1.8 s
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4])
