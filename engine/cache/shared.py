@@ -24,11 +24,12 @@ import hmac
 import importlib.util
 import json
 import os
+import queue
 import re
 import stat
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,8 +44,10 @@ from .folders import read_json, write_json
 
 SHARED, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
 SHORTEST_KEY = 16
-# For a connection, and for each answer.
+# For a connection, and for each answer of Redis.
 LIMIT_SECONDS = 0.5
+# For what a store is asked: looking up a host's name, and a network volume that hangs, have no limit of their own.
+ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
 KEPT_SECONDS = 30 * 24 * 3600
 # How long a worker may take to compile a graph before others compile it too.
@@ -90,7 +93,7 @@ class _Folder:
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.iterdir():
             if re.fullmatch(r"[0-9a-f]{64}(\.claim)?|.*\.tmp", file.name) and _is_older(file, KEPT_SECONDS):
-                file.unlink(missing_ok=True)
+                _remove(file)
 
     def _file(self, name: str, suffix: str = "") -> Path:
         return self._folder / (hashlib.sha256(name.encode()).hexdigest() + suffix)
@@ -102,22 +105,27 @@ class _Folder:
             return None
 
     def put(self, name: str, entry: bytes) -> None:
-        with tempfile.NamedTemporaryFile(dir=self._folder, suffix=".tmp", delete=False) as out:
-            out.write(entry)
-        os.replace(out.name, self._file(name))
+        # Not by `tempfile`, whose files other users cannot read.
+        written = self._folder / f"{uuid.uuid4().hex}.tmp"
+        try:
+            written.write_bytes(entry)
+            os.replace(written, self._file(name))
+        except OSError:
+            _remove(written)
+            raise
 
     def claim(self, name: str) -> bool:
         claim = self._file(name, ".claim")
-        if _is_older(claim, CLAIM_SECONDS):
-            claim.unlink(missing_ok=True)
+        if is_over := _is_older(claim, CLAIM_SECONDS):
+            _remove(claim)
         try:
             claim.touch(exist_ok=False)
         except FileExistsError:
-            return False
+            return is_over
         return True
 
     def release(self, name: str) -> None:
-        self._file(name, ".claim").unlink(missing_ok=True)
+        _remove(self._file(name, ".claim"))
 
 
 def _is_older(file: Path, seconds: float) -> bool:
@@ -125,6 +133,12 @@ def _is_older(file: Path, seconds: float) -> bool:
         return time.time() - file.stat().st_mtime > seconds
     except FileNotFoundError:
         return False
+
+
+def _remove(file: Path) -> None:
+    """Unless another user's rights forbid it (a folder with the sticky bit)."""
+    with contextlib.suppress(OSError):
+        file.unlink()
 
 
 class SharedCache:
@@ -140,6 +154,7 @@ class SharedCache:
         self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
         self._store: _Redis | _Folder | None = None
+        self._thread: threading.Thread | None = None
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
 
@@ -173,8 +188,7 @@ class SharedCache:
         if time.monotonic() < max(self._off_until, self._read_only_until if writes else 0.0):
             return None
         try:
-            self._store = self._store or self._connect()
-            return action(self._store)
+            return self._within_limit(lambda: action(self._connected()))
         except Exception as error:  # of whatever kind: it must not stop a compilation
             reason, until = f"{type(error).__name__}: {error}"[:300], time.monotonic() + OFF_SECONDS
             if writes and self._store is not None and isinstance(error, self._store.refused):
@@ -187,6 +201,33 @@ class SharedCache:
                 )
                 self._warn_once(message, reason)
             return None
+
+    def _within_limit(self, action: Callable[[], Any]) -> Any:
+        """The result of `action`, on a thread of its own: the caller holds a lock that the sampler may wait for."""
+        if self._thread is not None and self._thread.is_alive():
+            raise TimeoutError("an earlier request is not over")
+        results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+
+        def run() -> None:
+            try:
+                results.put((action(), None))
+            except Exception as error:
+                results.put((None, error))
+
+        self._thread = threading.Thread(target=run, name="torch-compile-kit shared cache", daemon=True)
+        self._thread.start()
+        try:
+            result, error = results.get(timeout=ANSWER_SECONDS)
+        except queue.Empty:
+            raise TimeoutError(f"no answer within {ANSWER_SECONDS} s") from None
+        self._thread.join()
+        if error is not None:
+            raise error
+        return result
+
+    def _connected(self) -> _Redis | _Folder:
+        self._store = self._store or self._connect()
+        return self._store
 
     def _warn_once(self, message: str, detail: str) -> None:
         if message not in self._warned:

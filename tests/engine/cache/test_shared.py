@@ -1,5 +1,6 @@
 """The shared cache: what a worker takes from it, what it refuses, and that it never costs an image."""
 
+import contextlib
 import gc
 import os
 import pickle
@@ -415,6 +416,63 @@ def test_what_is_old_goes_from_a_folder(configure, shared, tmp_path):
     cache._store = None
     assert cache.get(NAME) is None and cache.get(f"{NAME}2") == b"content"
     assert (tmp_path / "volume" / "the user's").exists()
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
+def test_workers_of_other_users_can_read_what_is_in_a_folder(cache):
+    before = os.umask(0o022)
+    try:
+        cache.put(NAME, b"content")
+    finally:
+        os.umask(before)
+    assert cache._store._file(NAME).stat().st_mode & 0o044 == 0o044
+
+
+def test_what_cannot_be_deleted_from_a_folder_is_left(cache, shared):
+    """A folder in the place of a file: neither can be deleted as a file, nor what belongs to another user as root would."""
+    store = shared._Folder(cache.place)
+    for file, age in ((store._file(NAME), shared.KEPT_SECONDS), (store._file(NAME, ".claim"), shared.CLAIM_SECONDS)):
+        file.mkdir()
+        os.utime(file, (time.time() - age - 60,) * 2)
+    assert cache.put(f"{NAME}2", b"content") and cache.get(f"{NAME}2") == b"content"
+    assert cache.claim(NAME) and cache.put(f"{NAME}3", b"content")  # nobody holds a claim that is over
+
+
+def test_a_failed_write_leaves_nothing_in_a_folder(cache, shared):
+    shared._Folder(cache.place)._file(NAME).mkdir()
+    assert not cache.put(NAME, b"content") and not list(Path(cache.place).glob("*.tmp"))
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
+def test_a_folder_that_hangs_costs_no_image(configure, shared, worker, tmp_path, monkeypatch, caplog):
+    """Reading a FIFO waits until somebody writes into it."""
+    monkeypatch.setattr(shared, "ANSWER_SECONDS", 0.2)
+    configure(tmp_path / "volume")
+    images(worker("one"))
+    files = list((tmp_path / "volume").iterdir())
+    for file in files:
+        file.unlink()
+        os.mkfifo(file)
+    configure(None)
+    cache, is_over = configure(tmp_path / "volume"), threading.Event()
+
+    def write_to_all():
+        is_over.set()
+        for file in files:
+            with contextlib.suppress(OSError):  # nobody reads it
+                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+
+    late = threading.Timer(30, write_to_all)
+    late.start()
+    try:
+        assert images(worker("two")).graphs == 1 and not is_over.is_set()
+        monkeypatch.setattr(shared, "OFF_SECONDS", 0.0)
+        threads = threading.active_count()
+        assert cache.get(NAME) is None and threading.active_count() == threads
+        assert caplog.text.count("does not answer") == 1
+    finally:
+        late.cancel()
+        write_to_all()
 
 
 # What the user sets.
