@@ -20,11 +20,14 @@ from ..graphs.replay import has_convolutions
 
 # Seconds that tracing, and lowering beside the sampler, cost prompts: 3 to 5 on two H100 machines (benchmarks/results).
 COST = 3.0
+# UNets also capture CUDA graphs, and their uncompiled calls wait for the CPU as compiling does: on a machine where a call takes
+# 0.11 to 0.19 s it cost SDXL 10 s, so it is counted in calls, of at most so many seconds.
+CALLS_OF_UNET, LONGEST_CALL = 60, 0.15
 # Share of a step that compiling saves, with CUDA graphs for UNets (docs/measurements.md: 0.19 and more; 0.41 and more).
 SAVED, SAVED_UNET = 0.2, 0.4
 # Prompts that are expected to follow, at least.
 PROMPTS = 10
-# The first calls of the sampler load weights and kernels; the time between these two is measured.
+# The first calls of the sampler load weights and kernels; the shortest between these two counts.
 CALLS = 2, 4
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
@@ -70,27 +73,35 @@ class Payback:
         if sigmas is not self._sigmas:
             self._sigmas, self._calls = sigmas, self._calls + 1
             self._measure(network, x, len(all_steps) - 1)
-        # The first steps of a model choose its attention and see whether CUDA graphs pay (attention_choice.py, policy.py).
-        return self._is_decided or (self.after is None and recall(network) is None)
+        # The first calls of a model choose its attention and see whether CUDA graphs pay (attention_choice.py, policy.py).
+        surveys = self.after is None and not _is_short(network, len(all_steps) - 1)
+        return self._is_decided or (surveys and recall(network) is None)
 
     def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
         kind = x.shape, steps
         self._most_calls[kind] = max(steps, self._calls, self._most_calls.get(kind, 0))
         last = min(CALLS[1], steps)
         first = max(1, last - CALLS[1] + CALLS[0])
-        if self._calls not in (first, last):
+        if not first <= self._calls <= last:
             return
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
         began, self._began = self._began, None if is_preparing() else time.perf_counter()  # preparing slows calls
-        if self._calls == first or began is None or self._began is None:
+        if self._calls != first and began is not None and self._began is not None:
+            self._seconds[kind] = min(self._began - began, self._seconds.get(kind, math.inf))
+        if self._calls != last or not self._seconds:
             return
-        seconds = (self._began - began) / (last - first)
-        self._seconds[kind] = min(seconds, self._seconds.get(kind, math.inf))
-        longest = max(seconds * self._most_calls[kind] for kind, seconds in self._seconds.items())
-        saved = longest * (SAVED_UNET if has_convolutions(network) else SAVED)
-        self._is_decided = saved * max(PROMPTS, self.prompts) >= COST
-        self.after = None if self._is_decided else math.ceil(COST / max(saved, 1e-3))
+        longest, seconds = max((s * self._most_calls[kind], s) for kind, s in self._seconds.items())
+        is_unet = has_convolutions(network)
+        saved = longest * (SAVED_UNET if is_unet else SAVED)
+        cost = max(COST, CALLS_OF_UNET * min(seconds, LONGEST_CALL)) if is_unet else COST
+        self._is_decided = saved * max(PROMPTS, self.prompts) >= cost
+        self.after = None if self._is_decided else math.ceil(cost / max(saved, 1e-3))
+
+
+def _is_short(network: nn.Module, steps: int) -> bool:
+    """Whether so few steps of a UNet cannot pay back soon, however long they take: then nothing is measured for it."""
+    return has_convolutions(network) and steps * SAVED_UNET * PROMPTS < CALLS_OF_UNET
 
 
 payback_of: PerModel[Payback] = PerModel(lambda _network: Payback())

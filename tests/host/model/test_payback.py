@@ -84,6 +84,30 @@ def test_calls_of_samplers_that_call_the_model_twice_a_step_are_counted(flux, a_
     assert flux(sampler="heun")[0] == 2  # 1.8 s
 
 
+def test_what_unets_cost_is_counted_in_calls(flux, engine, a_call_takes, monkeypatch):
+    """On a machine on which calls are slow compiling is too; and nothing is measured for a few steps."""
+    payback, asked = engine("host.model.payback"), []
+    monkeypatch.setattr(payback, "has_convolutions", lambda _network: True)
+    monkeypatch.setattr(payback, "recall", asked.append)
+    flux.cost(0.0)
+    assert flux(steps=5)[0] == 0 and not asked  # saves 20 calls in ten prompts, and costs 60
+    assert flux(steps=16)[0] == 2
+
+
+def test_the_shortest_call_counts(flux, engine, a_call_takes, monkeypatch):
+    """What is measured and made ready in the first prompt slows some of its calls."""
+    calls = engine("host.model.payback").Payback
+    measure = calls._measure
+
+    def uneven(self, *args):
+        a_call_takes[0] = 9.0 if self._calls == 3 else 0.1
+        measure(self, *args)
+
+    monkeypatch.setattr(calls, "_measure", uneven)
+    flux.cost(2.0)
+    assert flux()[0] == 0
+
+
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_few_steps_are_measured_too(flux, steps):
     flux.cost(0.0)
