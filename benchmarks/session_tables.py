@@ -260,7 +260,7 @@ def waited_note() -> str:
         return ""
     return (
         f"¹ Compiled before the first image here: {', '.join(models)}. By default, models whose images take about a second\n"
-        "are compiled only after as many images as it takes to pay off, and run as without the pack until then; the node says when."
+        "are compiled only after as many images as it takes to pay off, and run as before until then; the node says when."
     )
 
 
