@@ -147,7 +147,7 @@ def _as_pass() -> Any:
 def options_of(graph: fx.Graph) -> dict[str, Any]:
     """Get ready for the INT8 layers of Dynamo's graph, where no step waits, and code comes from disk or not."""
     weights = [node.meta.get("example_value") for node in graph.find_nodes(op="placeholder")]
-    weights = [weight for weight in weights if getattr(weight, "_layout_cls", None) == "TensorWiseINT8Layout"]
+    weights = [w for w in weights if getattr(getattr(w, "layout_cls", None), "__name__", "") == "TensorWiseINT8Layout"]
     calls = graph.find_nodes(op="call_function", target=_kitchen("int8_linear").default)
     if not (weights or calls) or not _agrees():
         return {}

@@ -25,7 +25,9 @@ class Behind(Runs):
     blocks = ""
 
     def attach(self, patcher, **settings):
-        return super().attach(patcher, **{"compile_when": "in background", "only_blocks": self.blocks, **settings})
+        attached = super().attach(patcher, **{"compile_when": "in background", "only_blocks": self.blocks, **settings})
+        self.engine("cache.startup").wait_until_prepared()  # beside which nothing is traced
+        return attached
 
     def made(self):
         assert self.engine("background.thread").compiler.wait(120)
@@ -34,7 +36,7 @@ class Behind(Runs):
     @property
     def eager(self):
         notes = " ".join(self.engine("host.model.attach").notes_about(self.attach(self.patcher)))
-        told = re.search(r"(\d+) steps ran uncompiled while code was made", notes)
+        told = re.search(r"(\d+) steps ran uncompiled while blocks were compiled", notes)
         before, self.steps_told = self.steps_told, int(told[1]) if told else 0
         return self.steps_told - before
 
