@@ -63,7 +63,7 @@ SINCE = {
     **dict.fromkeys(("joyimage", "mageflow", "minimax_h3", "seedvr2"), "0.30"),
     **dict.fromkeys(("ltxav_25", "minimax_music3", "trellis2_structure", "trellis2_shape", "wan_animate2"), "0.33"),
 }
-PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break"}
+PARTS = {"whole": "whole suite", "core": "its core", "newest": "what newer versions can break", "pytorch": "compiling"}
 
 PAGE = """# Compatibility
 

@@ -48,6 +48,8 @@ NEWEST = {
     "engine/test_torch_settings": (),
     "server/test_nodes": ("test_image_is_the_same_with_and_without_the_nodes",),
 }
+# What another PyTorch can break without a model of ComfyUI, in minutes: run with each version that users may have.
+PYTORCH = ["tests/canaries", "tests/engine/compile", "tests/engine/inductor", "tests/engine/test_torch_settings.py"]
 # These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
 WITHOUT_PAGES = {"0.18.2", "0.16.3"}
 
@@ -59,11 +61,13 @@ def tests_of(chosen):
 
 
 def arguments(part, version):
-    """What pytest gets for a part ("whole", "first", "rest", "core" or "newest") on that ComfyUI."""
+    """What pytest gets for a part ("whole", "first", "rest", "core", "newest" or "pytorch") on that ComfyUI."""
     if part == "whole":
         return []
     if part in ("first", "rest"):
         return ["-m", "rest" if part == "rest" else "not rest"]
+    if part == "pytorch":
+        return PYTORCH
     if part == "newest":
         return tests_of({**CORE, **NEWEST})
     return ["-m", "not pages", *tests_of(CORE)] if version in WITHOUT_PAGES else tests_of(CORE)
