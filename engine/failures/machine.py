@@ -91,12 +91,13 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     if compilers is None:
         compilers = {"C": _on_path("CC", "gcc", "clang", "cc"), "C++": _on_path("CXX", "g++", "clang++", "cl")}
     triton = f"Triton {_dotted(machine.triton)}" if machine.triton else "no Triton"
-    has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {_dotted(machine.pytorch)}, {triton}, Python "
+    name, pytorch, versions = private.unsupported(), _dotted(machine.pytorch), f"{private.TESTED[0]} to {private.TESTED[-1]}"
+    tested = "tested" if pytorch in private.TESTED else f"not tested with this pack, which is tested with {versions}"
+    has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {pytorch} ({tested}), {triton}, Python "
     has += f"{_dotted(machine.python)}, C: {compilers['C'] or 'none'}, C++: {compilers['C++'] or 'none'}"
-    name, (first, last) = private.unsupported(), private.TESTED
     lacks: list[tuple[object, table.Cure]] = [
         (machine.missing, table.PYTHON_FILES),
-        (name, f"this PyTorch has no {name}, so nothing is compiled: use PyTorch {first} to {last}."),
+        (name, f"this PyTorch has no {name}, so nothing is compiled: use PyTorch {versions}."),
         (gpu is None and not compilers["C++"], table.CPP_COMPILER),
     ]
     if gpu is not None:

@@ -375,7 +375,7 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt):
     panel.get_by_text("MiB of 2 GiB").wait_for()
     assert "Flux ready" in panel.inner_text(), panel.inner_text()
     panel.get_by_role("button", name="Check this machine").click()
-    panel.get_by_text(re.compile("PyTorch [0-9.]+,.*All that compiling needs is here", re.S)).wait_for()
+    panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*All that compiling needs is here", re.S)).wait_for()
     panel.get_by_role("button", name="Clear").click()
     page.window.get_by_role("button", name="Confirm").click()
     panel.get_by_text("Removed:").wait_for()

@@ -70,7 +70,7 @@ def _uncompiled(patcher, lacking: str, node: str | None):
     """A clone that runs as `patcher` does; the node's line says why."""
     clone, line = patcher.clone(), Line(node)
     clone.set_attachments(KEY, line)  # the page's list holds lines weakly
-    line.put("pytorch", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
+    line.put("pytorch", told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1]))
     logger.warning("%s runs uncompiled: PyTorch %s has no %s", model_name(patcher), torch.__version__, lacking)
     return clone
 

@@ -101,7 +101,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if lacking is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         compiled.torch_compile_kit_line = line = Line(node)
         if lacking is not None:
-            line.put("control", told("pytorchLacks", torch.__version__, lacking, *private.TESTED))
+            line.put("control", told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1]))
         else:
             line.put("control", told("controlLeft", kind))
             logger.info("%s: its network runs once an image, or is made anew for each; it is left uncompiled", kind)

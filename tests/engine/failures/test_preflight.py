@@ -22,9 +22,16 @@ def machine(preflight):
 def test_of_a_machine_that_has_all_nothing_is_missing(preflight, machine):
     here, missing = preflight.preflight(machine(), preflight.Gpu("RTX 4090", (8, 9)), COMPILERS)
     assert not missing
-    assert here == "Linux, RTX 4090, PyTorch 2.11, Triton 3.6, Python 3.12, C: gcc, C++: g++"
+    assert here == "Linux, RTX 4090, PyTorch 2.11 (tested), Triton 3.6, Python 3.12, C: gcc, C++: g++"
     # Without a GPU neither Triton nor a C compiler is needed.
     assert preflight.preflight(machine(triton=None, gpu=""), None, {"C": None, "C++": "clang++"})[1] == []
+
+
+@pytest.mark.parametrize("version", [(2, 8), (2, 16), (3, 0)])
+def test_a_pytorch_that_is_not_tested_is_told(preflight, machine, version):
+    here, _ = preflight.preflight(machine(pytorch=version), None, COMPILERS)
+    number = ".".join(map(str, version))
+    assert f"PyTorch {number} (not tested with this pack, which is tested with 2.9 to 2.15), " in here
 
 
 @pytest.mark.parametrize(
