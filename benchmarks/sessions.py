@@ -25,7 +25,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from devtools.prompts import MODEL_NODE, WARMUP_NODE, WIDGET_TYPES, inputs_in_order
+from devtools.prompts import MODEL_NODE, WARMUP_NODE, widgets
 from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError, error_of
 
 from . import results
@@ -117,15 +117,6 @@ SESSIONS = {
     "sdxl_lightning_small": Session(4, other_size=(320, 192), other_tokens=154, model="sdxl_small", few_steps=True),
     "wan_small": Session(4, VIDEO, other_size=(192, 96)),
 }
-
-
-def widgets(info: dict) -> dict:
-    """What a node's widgets hold when it is put into a graph; `info` is its /object_info entry."""
-    found = {}
-    for name, kind, options in inputs_in_order(info):
-        if kind in WIDGET_TYPES and not options.get("forceInput"):
-            found[name] = options["default"] if "default" in options else next(iter(options.get("options", [])), "")
-    return found
 
 
 def settings_for(info: dict, settings: dict) -> dict:

@@ -36,6 +36,15 @@ def inputs_in_order(info):
             yield name, kind, options
 
 
+def widgets(info):
+    """What a node's widgets hold when it is put into a graph; `info` is its /object_info entry."""
+    found = {}
+    for name, kind, options in inputs_in_order(info):
+        if kind in WIDGET_TYPES and not options.get("forceInput"):
+            found[name] = options["default"] if "default" in options else next(iter(options.get("options", [])), "")
+    return found
+
+
 def to_api(workflow, object_info):
     """The prompt that the page would queue for a workflow. Subgraphs, reroutes and muted nodes are not needed here."""
     links = {link[0]: [str(link[1]), link[2]] for link in workflow["links"]}
