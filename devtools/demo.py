@@ -1,4 +1,12 @@
-"""The main job on a real server: the shipped workflow without and with our nodes, side by side."""
+"""Show what the pack is for: how long one waits for an image, and that it is the same image.
+
+1. Load the model: a tiny Flux that draws a lighthouse (lighthouse.py), or the user's checkpoint.
+2. Uncompiled, with our node, with core's node: the first image, the next one, another size. All on one real ComfyUI server.
+3. Wait until our blocks are compiled; then the pictures for the comparison, at both sizes.
+4. Print the waits as bars, save both pictures as one file, and check what must hold.
+
+Core's node comes last, so kernels that PyTorch finds in its cache then are in favour of core's node.
+"""
 
 import shutil
 import sys
@@ -9,13 +17,22 @@ from itertools import pairwise
 from pathlib import Path
 
 from . import inprocess, prompts
-from .server import ROOT, PromptRejectedError, Server, ServerError, error_of, outputs_of
+from .server import PromptRejectedError, Server, ServerError, error_of, outputs_of
 
-SIZE = 512
-STEPS = 8
-SEEDS = (1, 2)
-# Relative, over all steps. On a GPU the host runs the tiny Flux in half precision, where every rounding shows.
-TOLERANCE = {False: 1e-3, True: 5e-2}
+# Relative, of all latents. On a GPU ComfyUI samples in half precision, where every rounding shows, and a large model amplifies
+# it from step to step; another image would be about 1 away.
+TOLERANCE_CPU, TOLERANCE_GPU, TOLERANCE_OWN_MODEL = 1e-3, 5e-2, 0.25
+# Mean distance of the tiny Flux' latent from the scene, whose values go from -1 to 1.
+NEAR_THE_SCENE = 0.05
+COMPILE_TIMEOUT = 900
+BAR = 40
+# Pixels between the two pictures, and below them.
+GAP, CAPTION = 8, 32
+UNCOMPILED, OURS, CORE = "uncompiled", "Torch Compile", "core's TorchCompileModel"
+# What one does first, as (words, seed, whether at the other size).
+WAITS = (("first image", 1, False), ("next image", 2, False), ("another size", 1, True))
+# The images that are compared; other seeds, since ComfyUI answers a prompt that it knows from its cache.
+COMPARED = (("main", 3, False), ("other", 2, True))
 
 
 class DemoError(Exception):
@@ -23,132 +40,293 @@ class DemoError(Exception):
 
 
 @dataclass
-class Run:
-    """What one way of running the workflow left: a latent and an image for each seed, and the times of its steps."""
+class Images:
+    """What one way of running the model left.
 
-    latents: list = field(default_factory=list)
-    images: list = field(default_factory=list)
-    step_seconds: list = field(default_factory=list)
+    seconds: from the start of a prompt to the saved image.
+    latents, pictures: file names of the compared images.
+    """
 
-    @property
-    def seconds_per_step(self):
-        # The fastest, for whatever else runs on the machine can only slow a step down.
-        return min(self.step_seconds)
+    seconds: dict[str, float] = field(default_factory=dict)
+    latents: list[str] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
+    step_seconds: float = 0.0
 
 
-def say(text):
+@dataclass(frozen=True)
+class Job:
+    """The model and how it samples.
+
+    loaders: nodes of a prompt; "model", "positive", "negative" and "vae" are the outputs that the rest takes.
+    """
+
+    loaders: dict
+    outputs: dict
+    size: tuple[int, int]
+    other_size: tuple[int, int]
+    steps: int
+    cfg: float
+
+    def prompt(self, compiler, seed, other):
+        """`compiler` is the node that compiles, without its model, or None."""
+        width, height = self.other_size if other else self.size
+        model, given = self.outputs["model"], {name: self.outputs[name] for name in ("positive", "negative")}
+        nodes = dict(self.loaders)
+        if compiler:
+            class_type, inputs = compiler
+            nodes["compile"] = {"class_type": class_type, "inputs": {"model": model, **inputs}}
+            model = ["compile", 0]
+        sampler = {
+            "seed": seed,
+            "steps": self.steps,
+            "cfg": self.cfg,
+            "sampler_name": "euler",
+            "scheduler": "simple",
+            "denoise": 1.0,
+        }
+        latent = {"width": width, "height": height, "batch_size": 1}
+        nodes["latent"] = {"class_type": "EmptyLatentImage", "inputs": latent}
+        nodes["sampler"] = {
+            "class_type": "KSampler",
+            "inputs": {"model": model, **given, "latent_image": ["latent", 0], **sampler},
+        }
+        nodes["decode"] = {"class_type": "VAEDecode", "inputs": {"samples": ["sampler", 0], "vae": self.outputs["vae"]}}
+        nodes["save"] = {"class_type": "SaveImage", "inputs": {"images": ["decode", 0], "filename_prefix": "image"}}
+        return nodes
+
+
+def tiny_job(base):
+    """The lighthouse: write its files for ComfyUI's loaders."""
+    from . import lighthouse
+
+    lighthouse.write(Path(base) / "models")
+    (Path(base) / "custom_nodes").mkdir(exist_ok=True)
+    shutil.copy(Path(__file__).with_name("demo_nodes.py"), Path(base) / "custom_nodes")
+    loaders = {
+        "model": {"class_type": "UNETLoader", "inputs": {"unet_name": lighthouse.WEIGHTS.name, "weight_dtype": "default"}},
+        "vae": {"class_type": "VAELoader", "inputs": {"vae_name": lighthouse.VAE}},
+        "prompt": {"class_type": "LighthousePrompt", "inputs": {"tokens": lighthouse.TOKENS}},
+    }
+    outputs = {"model": ["model", 0], "positive": ["prompt", 0], "negative": ["prompt", 0], "vae": ["vae", 0]}
+    size, narrow = (lighthouse.WIDTH, lighthouse.HEIGHT), (lighthouse.NARROW, lighthouse.HEIGHT)
+    return Job(loaders, outputs, size, narrow, steps=8, cfg=1.0), []
+
+
+def checkpoint_job(base, options):
+    """The user's checkpoint: the server is told its folder."""
+    file = Path(options.checkpoint).expanduser().resolve()
+    if not file.is_file():
+        raise DemoError(f"--checkpoint: there is no file {file}")
+    paths = Path(base) / "extra_model_paths.yaml"
+    paths.write_text(f"demo:\n  checkpoints: '{file.parent.as_posix()}'\n", encoding="utf-8")
+
+    def text(words):
+        return {"class_type": "CLIPTextEncode", "inputs": {"text": words, "clip": ["model", 1]}}
+
+    loaders = {
+        "model": {"class_type": "CheckpointLoaderSimple", "inputs": {"ckpt_name": file.name}},
+        "positive": text(options.prompt),
+        "negative": text(""),
+    }
+    outputs = {"model": ["model", 0], "positive": ["positive", 0], "negative": ["negative", 0], "vae": ["model", 2]}
+    size = options.size
+    other = max(64, size * 3 // 4 // 64 * 64)
+    return Job(loaders, outputs, (size, size), (other, size), options.steps, options.cfg), [
+        "--extra-model-paths-config",
+        str(paths),
+    ]
+
+
+def say(text=""):
     print(text, flush=True)
 
 
 def queue(server, prompt):
+    """Run a prompt; its history entry, and the seconds that ComfyUI took."""
     entry = server.queue(prompt)
     if error := error_of(entry):
         raise DemoError(f"node {error['node_id']} ({error['node_type']}): {error['exception_message'].strip()}")
-    return entry
+    times = {kind: data["timestamp"] for kind, data in entry["status"]["messages"] if "timestamp" in data}
+    return entry, (times["execution_success"] - times["execution_start"]) / 1000
 
 
-def sample(server, prompt, name):
-    """Run the prompt once for each seed. A step's time is that between two progress events, so the first has none."""
-    run = Run()
-    sampler = prompts.find(prompt, "KSampler")
+def wait(server, job, compiler, images):
+    """Make the first images, as somebody who has just added the node."""
+    for words, seed, other in WAITS:
+        _, images.seconds[words] = queue(server, job.prompt(compiler, seed, other))
+        say(f"    {words:<14}{images.seconds[words]:6.1f} s")
+
+
+def make_compared(server, job, compiler, images):
+    """Make the images that are compared. A step's time is that between two progress events: the fastest, since whatever
+    else runs on the machine can only slow a step down.
+    """
     with server.progress() as events:
-        for seed in SEEDS:
-            entry = queue(server, prompts.with_latent(prompts.change(prompt, "KSampler", seed=seed), name))
-            run.latents += outputs_of(entry, "latents")
-            run.images += outputs_of(entry, "images")
-        time.sleep(0.5)
-    steps = [event for event in events if event[1] == sampler]
-    run.step_seconds = [b[0] - a[0] for a, b in pairwise(steps) if b[2] == a[2] + 1]
-    if not run.step_seconds:
+        for _, seed, other in COMPARED:
+            prompt = prompts.with_latent(job.prompt(compiler, seed, other), "compared")
+            entry, _ = queue(server, prompt)
+            images.latents += outputs_of(entry, "latents")
+            images.pictures += outputs_of(entry, "images")
+            if not other:
+                time.sleep(0.3)
+                at_main_size = len(events)
+    steps = [event for event in events[:at_main_size] if event[1] == "sampler"]
+    between = [b[0] - a[0] for a, b in pairwise(steps) if b[2] == a[2] + 1]
+    if not between:
         raise DemoError("the server sent no progress of the sampler")
-    return run
+    images.step_seconds = min(between)
 
 
-def largest_difference(output, ours, theirs):
-    """(largest absolute, largest relative) difference over the pairs of saved latents."""
+def wait_until_compiled(server):
+    """Seconds until the blocks are compiled."""
+    began = time.monotonic()
+    while any(model["being_compiled"] for model in report(server)):
+        if time.monotonic() - began > COMPILE_TIMEOUT:
+            raise DemoError(f"the blocks were not compiled within {COMPILE_TIMEOUT} s")
+        time.sleep(0.2)
+    return time.monotonic() - began
+
+
+def report(server):
+    return server.get("/torch-compile-kit/report")["models"]
+
+
+def total(models, key):
+    return sum(model[key] for model in models)
+
+
+def run(server, job):
+    """({way: Images}, report when all was compiled, report after the compared images)."""
+    info = server.get("/object_info")
+    node = prompts.MODEL_NODE
+    ways = {UNCOMPILED: None, OURS: (node, prompts.widgets(info[node]))}
+    ways[CORE] = ("TorchCompileModel", {"backend": "inductor"})
+    made = {way: Images() for way in ways}
+    say("  loading the model")
+    queue(server, job.prompt(None, 0, False))
+
+    say(f"  {UNCOMPILED}")
+    wait(server, job, None, made[UNCOMPILED])
+    make_compared(server, job, None, made[UNCOMPILED])
+
+    say(f"  {OURS}")
+    wait(server, job, ways[OURS], made[OURS])
+    seconds = wait_until_compiled(server)
+    say(f"    compiled in the background, {seconds:.0f} s after the third image")
+    compiled = report(server)
+    make_compared(server, job, ways[OURS], made[OURS])
+    after = report(server)
+
+    say(f"  {CORE}")
+    try:
+        wait(server, job, ways[CORE], made[CORE])
+    except DemoError as error:
+        say(f"    failed: {str(error).splitlines()[0]}")
+    return made, compiled, after
+
+
+def bars(made):
+    """The waits, as lines of text."""
+    longest = max(max(images.seconds.values(), default=0) for images in made.values())
+    block = "█" if "utf" in (sys.stdout.encoding or "").lower() else "#"
+    for words, *_ in WAITS:
+        yield f"  {words}"
+        for way, images in made.items():
+            seconds = images.seconds.get(words)
+            bar = block * max(1, round(BAR * seconds / longest)) if seconds else "failed"
+            yield f"    {way:<25}{bar}" + (f" {seconds:.1f} s" if seconds else "")
+
+
+def latent_difference(output, ours, theirs):
+    """Largest (relative) difference over the pairs of saved latents."""
+    pairs = [[load_latent(output / name) for name in pair] for pair in zip(ours, theirs, strict=True)]
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def load_latent(file):
     import safetensors.torch
 
-    pairs = [
-        [safetensors.torch.load_file(output / name)["latent_tensor"].float() for name in pair]
-        for pair in zip(ours, theirs, strict=True)
-    ]
-    return (max(float((a - b).abs().max()) for a, b in pairs), max(float((a - b).norm() / b.norm()) for a, b in pairs))
+    return safetensors.torch.load_file(file)["latent_tensor"].float()
 
 
-def total(report, key):
-    return sum(model[key] for model in report["models"])
+def side_by_side(output, made, file, gpu):
+    """Save the first compared picture, uncompiled and compiled, as one; their largest difference in steps of 255."""
+    import numpy
+    from PIL import Image, ImageDraw, ImageFont
+
+    pictures = [Image.open(output / made[way].pictures[0]).convert("RGB") for way in (UNCOMPILED, OURS)]
+    left, right = (numpy.asarray(picture).astype(int) for picture in pictures)
+    difference = abs(left - right)
+    width, height = pictures[0].size
+    both = Image.new("RGB", (2 * width + GAP, height + CAPTION), "white")
+    draw, font = ImageDraw.Draw(both), ImageFont.load_default(18)
+    captions = [UNCOMPILED, f"{OURS}: differs by at most {difference.max()} of 255"]
+    for number, (way, picture) in enumerate(zip((UNCOMPILED, OURS), pictures, strict=True)):
+        left_edge = number * (width + GAP)
+        both.paste(picture, (left_edge, 0))
+        timed = f", {made[way].step_seconds:.3f} s a step" if gpu else ""
+        draw.text((left_edge + 8, height + 6), captions[number] + timed, fill="black", font=font)
+    both.save(file)
+    return int(difference.max()), float((difference > 0).mean())
 
 
-def table(rows):
-    width = max(len(label) for label, _ in rows)
-    for label, value in rows:
-        say(f"  {label:<{width}}  {value}")
+def checks(made, compiled, after, output, gpu, tiny):
+    """(what must hold, whether it does, what was found)."""
+    relative = latent_difference(output, made[OURS].latents, made[UNCOMPILED].latents)
+    graphs, added = total(compiled, "graphs"), total(after, "graphs") - total(compiled, "graphs")
+    breaks, failures = total(after, "graph_breaks"), [f for model in after for f in model["failures"]]
+    classes = ", ".join(f"{c['blocks']} {c['class']}" for model in after for c in model["classes"])
+    yield "blocks are compiled", graphs > 0, f"{total(after, 'blocks')} ({classes}), {graphs} graphs"
+    yield "no block failed", not failures, "; ".join(f"{f['block']}: {f['message']}" for f in failures)
+    yield "no graph breaks", not breaks or not tiny, breaks
+    yield "nothing is compiled again, at either size", not added, added
+    allowed = TOLERANCE_CPU if not gpu else TOLERANCE_GPU if tiny else TOLERANCE_OWN_MODEL
+    yield "same latents", relative <= allowed, f"relative difference {relative:.1g}, {allowed:g} allowed"
+    if tiny:
+        from . import lighthouse
+
+        distances = [lighthouse.distance_from_scene(load_latent(output / name)) for name in made[OURS].latents]
+        yield "the picture is the lighthouse", max(distances) < NEAR_THE_SCENE, f"mean distance {max(distances):.3f}"
 
 
-def compare(server):
-    shipped = prompts.shrink(prompts.to_api(prompts.load(), server.get("/object_info")), SIZE, SIZE, STEPS)
-    say(f"{prompts.SHIPPED.relative_to(ROOT)} with tiny models, {SIZE}x{SIZE}, {STEPS} steps, seeds {SEEDS}")
-    say("1/3 without Torch Compile Kit")
-    eager = sample(server, prompts.without_kit(shipped), "eager")
-    say("2/3 Torch Compile and Torch Compile Warmup")
-    queue(server, prompts.only_warmup(shipped))
-    warm = server.get("/torch-compile-kit/report")
-    say("3/3 the same images, compiled")
-    compiled = sample(server, shipped, "compiled")
-    return eager, compiled, warm, server.get("/torch-compile-kit/report")
+def show(made, compiled, after, output, folder, gpu, tiny):
+    """Print what came out; the checks that failed."""
+    say("\nThe wait, from the start of a prompt to the saved image:\n")
+    for line in bars(made):
+        say(line)
+    before, now = made[UNCOMPILED].step_seconds, made[OURS].step_seconds
+    if gpu:
+        say(f"\nA step: {before:.3f} s uncompiled, {now:.3f} s compiled, {before / now:.2f} times as fast.")
+    else:
+        say("\nOn a CPU no speed is to be gained: this shows how long one waits, and that nothing breaks.")
+    file = folder / "uncompiled-and-compiled.png"
+    largest, share = side_by_side(output, made, file, gpu)
+    say(f"\nThe picture, uncompiled and compiled: {file}")
+    say(f"  their largest difference is {largest} of 255, in {share:.3%} of the values\n")
+    failed = []
+    for what, holds, found in checks(made, compiled, after, output, gpu, tiny):
+        say(f"  {'ok' if holds else 'FAILED':<7}{what}{f': {found}' if found != '' else ''}")
+        failed += [] if holds else [what]
+    return failed
 
 
-def judge(eager, compiled, warm, after, output, gpu):
-    """Print the table; return what is wrong with it."""
-    absolute, relative = largest_difference(output, compiled.latents, eager.latents)
-    added = total(after, "graphs") - total(warm, "graphs")
-    classes = ", ".join(f"{c['blocks']} {c['class']}" for model in after["models"] for c in model["classes"])
-    say("")
-    table(
-        [
-            ("blocks compiled", f"{total(warm, 'blocks')} ({classes})"),
-            ("graphs", total(warm, "graphs")),
-            ("graph breaks", total(after, "graph_breaks")),
-            ("compile seconds", f"{total(warm, 'compile_seconds'):.1f}"),
-            ("seconds per step, eager", f"{eager.seconds_per_step:.3f}"),
-            (
-                "seconds per step, compiled",
-                f"{compiled.seconds_per_step:.3f} ({eager.seconds_per_step / compiled.seconds_per_step:.2f}x)",
-            ),
-            ("graphs added while sampling", added),
-            ("largest latent difference", f"{absolute:.2g} ({relative:.2g} relative, {TOLERANCE[gpu]:g} allowed)"),
-        ]
-    )
-    say("  (seconds per step: the shortest time between two progress events of the sampler)\n")
-    problems = [f"{f['block']}: {f['message']}" for model in after["models"] for f in model["failures"]]
-    if not total(warm, "graphs"):
-        problems.append("nothing was compiled")
-    if added:
-        problems.append(f"{added} graphs were compiled while sampling, after the warmup")
-    if not relative <= TOLERANCE[gpu]:
-        problems.append("the compiled latents differ from the eager ones by more than is allowed")
-    return problems
-
-
-def main(folder):
-    """Run the demo; its images end up in `folder`. Returns an exit code."""
-    folder, gpu = Path(folder), inprocess.has_gpu()
+def main(folder, options):
+    """Run the demo; its picture ends up in `folder`. Returns an exit code."""
+    folder, gpu, began = Path(folder), inprocess.has_gpu(), time.monotonic()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     with tempfile.TemporaryDirectory(prefix="torch-compile-kit-demo-", ignore_cleanup_errors=True) as base:
         try:
-            say(f"writing tiny models, starting ComfyUI on the {'GPU' if gpu else 'CPU'}")
             inprocess.enter_host(base)
-            inprocess.write_models(base, ["flux", "clip_l", "flux_vae"])
-            # An inductor cache of its own, so that the compile seconds are those of a first run.
+            job, arguments = checkpoint_job(base, options) if options.checkpoint else tiny_job(base)
+            what = options.checkpoint or "a tiny Flux that has learned one picture"
+            say(f"{what}, {job.size[0]}x{job.size[1]}, then {job.other_size[0]}x{job.other_size[1]}, {job.steps} steps")
+            say(f"  starting ComfyUI on the {'GPU' if gpu else 'CPU'}")
+            # An inductor cache of its own, so that waits are those of a first run.
             cache = {"TORCHINDUCTOR_CACHE_DIR": str(Path(base) / "inductor")}
-            with Server(inprocess.host_folder(), base, gpu, environment=cache) as server:
-                runs = compare(server)
-            output = Path(base) / "output"
-            problems = judge(*runs, output, gpu)
-            for name, run in zip(("eager", "compiled"), runs, strict=False):
-                shutil.copy(output / run.images[0], folder / f"{name}.png")
-            say(f"images: {folder / 'eager.png'}\n        {folder / 'compiled.png'}")
+            with Server(inprocess.host_folder(), base, gpu, arguments=arguments, environment=cache) as server:
+                made, compiled, after = run(server, job)
+            problems = show(made, compiled, after, Path(base) / "output", folder, gpu, not options.checkpoint)
         except (DemoError, PromptRejectedError, ServerError, ValueError, OSError) as error:
             problems = [str(error)]
         if problems and (Path(base) / "server.log").exists():
@@ -156,4 +334,7 @@ def main(folder):
             problems.append(f"the server's log: {folder / 'server.log'}")
     for problem in problems:
         print(f"FAILED: {problem}", file=sys.stderr)
-    return 1 if problems else 0
+    if problems:
+        return 1
+    say(f"\nAll checks passed, in {time.monotonic() - began:.0f} s.")
+    return 0

@@ -1,0 +1,159 @@
+"""The demo: what it checks, its picture, a whole run. And what `dev.py serve` offers."""
+
+import argparse
+import copy
+import subprocess
+import sys
+
+import pytest
+from support import ROOT
+
+from devtools import demo
+
+# As /torch-compile-kit/report tells it.
+REPORT = [
+    {
+        "graphs": 2,
+        "blocks": 4,
+        "graph_breaks": 0,
+        "failures": [],
+        "classes": [
+            {"class": "DoubleStreamBlock", "blocks": 2, "graphs": 1},
+            {"class": "SingleStreamBlock", "blocks": 2, "graphs": 1},
+        ],
+    }
+]
+
+
+@pytest.fixture
+def made(tmp_path):
+    """What two ways of running left in an output folder: equal latents and pictures."""
+    import safetensors.torch
+    import torch
+    from PIL import Image
+
+    ways = {}
+    for way in (demo.UNCOMPILED, demo.OURS):
+        safetensors.torch.save_file({"latent_tensor": torch.ones(1, 16, 4, 4)}, str(tmp_path / f"{way}.latent"))
+        Image.new("RGB", (64, 64), (10, 200, 30)).save(tmp_path / f"{way}.png")
+        seconds = {words: 2.0 for words, *_ in demo.WAITS}
+        ways[way] = demo.Images(seconds, [f"{way}.latent"], [f"{way}.png"], 0.5)
+    return {**ways, demo.CORE: demo.Images({"first image": 20.0})}
+
+
+def failed(made, compiled, after, folder):
+    return [what for what, holds, _ in demo.checks(made, compiled, after, folder, gpu=False, tiny=False) if not holds]
+
+
+def test_every_check_can_fail(made, tmp_path):
+    import safetensors.torch
+    import torch
+
+    assert failed(made, REPORT, REPORT, tmp_path) == []
+    more = copy.deepcopy(REPORT)
+    more[0]["graphs"] = 3
+    assert failed(made, REPORT, more, tmp_path) == ["nothing is compiled again, at either size"]
+    nothing = copy.deepcopy(REPORT)
+    nothing[0]["graphs"] = 0
+    assert failed(made, nothing, nothing, tmp_path) == ["blocks are compiled"]
+    broken = copy.deepcopy(REPORT)
+    broken[0]["failures"] = [{"block": "double_blocks.0", "message": "no compiler"}]
+    assert failed(made, REPORT, broken, tmp_path) == ["no block failed"]
+    latents = torch.ones(1, 16, 4, 4)
+    latents[0, 0, 0, 0] = 1.5
+    safetensors.torch.save_file({"latent_tensor": latents}, str(tmp_path / f"{demo.OURS}.latent"))
+    assert failed(made, REPORT, REPORT, tmp_path) == ["same latents"]
+
+
+def test_bars_are_as_long_as_the_waits_and_say_what_failed(made):
+    lines = list(demo.bars(made))
+    lengths = {line.split()[0]: line.count("█") + line.count("#") for line in lines[1:4]}
+    assert lengths == {"uncompiled": demo.BAR // 10, "Torch": demo.BAR // 10, "core's": demo.BAR}
+    assert lines[3].endswith("20.0 s") and lines[7].endswith("failed")
+
+
+def test_the_picture_shows_both_and_their_largest_difference(made, tmp_path):
+    from PIL import Image
+
+    picture = Image.open(tmp_path / f"{demo.OURS}.png")
+    picture.putpixel((5, 5), (10, 197, 30))
+    picture.save(tmp_path / f"{demo.OURS}.png")
+    largest, share = demo.side_by_side(tmp_path, made, tmp_path / "both.png", gpu=True)
+    assert (largest, share) == (3, pytest.approx(1 / (64 * 64 * 3)))
+    both = Image.open(tmp_path / "both.png")
+    assert both.size == (2 * 64 + demo.GAP, 64 + demo.CAPTION)
+    assert both.getpixel((5, 5)) == (10, 200, 30) and both.getpixel((64 + demo.GAP + 5, 5)) == (10, 197, 30)
+
+
+def test_a_failure_is_a_line_and_a_status(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(demo.inprocess, "enter_host", lambda base: None)  # a process enters it once
+    missing = tmp_path / "none.safetensors"
+    assert demo.main(tmp_path / "out", argparse.Namespace(checkpoint=str(missing))) == 1
+    said = capsys.readouterr()
+    assert said.err == f"FAILED: --checkpoint: there is no file {missing}\n" and "All checks passed" not in said.out
+
+
+@pytest.mark.host
+def test_the_tiny_flux_draws_the_lighthouse_at_both_sizes(pack, tmp_path):
+    import comfy.sample
+    import comfy.sd
+    import torch
+
+    from devtools import lighthouse
+
+    assert lighthouse.WEIGHTS.stat().st_size <= 4_000_000
+    lighthouse.write(tmp_path)
+    model = comfy.sd.load_diffusion_model(str(tmp_path / "diffusion_models" / lighthouse.WEIGHTS.name))
+    prompt = [[torch.eye(lighthouse.TOKENS)[None], {"pooled_output": None}]]
+    for width in (lighthouse.WIDTH, lighthouse.NARROW):
+        latent = torch.zeros(1, lighthouse.CHANNELS, lighthouse.HEIGHT // 8, width // 8)
+        noise = comfy.sample.prepare_noise(latent, 4)
+        drawn = comfy.sample.sample(model, noise, 8, 1.0, "euler", "simple", prompt, prompt, latent, seed=4)
+        assert lighthouse.distance_from_scene(drawn) < demo.NEAR_THE_SCENE
+        assert lighthouse.distance_from_scene(noise / lighthouse.SCALE + lighthouse.SHIFT) > 10 * demo.NEAR_THE_SCENE
+
+
+@pytest.mark.host
+def test_the_decoder_paints_shapes_with_their_colours(pack):
+    import comfy.sd
+
+    from devtools import lighthouse
+
+    vae = comfy.sd.VAE(sd=lighthouse.decoder())
+    latent = lighthouse.scene()[..., 8:60, 16:60] / lighthouse.SCALE + lighthouse.SHIFT
+    picture = vae.decode(latent)[0]
+    y, x = 8 * 8, 16 * 8
+    colours = {"roof": (90, 190), "lantern": (130, 190), "gallery": (156, 180), "moon": (196, 456)}
+    for shape, (row, column) in colours.items():
+        assert picture[row - y, column - x].tolist() == pytest.approx(lighthouse.PAINT[shape], abs=0.01), shape
+
+
+@pytest.mark.rest
+def test_the_demo_ends_with_all_checks_passed(tmp_path):
+    call = f"demo.main({str(tmp_path / 'out')!r}, argparse.Namespace(checkpoint=None))"
+    code = f"import argparse; from devtools import demo; raise SystemExit({call})"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.stdout.splitlines()[-1].startswith("All checks passed") and "no speed is to be gained" in result.stdout
+    assert (tmp_path / "out" / "uncompiled-and-compiled.png").is_file()
+
+
+@pytest.mark.host
+@pytest.mark.rest
+def test_the_host_loads_what_serve_offers(pack, tiny, tmp_path):
+    import comfy.controlnet
+    import comfy.sd
+    import comfy.utils
+    import torch
+
+    from devtools import inprocess, prompts
+
+    files = inprocess.write_models(tmp_path, list(prompts.MORE_FILES))
+    model, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(str(files["checkpoint"]))
+    assert isinstance(model.model.model_config, comfy.supported_models.SD15)
+    assert clip.encode_from_tokens_scheduled(clip.tokenize("a lighthouse"))[0][0].shape == (1, 77, 768)
+    assert vae.decode(torch.zeros(1, 4, 8, 8)).shape == (1, 64, 64, 3)
+    lora = comfy.utils.load_torch_file(str(files["lora"]))
+    patched, _ = comfy.sd.load_lora_for_models(tiny.build_patcher("flux"), None, lora, 1.0, 1.0)
+    assert len(patched.patches) == tiny.FLUX["depth"]
+    assert isinstance(comfy.controlnet.load_controlnet(str(files["controlnet"])), comfy.controlnet.ControlNet)
