@@ -228,7 +228,7 @@ class TracedGraph:
         wait_until_prepared()
         job = self._job
         assert job is not None
-        shared = sharing(owner.folder[0], may_wait=not job.awaited)
+        shared = sharing(owner.folder[0], may_wait=not (job.awaited or compiler.awaited))
         try:
             with _lowering_lock, lowering_scope(owner.folder) as spent, shared:
                 code, holds = lowering.run(self._sizes_at)

@@ -217,6 +217,18 @@ def test_a_graph_that_waits_for_another_worker_is_compiled_when_a_call_waits_for
     assert compiled.graphs == 1
 
 
+def test_a_graph_that_waits_for_another_worker_is_compiled_when_sampling_waits_for_all_graphs(
+    elsewhere, shared, worker, engine
+):
+    runs, compiler = worker("two"), engine("background.thread").compiler
+    with torch.inference_mode(), Compiled() as compiled:
+        runs(X)
+        wait_until(lambda: shared._Configured.cache.waiting_since, "it waits")
+        assert compiler.have_awaited() and compiler.wait(20) and compiled.graphs == 1
+        result, uncompiled = runs(X)
+        assert not uncompiled and torch.equal(result, runs.net(X))
+
+
 def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, shared, worker, tmp_path):
     (claim,) = (tmp_path / "volume").glob("*.claim")
     os.utime(claim, (time.time() - shared.CLAIM_SECONDS - 1,) * 2)
@@ -454,25 +466,30 @@ def test_a_folder_that_hangs_costs_no_image(configure, shared, worker, tmp_path,
         file.unlink()
         os.mkfifo(file)
     configure(None)
-    cache, is_over = configure(tmp_path / "volume"), threading.Event()
+    cache, answers, is_over = configure(tmp_path / "volume"), threading.Event(), threading.Event()
 
-    def write_to_all():
-        is_over.set()
-        for file in files:
-            with contextlib.suppress(OSError):  # nobody reads it
-                os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+    def answer():
+        is_over.wait(15)  # else the test, without a limit, would not end
+        answers.set()
+        while any(thread.name.startswith("torch-compile-kit") for thread in threading.enumerate()):
+            for file in files:
+                with contextlib.suppress(OSError):  # nobody reads it
+                    os.close(os.open(file, os.O_WRONLY | os.O_NONBLOCK))
+            time.sleep(0.05)
 
-    late = threading.Timer(30, write_to_all)
-    late.start()
+    volume = threading.Thread(target=answer)
+    volume.start()
     try:
-        assert images(worker("two")).graphs == 1 and not is_over.is_set()
-        monkeypatch.setattr(shared, "OFF_SECONDS", 0.0)
+        assert images(worker("two")).graphs == 1 and not answers.is_set()
+        cache._off_until = 0.0  # a minute later
+        os.mkfifo(cache._store._file(NAME))
+        files.append(cache._store._file(NAME))
         threads = threading.active_count()
         assert cache.get(NAME) is None and threading.active_count() == threads
         assert caplog.text.count("does not answer") == 1
     finally:
-        late.cancel()
-        write_to_all()
+        is_over.set()
+        volume.join()
 
 
 # What the user sets.
