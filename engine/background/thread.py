@@ -50,6 +50,7 @@ class Job:
         on_error: called on the worker with the error of an attempt; whether to try again at once.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
+        is_queued: was queued once, and may be over.
         due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
     """
 
@@ -59,6 +60,7 @@ class Job:
     on_error: Callable[[Exception], bool] = lambda _error: False
     awaited: bool = False
     error: BaseException | None = None
+    is_queued: bool = False
     over: bool = False
     attempts: int = 0
     due: float = 0.0
@@ -78,12 +80,17 @@ class Compiler:
     _jobs: collections.deque[Job] = field(default_factory=collections.deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _is_stopped: bool = False
     _interval: float = 0.0
 
     def submit(self, job: Job) -> None:
-        """Queue a job, once. If no thread can be started, the job is over."""
+        """Queue a job, once. If no thread can be started, or the process ends, the job is over."""
         with self._changed:
-            if job.attempts or job.over or job in self._jobs:
+            if job.is_queued:
+                return
+            job.is_queued = True
+            if self._is_stopped:
+                job.over = True
                 return
             self._jobs.append(job)
             self._changed.notify_all()
@@ -142,6 +149,7 @@ class Compiler:
     def stop(self) -> None:
         """At exit: a thread inside PyTorch would abort the process."""
         with self._changed:
+            self._is_stopped = True
             for job in self._jobs:
                 job.over = True
             self._jobs.clear()
@@ -193,7 +201,7 @@ class Compiler:
         except BaseException as error:  # raised on the thread that waits; this thread must go on for others
             job.error = error
         with self._changed:
-            if retries:
+            if retries and not self._is_stopped:
                 job.due = time.monotonic() + (0.0 if at_once else RETRY_SECONDS)
                 self._jobs.append(job)
             else:

@@ -91,6 +91,44 @@ def test_short_of_memory_it_is_tried_again_after_the_others(queue, monkeypatch):
     assert queue.compiler.wait(60) and done == ["short", "other", "short", "short"] and tried.error is None
 
 
+def test_a_postponed_job_that_is_submitted_once_more_is_queued_once(queue, monkeypatch):
+    """The graph runs again, in another call, while the worker is about to postpone its job."""
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
+    attempts = []
+
+    def action():
+        attempts.append(1)
+        if len(attempts) == 1:
+            postponed.attempts -= 1  # as `TracedGraph.lower` does: another worker compiles the graph
+            queue.compiler.submit(postponed)
+            raise queue.Postponed
+
+    postponed = job(queue, action)
+    queue.compiler.submit(postponed)
+    assert queue.compiler.wait(60) and postponed.over and len(attempts) == 2
+
+
+def test_nothing_is_queued_when_the_process_ends(engine, queue, monkeypatch):
+    monkeypatch.setattr(queue, "gate", engine("background.gate").Gate())
+    monkeypatch.setattr(queue, "EXIT_SECONDS", 0.0)
+    monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
+    compiler, begun, ends, attempts = queue.Compiler(), threading.Event(), threading.Event(), []
+
+    def action():
+        begun.set()
+        attempts.append(ends.wait(60))
+        raise queue.Postponed
+
+    running, late = job(queue, action), job(queue, lambda: attempts.append("late"))
+    compiler.submit(running)
+    assert begun.wait(60)
+    compiler.stop()
+    ends.set()
+    compiler.submit(late)
+    compiler.finish(late, lambda: None)
+    assert compiler.wait(60) and running.over and late.over and attempts == [True]
+
+
 def test_who_waits_is_told_at_once_that_memory_is_short(queue):
     def short():
         raise torch.OutOfMemoryError("no memory")
