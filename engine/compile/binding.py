@@ -78,9 +78,9 @@ class Binding:
             effort = next((run.effort for run in runs.values()), None)  # one for all
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
-            self.call.over()
             if self._weights is not None:
-                self._weights.drop()
+                self._weights.drop()  # before the worker asks for room
+            self.call.over()
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:

@@ -1,10 +1,11 @@
 """Two runs that wait for what the process does before its first compilation."""
 
 import threading
+import types
 
 import pytest
 import torch
-from support import Block, CompiledNet, Net
+from support import Block, CompiledNet, Net, compile_settings
 from torch import nn
 
 
@@ -57,6 +58,17 @@ class _TwoKinds(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+def test_weights_are_dropped_before_the_worker_asks_for_room(engine):
+    done = []
+    weights = types.SimpleNamespace(of_block={}, drop=lambda: done.append("weights dropped"))
+    call = engine("background.model_call").ModelCall(synchronous=False)
+    call.when_over.append(lambda: done.append("job queued"))
+    net = Net()
+    with engine("compile.binding").Binding(net, compile_settings(engine), call, lambda _blocks: weights).bound():
+        net(torch.zeros(2, 8))
+    assert done == ["weights dropped", "job queued"]
 
 
 def test_no_graph_is_lowered_while_the_call_may_trace_another(engine, monkeypatch):
