@@ -108,7 +108,7 @@ class BlockGroup:
                 OptionsFilter.write_back(all_options, options)
             counted = patches or (all_options and self.filter_options.is_whole)
             if counted and group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
-                if patches not in self._outside and self.filter_options.may_move(all_options):
+                if patches not in self._outside and self.filter_options.moves(all_options, patches):
                     self._outside.add(patches)
                     group.code.discard()
                 else:

@@ -226,9 +226,9 @@ class OptionsFilter:
             call_outside(moved, kept, options)
         return kept, names
 
-    def may_move(self, options: dict) -> bool:
-        """Whether some patch of `options` may be called outside of the graphs."""
-        return self.may_break and (OVERRIDE in options or bool(_replacements_for(options)))
+    def moves(self, options: dict, names: tuple[str, ...]) -> bool:
+        """Whether some patch of `options`, whose patches have these names, can be called outside of the graphs."""
+        return HOLDER in self(options, {names})[0]
 
     @staticmethod
     def write_back(original: dict, filtered: Mapping) -> None:

@@ -7,6 +7,7 @@ import torch
 from patch_kinds import options
 from patching import Runs, patched, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
+from torch.nn.attention import SDPBackend
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -85,6 +86,24 @@ def test_a_patch_that_differs_every_time_runs_eager_and_is_named(runs, engine, m
     graphs = flux.graphs
     flux.check(options.patched_with(options.flux_inputs, "attn1_patch"))
     assert flux.graphs == graphs + 1, "other patches are compiled as ever"
+
+
+def test_where_no_patch_can_be_called_outside_of_the_graphs_nothing_is_traced_again_for_it(runs, engine):
+    """Patches in lists cannot, and the attention that this pack has chosen is none."""
+    flux = runs("flux", cfg=1.0, steps=4)
+
+    def add(m):
+        m.set_model_attn1_output_patch(options.Relabelled())
+        ours = engine("inductor.attention_kernels").override_with([SDPBackend.MATH])
+        options.overridden(ours)(m)
+
+    expected = flux.run(patched(flux.patcher, add))
+    compiled = flux.attach(flux.patcher, only_blocks="single_blocks.*", compile_when="in background")
+    flux.run(compiled)
+    assert engine("background.thread").compiler.wait(120)
+    graphs = flux.graphs
+    same(flux.run(patched(compiled, add)), expected)
+    assert flux.graphs - graphs == 5 and flux.failures
 
 
 @pytest.mark.rest
