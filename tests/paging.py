@@ -21,6 +21,7 @@ class Pages:
         import comfy.memory_management as memory
 
         self.memory: dict[str, torch.Tensor] = {}
+        self._signatures: dict[str, int] = {}  # of what is in memory; an `id` could be that of a page taken away before
         self.resident: set[str] = set()
         self.pinned = 0
         self.faults = 0
@@ -66,8 +67,9 @@ class Pages:
         for name in names:
             if name not in self.memory:
                 self.memory[name] = torch.full((self.places[name][1],), 255, dtype=torch.uint8)
+                self._signatures[name] = self.faults
         self.pinned += len(names)
-        return [id(self.memory[name]) for name in names]
+        return [self._signatures[name] for name in names]
 
     def unpin(self, allocation):
         self.pinned -= len(self.within(allocation))

@@ -35,6 +35,16 @@ class Outer(Block):
         return self.scaled(super().forward(x) + self.more(x))
 
 
+def made(factor, offset):
+    """A layer of a class that is made for it, with numbers in the default values of its method."""
+
+    class Made(nn.Module):
+        def forward(self, x, factor=factor, *, offset=offset):
+            return x * factor + offset
+
+    return Made()
+
+
 @pytest.fixture(params=["in the background", "at once"])
 def check(engine, request):
     """A function: the code that is there after a call gives what eager does; the number of graphs."""
@@ -177,3 +187,11 @@ def test_a_model_is_freed_whose_classes_know_it(engine):
     del net, step
     gc.collect()
     assert gone() is None
+
+
+def test_classes_of_a_factory_whose_methods_have_other_default_values_stay_apart(check):
+    net = Net(Outer)
+    for block, numbers in zip(net.blocks, [(1.5, 0.0), (2.5, 0.0), (1.5, 1.0)], strict=True):
+        block.more = made(*numbers)
+    check(net)
+    assert [block.more(torch.ones(())).item() for block in net.blocks] == [1.5, 2.5, 2.5]

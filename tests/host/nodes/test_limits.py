@@ -178,6 +178,18 @@ def test_blocks_that_run_another_nodes_code_are_counted(limited):
     assert "1 blocks run code of another node: wrapping (test_limits.py). Bypass it to have them compiled." in said
 
 
+def test_code_without_a_module_is_named(limited):
+    """As `exec` makes it from the text of a node."""
+    runs, namespace = limited(), {}
+    exec("def scaled(self, *args, **kwargs):\n    return args[0]", namespace)  # noqa: S102
+    block = runs.patcher.model.diffusion_model.double_blocks[0]
+    block.forward = namespace["scaled"].__get__(block)
+    try:
+        assert "1 blocks run code of another node: scaled (?)" in "\n".join(runs.said({"products": 1.0}))
+    finally:
+        del block.forward
+
+
 def test_what_was_found_goes_with_the_model(limited, engine):
     runs = limited()
     runs.limits(steps=1)

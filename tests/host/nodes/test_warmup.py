@@ -1,5 +1,7 @@
 """What a warmup covers, and what it does not run again. The backend traces only: graphs are counted, not timed."""
 
+import copy
+
 import pytest
 import torch
 import zoo
@@ -214,6 +216,16 @@ def test_a_third_length_of_the_prompt_is_not_run_again(warming):
         assert runs.warm(*sizes, **runs.prompts(*pair)).count(SKIPPED) == len(sizes) and not calls
     assert SKIPPED not in runs.warm((64, 96), **runs.prompts(41, 25)) and calls, "another size"
     assert runs.sampled(**runs.prompts(300, 7)) == 0
+
+
+def test_the_same_length_again_settles_nothing(warming):
+    """It is run again where a layer was exchanged for an equal one, with the code that is there."""
+    runs = warming()
+    runs.warm(**runs.prompts(24, 7))
+    graphs, block = runs.graphs, runs.patcher.model.diffusion_model.single_blocks[0]
+    block.linear2 = copy.deepcopy(block.linear2)
+    assert SKIPPED not in runs.warm(**runs.prompts(24, 7)) and runs.graphs == graphs
+    assert SKIPPED not in runs.warm(**runs.prompts(41, 7))
 
 
 def test_lengths_of_a_negative_that_is_not_sampled_settle_nothing(warming):
