@@ -10,12 +10,16 @@ LANGUAGES = ("ja", "zh")
 
 
 def outline(page):
-    """What a translation of a help page must have in common with it: headings, tables, code, links, inputs by name."""
+    """What a translation of a help page must have in common with it: headings, what is folded, code, links, inputs by name."""
     lines = page.splitlines()
     return {
         "headings": [re.match("#+", line)[0] for line in lines if line.startswith("#")],
-        "rows": [line.count(" |") for line in lines if line.startswith("|")],
-        "named": [re.findall(r"\*\*(\w+)\*\*", line.split("|")[1]) for line in lines if line.startswith("| **")],
+        "named": [
+            re.findall(r"\w+", re.sub(r"[(\uff08].*?[)\uff09]", "", line), re.ASCII)
+            for line in lines
+            if re.match(r"### \w", line, re.ASCII)
+        ],
+        "folded": page.count("<details>"),
         "lists": sum(line.startswith("- ") for line in lines),
         "code": Counter(re.findall(r"`[^`]+`", page)),
         "links": re.findall(r"\]\((\S+?)\)", page),
@@ -27,7 +31,7 @@ def differences(page, translated):
     here, there = outline(page), outline(translated)
     lines = [f"{part}: English has {here[part]}, the translation {there[part]}" for part in here if here[part] != there[part]]
     same = set(translated.splitlines()[1:]) & set(page.splitlines())  # the title may be a product name
-    return lines + [f"is English: {line}" for line in sorted(same) if not re.fullmatch(r"[|\- ]*", line)]
+    return lines + [f"is English: {line}" for line in sorted(same) if not re.fullmatch(r"(### [\w, ]+|</details>)?", line)]
 
 
 def check(nodes, folder=FOLDER):
@@ -41,6 +45,8 @@ def check(nodes, folder=FOLDER):
     lines = [f"{name}: is missing" for name in sorted(wanted - found)]
     lines += [f"{name}: there is no such node or language" for name in sorted(found - wanted)]
     for name in sorted(wanted & found):
+        if re.search(r"^\|", (folder / name).read_text(encoding="utf-8"), re.MULTILINE):
+            lines.append(f"{name}: has a table, and the page shows it 282 pixels wide")
         node, _, translated = name.removesuffix(".md").partition("/")
         if translated and f"{node}.md" in found:
             texts = [(folder / file).read_text(encoding="utf-8") for file in (f"{node}.md", name)]
