@@ -29,7 +29,7 @@ def keys_said(code, function="say"):
 def keys_of_scripts(root=ROOT):
     scripts = "\n".join(file.read_text(encoding="utf-8") for file in (root / "js").glob("*.js"))
     lines = keys_said(code_of_reports(root), "told")  # which the page says
-    return keys_said(scripts) | lines | set(re.findall(r'TorchCompileKit\w+: "(\w+)"', scripts))
+    return keys_said(scripts) | lines
 
 
 def code_of_reports(root=ROOT):

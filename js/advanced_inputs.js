@@ -1,6 +1,7 @@
 // Advanced inputs in the classic renderer, which takes no notice of the option: hidden until the node's menu shows them.
 import { app } from "/scripts/app.js";
 import { nodesOf, rootGraph } from "./graph.js";
+import { say } from "./words.js";
 
 const ours = (node) => node.comfyClass?.startsWith("TorchCompileKit");
 const advanced = (node) => (node.widgets ?? []).filter((widget) => widget.options?.advanced);
@@ -8,8 +9,20 @@ const isClassic = () => !globalThis.LiteGraph?.vueNodesMode; // Nodes 2.0 has a 
 
 function arrange(node, fit) {
   for (const widget of advanced(node)) widget.hidden = isClassic() && !node.torchCompileKitShowsAll;
-  if (fit && isClassic()) node.setSize([node.size[0], node.computeSize()[1]]);
+  if (fit) node.setSize([node.size[0], node.computeSize()[1]]);
   app.canvas?.setDirty(true, true);
+}
+
+// Nodes 2.0 hides them by itself, and ComfyUI leaves room for them all the same, also where a workflow is loaded.
+function leaveNoRoom(node) {
+  const compute = node.computeSize;
+  node.computeSize = function () {
+    const shown = isClassic() || this.showAdvanced ? [] : advanced(this).filter((widget) => !widget.hidden);
+    for (const widget of shown) widget.hidden = true;
+    const size = compute.apply(this, arguments);
+    for (const widget of shown) widget.hidden = false;
+    return size;
+  };
 }
 
 app.registerExtension({
@@ -22,12 +35,13 @@ app.registerExtension({
 
   nodeCreated(node) {
     if (!ours(node) || !advanced(node).length) return;
+    leaveNoRoom(node);
     arrange(node, true);
     const menu = node.getExtraMenuOptions;
     node.getExtraMenuOptions = function () {
       const more = menu?.apply(this, arguments) ?? [];
       if (!isClassic()) return more;
-      const content = this.torchCompileKitShowsAll ? "Hide advanced inputs" : "Show advanced inputs";
+      const content = this.torchCompileKitShowsAll ? say("hideAdvanced") : say("showAdvanced");
       return [{ content, callback: () => { this.torchCompileKitShowsAll = !this.torchCompileKitShowsAll; arrange(this, true); } }, ...more];
     };
   },

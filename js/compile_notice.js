@@ -1,4 +1,4 @@
-// Tells the user when a run had to compile something, and what would have avoided it: until it is closed or a warmup has run.
+// Tells the user when a run had to wait for compiling, and what would have avoided that.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
@@ -15,7 +15,7 @@ app.registerExtension({
     const { toast } = app.extensionManager;
 
     api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size, workflow } }) => {
-      const notice = { severity: "warn", summary: `Torch Compile Kit: ${model}`, detail: text };
+      const notice = { severity: "info", summary: `Torch Compile Kit: ${model}`, detail: text, life: 10_000 };
       if (shown.has(model)) toast.remove(shown.get(model));
       shown.set(model, notice);
       if (showsNotices()) toast.add(notice);

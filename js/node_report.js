@@ -15,30 +15,21 @@ const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 440;
 const WIDGET = "torch_compile_kit_report";
-// Node id: the key of what stands there before the first run.
-const PLACEHOLDERS = {
-  TorchCompileKitModel: "emptyModel",
-  TorchCompileKitWarmup: "emptyWarmup",
-  TorchCompileKitBenchmark: "emptyBenchmark",
-  TorchCompileKitSaveCache: "emptySave",
-  TorchCompileKitLoadCache: "emptyLoad",
-  TorchCompileKitVAEChannelsLast: "emptyVae",
-  TorchCompileKitFixKeys: "emptyRepair",
-  TorchCompileKitControlNet: "emptyControl",
-  TorchCompileKitBlockSwap: "emptySwap",
-};
+const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
+const isOurs = (node) => OURS.includes(node?.comfyClass);
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 400; // pixels of text; more is scrolled
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, TorchCompileKitFixKeys: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
-export const COLORS = { compiling: "#e0b040", ready: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
+// Green is faster and nothing else.
+export const COLORS = { compiling: "#e0b040", ready: "#a0a0a0", faster: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
 
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
-  text.textContent = say(PLACEHOLDERS[node.comfyClass]);
+  text.textContent = say("statusHere");
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
     getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? 110,
@@ -97,7 +88,7 @@ function adding(node, size) {
   return button;
 }
 
-const textOf = (node) => node.torchCompileKitText ?? say(PLACEHOLDERS[node.comfyClass]);
+const textOf = (node) => node.torchCompileKitText ?? say("statusHere");
 
 // A size that was compiled outside the warmup, to be added to it; none: no longer.
 export function offer(node, size) {
@@ -131,7 +122,7 @@ export function warn(node, lines) {
 const running = new Set();
 
 function begin(node) {
-  if (!(node?.comfyClass in PLACEHOLDERS) || hasLine(node)) return;
+  if (!isOurs(node) || hasLine(node)) return;
   running.add(node);
   show(node, say("running"));
 }
@@ -153,7 +144,7 @@ function draw(node) {
   if (node.mode) delete node.torchCompileKitLine; // bypassed or muted: it does nothing
   const { state, says, seconds, began } = node.torchCompileKitLine ?? {};
   const passed = seconds == null ? [] : [Math.floor((Date.now() - began) / 1000)];
-  show(node, state ? inWords([...says, ...passed]) : say(PLACEHOLDERS[node.comfyClass]));
+  show(node, state ? inWords([...says, ...passed]) : say("statusHere"));
   reportWidget(node).element.style.color = COLORS[state] ?? "";
 }
 
@@ -198,7 +189,7 @@ app.registerExtension({
   afterConfigureGraph: ask,
 
   nodeCreated(node) {
-    if (!(node.comfyClass in PLACEHOLDERS)) return;
+    if (!isOurs(node)) return;
     reportWidget(node).serialize = false;
     const least = WIDTHS[node.comfyClass];
     if (least) node.setSize([Math.max(node.size[0], least), node.size[1]]);

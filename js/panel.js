@@ -7,6 +7,7 @@ import { say, wordsLoaded } from "./words.js";
 const EVERY = 2000; // milliseconds
 const STYLE = `
   .torch-compile-kit { padding: 12px; font-size: 13px; line-height: 1.5; overflow: auto; height: 100%; user-select: text; }
+  .torch-compile-kit h2 { margin: 0 0 4px; font-size: 16px; }
   .torch-compile-kit h3 { margin: 12px 0 4px; font-size: 14px; }
   .torch-compile-kit .model { border: 1px solid var(--border-color, #555); border-radius: 6px; padding: 8px; margin: 6px 0; }
   .torch-compile-kit .quiet { opacity: 0.7; overflow-wrap: anywhere; }
@@ -56,9 +57,11 @@ function button(text, press) {
 }
 
 function state(model) {
-  if (model.being_compiled.length) return ["compiling", say("compiling", model.being_compiled.join(", "))];
+  const kinds = model.being_compiled.length;
+  if (kinds) return ["compiling", kinds === 1 ? say("compilingKind") : say("compilingKinds", kinds)];
   if (model.failures.length) return ["failed", say("failed", model.failures.map(({ block }) => block).join(", "))];
-  return model.graphs ? ["ready", say("ready")] : ["", say("nothingYet")];
+  if (!model.graphs) return ["", say("nothingYet")];
+  return [model.seconds_gained > 0 ? "faster" : model.seconds_gained < 0 ? "slower" : "ready", say("ready")];
 }
 
 function card(model) {
@@ -68,9 +71,11 @@ function card(model) {
   dot.style.color = COLORS[name] ?? "";
   const title = part("b", model.name);
   made.append(dot, title, ` ${text}`);
-  made.append(part("div", say("graphs", model.blocks, model.graphs, model.graphs_from_disk)));
+  if (model.being_compiled.length) made.append(part("div", model.being_compiled.join(", "), "quiet"));
+  const fromDisk = model.graphs && model.graphs_from_disk >= model.graphs;
+  if (model.graphs) made.append(part("div", say(fromDisk ? "blocksFromDisk" : "blocksCompiled", model.blocks)));
   if (model.sizes.length) made.append(part("div", say("sizes", model.sizes.join(", "))));
-  made.append(part("div", say("spent", model.compile_seconds.toFixed(0))));
+  if (model.graphs) made.append(part("div", say("spent", model.compile_seconds.toFixed(0))));
   if (model.seconds_gained !== null) {
     const gained = model.seconds_gained;
     made.append(part("div", say(gained < 0 ? "lost" : "gained", Math.abs(gained).toFixed(1))));
@@ -111,7 +116,7 @@ function cacheOnDisk(cache) {
   if (cache.error) return made.append(cache.error), made;
   const meter = document.createElement("meter");
   Object.assign(meter, { max: Math.max(cache.limit, 1), value: cache.bytes });
-  made.append(meter, part("div", say("used", bytes(cache.bytes), bytes(cache.limit), cache.entries.length)));
+  made.append(meter, part("div", say("used", bytes(cache.bytes), bytes(cache.limit))));
   made.append(part("div", cache.folder, "quiet"), button(say("clear"), clear), button(say("save"), save));
   if (cache.files.length) {
     const files = document.createElement("select");
@@ -145,7 +150,8 @@ async function refresh() {
   const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
   const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
   const machine = button(say("machine"), check);
-  element.replaceChildren(part("h3", say("models")), ...known, cacheOnDisk(cache), machine, part("div", told, "told"));
+  const head = [part("h2", "Torch Compile"), part("div", say("intro"), "quiet"), machine, part("div", told, "told")];
+  element.replaceChildren(...head, part("h3", say("models")), ...known, cacheOnDisk(cache));
   const files = element.querySelector("select");
   if (files && cache.files.includes(chosen)) files.value = chosen;
 }

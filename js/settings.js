@@ -27,7 +27,7 @@ app.registerExtension({
     {
       id: NOTICES,
       category: [...GROUP, "Notices"],
-      name: "Tell when something was compiled while sampling",
+      name: "Notify me when an image had to wait for compiling",
       type: "boolean",
       defaultValue: true,
     },
@@ -43,7 +43,7 @@ app.registerExtension({
       id: LIMIT,
       category: [...GROUP, "Cache"],
       name: "Size limit of the cache on disk, in GiB",
-      tooltip: "What was not used for longest goes. The environment variable TORCH_COMPILE_KIT_CACHE_GIB goes before it.",
+      tooltip: "The least recently used is deleted first. The environment variable TORCH_COMPILE_KIT_CACHE_GIB overrides this.",
       type: "number",
       attrs: { min: 0, max: 1024, step: 1 },
       defaultValue: 2,
@@ -55,7 +55,7 @@ app.registerExtension({
       name: "Cache shared with other machines: redis://host:6379/0, or a folder",
       tooltip:
         "Compiled once, on every machine. It needs a key, see docs/fleet.md. " +
-        "The environment variable TORCH_COMPILE_KIT_SHARED_CACHE goes before it; it counts from the next start.",
+        "The environment variable TORCH_COMPILE_KIT_SHARED_CACHE overrides this; it counts from the next start.",
       type: "text",
       defaultValue: "",
     },

@@ -23,7 +23,8 @@ class BlockSwap(io.ComfyNode):
                     default=10,
                     min=0,
                     max=MOST_BLOCKS,
-                    tooltip="As many average blocks' weights stay in RAM, from each block a part. 0: none.",
+                    tooltip="How much to keep in RAM, counted in blocks (a slice of every block). More saves VRAM and "
+                    "costs time.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, with less of it on the GPU.")],

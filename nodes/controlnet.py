@@ -35,7 +35,8 @@ class CompileControlNet(io.ComfyNode):
             ],
             outputs=[
                 io.ControlNet.Output(
-                    display_name="control_net", tooltip="The same ControlNet; what is connected to the first one stays plain."
+                    display_name="control_net",
+                    tooltip="The same ControlNet; what is connected to the first one stays uncompiled.",
                 )
             ],
             hidden=[io.Hidden.unique_id],

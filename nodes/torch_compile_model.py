@@ -15,9 +15,9 @@ class TorchCompile(io.ComfyNode):
             node_id="TorchCompileKitModel",
             display_name="Torch Compile",
             category="torch compile",
-            description="Makes every sampling step faster: compiles the repeated blocks of the diffusion model with "
-            "torch.compile, in the background while images go on. To have it done before the first image, put Torch Compile "
-            "Warmup after this node. Not core's TorchCompileModel: compiles per block, in the background.",
+            description="Makes sampling faster: compiles the repeated blocks of the model with torch.compile while your first "
+            "images run as usual. To compile before the first image, add Torch Compile Warmup after it. Not core's "
+            "TorchCompileModel: compiles per block, in the background.",
             search_aliases=["torch.compile", "compile model", "speed", "faster", "acceleration", "inductor", "optimize"],
             inputs=[
                 io.Model.Input("model", tooltip="The diffusion model to compile. LoRA nodes may come before or after."),
@@ -25,9 +25,8 @@ class TorchCompile(io.ComfyNode):
                     "mode",
                     options=list(choices.MODES),
                     default="auto",
-                    tooltip="auto records the whole model in CUDA graphs where the GPU waits for the CPU (SD, SDXL), else as "
-                    "default. reduce-overhead always records it, default never does. The max-autotune modes try many kernels: "
-                    "minutes of compiling for a few percent. For backend inductor only.",
+                    tooltip="Leave it on auto, which adds CUDA graphs where they help (SD 1.5, SDXL). default: never. "
+                    "reduce-overhead: always. max-autotune: minutes of compiling for a few percent more.",
                 ),
                 io.Combo.Input(
                     "compile_when",
@@ -49,8 +48,8 @@ class TorchCompile(io.ComfyNode):
                     options=list(choices.DYNAMIC),
                     default="auto",
                     advanced=True,
-                    tooltip="auto and true: one code for every size and prompt length (a batch of one has its own). false: new "
-                    "code for each, a percent faster at best.",
+                    tooltip="auto, true: compiled once for all sizes. false: compiled again for every size; at "
+                    "most 1 % faster.",
                 ),
                 io.Boolean.Input(
                     "fullgraph",
@@ -64,8 +63,8 @@ class TorchCompile(io.ComfyNode):
                     min=0,
                     max=choices.MAX_CACHE_LIMIT,
                     advanced=True,
-                    tooltip="How many compiled variants one group of equal blocks may have before new sizes run uncompiled. "
-                    f"0 is automatic ({choices.AUTOMATIC_CACHE_LIMIT}).",
+                    tooltip="Only matters with dynamic = false: how many sizes are compiled before further ones run "
+                    f"uncompiled. 0 = {choices.AUTOMATIC_CACHE_LIMIT}.",
                 ),
                 io.Combo.Input(
                     "block_swap",
@@ -82,7 +81,8 @@ class TorchCompile(io.ComfyNode):
                     default="auto",
                     advanced=True,
                     tooltip="The attention kernel. auto measures those of PyTorch once on your model and takes the fastest, "
-                    "unless ComfyUI was started with another (sage, flash, xformers). comfyui keeps ComfyUI's.",
+                    "unless ComfyUI was started with another (sage, flash, xformers). comfyui keeps ComfyUI's. flash "
+                    "is PyTorch's, not that of --use-flash-attention.",
                 ),
                 io.Combo.Input(
                     "on_failure",

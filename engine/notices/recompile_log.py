@@ -43,7 +43,7 @@ class Watch:
     """What a model has been compiled for, inside and outside of a warmup, and what its compiled code was used for."""
 
     compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)  # by `CompileSettings.settings_key`
-    warmed: bool = False
+    warmed: set[tuple] = field(default_factory=set)  # the settings under which a warmup has run
     # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
@@ -58,7 +58,7 @@ class Watch:
         return now - before
 
     def note_warming(self, info: CallInfo, settings: tuple) -> None:
-        self.warmed = True
+        self.warmed.add(settings)
         self.outside_warmup = [(other, sentence) for other, sentence in self.outside_warmup if other != info]
         self._add(info, settings)
 
@@ -71,10 +71,10 @@ class Watch:
         if calls:
             nearest = min(calls, key=lambda call: sum(a != b for a, b in zip(astuple(call), astuple(info), strict=True)))
             guard = added.recompiles[-1].guard if added.recompiles else ""
-            why, size = cause(nearest, info, dynamic, self.warmed, guard)
+            why, size = cause(nearest, info, dynamic, settings in self.warmed, guard)
         else:
             why = say("firstRun") if len(self.compiled_for) == 1 else say("firstSettings")
-        sentence = say("while1" if added.graphs == 1 else "while", added.graphs, f"{added.seconds:.1f}", why)
+        sentence = say("waited", f"{added.seconds:.1f}", why)
         self.outside_warmup = [*self.outside_warmup, (info, sentence)][-NOTICES_KEPT:]
         return sentence, size
 
@@ -116,6 +116,8 @@ def report_compilation(model: nn.Module, name: str, info: CallInfo, added: Compi
     notice = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
     if notice is not None:
         logger.warning("%s: %s", name, notice[0])
+        if settings.waits and settings.settings_key() not in watch_of(model).warmed:
+            return  # the user has asked for this wait
         for listener in listeners:
             listener(name, *notice)
 
@@ -130,7 +132,7 @@ def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: st
     for what, cure, other_cure, size in _differences(before, now, dynamic):
         if warmed:
             return say("cure", what, cure), size
-        cure = say("beforehandOr", other_cure) if other_cure else say("beforehand")
+        cure = say("addWarmupOr", other_cure) if other_cure else say("addWarmup")
         return say("cure", what, cure), None
     return say("unknown") + (say("details", guard) if guard else ""), None
 

@@ -26,7 +26,7 @@ SAME = 0.02
 class News(NamedTuple):
     """The line of a node, as the page gets it."""
 
-    state: str = ""  # compiling, ready, unclear, slower or failed; empty: there is no line
+    state: str = ""  # compiling, ready, faster, unclear, slower or failed; empty: there is no line
     says: list | tuple = ()  # of `words.told`, or several of these
     seconds: int | None = None  # that compiling has taken so far; the page goes on counting
 
@@ -63,7 +63,7 @@ class Steps:
         low, before, high = statistics.quantiles(self.uncompiled, n=4)
         lowest, _, highest = statistics.quantiles(self.fast, n=4)
         if highest < low and now < before * (1 - SAME):
-            return "ready", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
+            return "faster", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
         if lowest > high and now > before * (1 + SAME):
             return "slower", told("slower", f"{now / before:.2f}", f"{before:.3f}", f"{now:.3f}")
         return "unclear", told("noDifference", f"{now:.3f}")
@@ -92,7 +92,7 @@ class Line:
         parts = list(self._parts.values())
         if not parts:
             return News()
-        return News("ready" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
+        return News("faster" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
 
     def tell(self) -> None:
         self._send(self.now() or News())
@@ -127,7 +127,6 @@ class Status(Line):
         self._began = 0.0
         self._eager: bool | None = None
         self._compiling_since: float | None = None
-        self._graphs_when_ready: int | None = None
         self._sent: News | None = None
         super().__init__(node)  # last: from then on other threads call `now`
 
@@ -189,29 +188,25 @@ class Status(Line):
         if network is None:  # not run yet, or freed
             return None
         groups = code_of(network).groups.values()
-        tracing = dict.fromkeys(group.class_name for group in groups if group.code.is_tracing)
-        if tracing:
-            return News("compiling", told("preparing", ", ".join(tracing)))
-        compiling = dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)
-        if compiling:
+        if any(group.code.is_tracing for group in groups):
+            return News("compiling", told("preparing"))
+        kinds = len({group.class_name for group in groups if group.is_being_compiled})
+        if kinds:
             self._compiling_since = self._compiling_since or time.monotonic()
             seconds = int(time.monotonic() - self._compiling_since)
-            return News("compiling", told("compilingFor", ", ".join(compiling)), seconds)
+            compiling = told("compilingKind") if kinds == 1 else told("compilingKinds", kinds)
+            return News("compiling", told("forSeconds", compiling), seconds)
         if self.in_call and self._was_compiling():
             return self._sent
         self._compiling_since = None
-        graphs = sum(group.stats.graphs for group in groups)
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
-        if not graphs:
+        if not any(group.stats.graphs for group in groups):
             put_off = watch_of(network).put_off
             return News() if put_off is None else News("unclear", told("putOff", put_off))
-        self._graphs_when_ready = self._graphs_when_ready or graphs
-        more = graphs - self._graphs_when_ready
         state, steps = self._steps.get(self._shape, Steps()).compared()
-        details = [said for said in (steps, told("since", more) if more else []) if said]
-        return News(state, told("readyBut", details) if details else told("ready"))
+        return News(state, told("readyBut", steps) if steps else told("ready"))
 
 
 # The owner is in the key since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI

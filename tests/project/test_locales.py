@@ -107,13 +107,13 @@ def test_a_file_of_a_language_that_is_missing_unknown_or_otherwise_written_is_fo
     [
         ("lacks", None, "lacks"),
         ("more", "x", "English has no such text"),
-        ("since", "何か", "has other places for values"),
-        ("since", "%1 compiled since", "is English"),
-        ("since", "auto %1 以降", "auto is in one of the languages only"),
+        ("sizes", "何か", "has other places for values"),
+        ("sizes", "for %1", "is English"),
+        ("sizes", "auto %1 以降", "auto is in one of the languages only"),
     ],
 )
 def test_a_wrong_sentence_of_a_report_is_found(key, text, found):
-    english, translated = {"since": "%1 compiled since", "lacks": "a"}, {"since": "%1 以降", "lacks": "無い"}
+    english, translated = {"sizes": "for %1", "lacks": "a"}, {"sizes": "%1 以降", "lacks": "無い"}
     assert texts.wrong_report(english, translated) == []
     if text is None:
         del translated[key]
@@ -176,5 +176,5 @@ def test_a_language_that_is_not_there_is_english(engine, language, expected):
         assert words.say("warm") == expected and words.say("graphsCompiled", 2).replace(" ", "") != ""
     finally:
         words.speak(words.ENGLISH)
-    assert words.say("graphsCompiled", 2) == "2 graphs compiled"
+    assert words.say("graphsCompiled", 2) == "2 kinds of blocks compiled"
     assert words.say("cure", "%2 changed", "Set it") == "%2 changed. Set it."

@@ -25,7 +25,7 @@ PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
 # The README's pictures: in which test they are taken, and of which part of the window.
 README = {
     "page": ("test_sampling_waits_for_code_when_the_panel_is_told_so[classic]", (0, 38, 1245, 582)),
-    "notice": ("test_what_compiles_while_somebody_waits_is_told[classic]", (455, 38, 945, 310)),
+    "notice": ("test_that_an_image_waited_for_compiling_is_told_as_information[classic]", (455, 38, 945, 310)),
     "benchmark": ("test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown[classic]", (455, 38, 490, 780)),
 }
 _takes = itertools.count(1)
@@ -222,7 +222,7 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
         "() => app.loadGraphData(app.graph.serialize())"
     )  # a prompt has no id, by which its lines are known when it comes back
     page.until("() => app.rootGraph.id !== '00000000-0000-0000-0000-000000000000'")
-    assert page.text("Model").startswith("How it goes appears here")
+    assert page.text("Model") == "Status appears here."
     page.run()
     page.until_shown("Model", "^ready")
     if not page.js("() => !!LiteGraph.vueNodesMode"):  # Nodes 2.0 hides them by itself
@@ -255,7 +255,7 @@ def test_the_vae_node_says_what_it_does_and_a_repaired_file_what_was_renamed(pag
     prompt["71"] = {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
     prompt["72"] = {"class_type": "TorchCompileKitFixKeys", "inputs": {"file": "loras/compiled.safetensors"}}
     page.load(prompts.change(prompt, "VAEDecode", vae=["71", 0]))
-    assert page.text("VAEChannelsLast").startswith("How much faster") and page.text("FixKeys").startswith("Which keys")
+    assert page.text("VAEChannelsLast") == page.text("FixKeys") == "Status appears here."
     page.run()
     page.until_shown("VAEChannelsLast", "GPU")
     page.until_shown("FixKeys", "1 of 1")
@@ -282,6 +282,22 @@ def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
     page.until("() => kit.widget('Model', 'mode').value === 'max-autotune'")
     found = page.js("() => ['backend', 'mode', 'dynamic', 'cache_limit'].map((name) => kit.widget('Model', name).value)")
     assert found == ["inductor", "max-autotune", "auto", 0]
+
+
+@pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
+def test_hidden_inputs_leave_no_room_in_a_node_that_is_new_or_loaded(page, prompt):
+    page.load(only_model(prompt))
+    for _ in ("new", "loaded, from the height that the classic renderer gave it"):
+        page.js("() => kit.frames()")
+        height = page.js("() => document.querySelector(`[data-node-id='${kit.node('Model').id}']`).offsetHeight")
+        assert 100 < height < 230, height
+        page.js(
+            """async () => {
+                const graph = app.graph.serialize();
+                graph.nodes.find((node) => node.type === "TorchCompileKitModel").size = [240, 150];
+                await app.loadGraphData(graph);
+            }"""
+        )
 
 
 @TWINS
@@ -317,18 +333,24 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
     errors = page.js("() => Object.values(app.lastNodeErrors ?? {}).map((found) => JSON.stringify(found))")
     assert len(errors) == 1 and "extra_sizes" in errors[0] and "as big as possible" in errors[0], errors
     page.until("() => kit.node('Warmup').has_errors")  # it has a red frame
-    assert page.js("() => kit.text('Warmup')").startswith("The report appears here")
+    assert page.text("Warmup") == "Status appears here."
+
+
+def load_without_latent(page, prompt):
+    """A workflow that compiles for each size, and whose warmup knows one, whatever the sampler gets."""
+    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")
+    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
+    page.js("() => kit.node('Warmup').disconnectInput(kit.node('Warmup').findInputSlot('latent_image'))")
 
 
 @TWINS
-def test_what_compiles_while_somebody_waits_is_told(page, prompt):
-    page.load(prompts.change(only_model(prompt), prompts.MODEL_NODE, compile_when="before first image"))
+def test_that_an_image_waited_for_compiling_is_told_as_information(page, prompt):
+    load_without_latent(page, prompt)
+    page.set("EmptySD3LatentImage", "width", 192)
     page.run()
     page.window.get_by_text("Torch Compile Kit: Flux").first.wait_for()
-    page.window.get_by_text("compiled while sampling").first.wait_for()
-    page.set("KSampler", "seed", 7)
-    page.run()
-    assert page.window.get_by_text("Torch Compile Kit: Flux").count(), "it stays until it is read"
+    page.window.get_by_text(re.compile(r"Waited [\d.]+ s for compiling: width changed from 128 to 192")).first.wait_for()
+    assert page.window.locator(".p-toast-message-info").count() and not page.window.locator(".p-toast-message-warn").count()
     notice, run = (page.window.locator(where).first.bounding_box() for where in (".p-toast-message", "button:has-text('Run')"))
     below = notice["y"] >= run["y"] + run["height"]
     assert below or notice["x"] >= run["x"] + run["width"], "Run stays in reach"
@@ -336,9 +358,7 @@ def test_what_compiles_while_somebody_waits_is_told(page, prompt):
 
 @TWINS
 def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt):
-    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")
-    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
-    page.js("() => kit.node('Warmup').disconnectInput(kit.node('Warmup').findInputSlot('latent_image'))")
+    load_without_latent(page, prompt)
     page.run()
     page.set("EmptySD3LatentImage", "width", 192)
     page.run()
@@ -375,7 +395,7 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt):
     panel.get_by_text("MiB of 2 GiB").wait_for()
     assert "Flux ready" in panel.inner_text(), panel.inner_text()
     panel.get_by_role("button", name="Check this machine").click()
-    panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*All that compiling needs is here", re.S)).wait_for()
+    panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*Everything that compiling needs is here", re.S)).wait_for()
     panel.get_by_role("button", name="Clear").click()
     page.window.get_by_role("button", name="Confirm").click()
     panel.get_by_text("Removed:").wait_for()
@@ -474,7 +494,7 @@ def test_a_page_that_is_opened_anew_in_japanese_shows_japanese_and_keeps_its_val
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
     set_and_reopen(page, "default", 3972, Locale="ja")
     page.window.get_by_text("Torch Compile ウォームアップ").first.wait_for()
-    assert page.text("Warmup") == "ウォームアップ後、ここにレポートが表示されます。"
+    assert page.text("Warmup") == "ここに状態が表示されます。"
     page.js("() => app.queuePrompt(0)")
     page.until_shown("Warmup", "^128x128 の準備ができました")
     page.until_shown("Model", "^準備完了")

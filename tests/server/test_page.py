@@ -57,7 +57,7 @@ def play(script, scene, before="const showsNotices = () => true;"):
     return json.loads(done.stdout)
 
 
-def test_a_notice_stays_until_a_newer_one_or_a_warmup():
+def test_a_notice_is_information_until_a_newer_one_or_a_warmup():
     scene = """
         nodes["3"] = { comfyClass: "TorchCompileKitWarmup" };
         nodes["4"] = { comfyClass: "KSampler" };
@@ -70,6 +70,7 @@ def test_a_notice_stays_until_a_newer_one_or_a_warmup():
         send("executed", { node: "3" });
         send("execution_cached", { nodes: [] });
         told();
+        said.push(toasts.map(({ severity, life }) => [severity, life]));
         send("torch-compile-kit.compiled", { model: "Flux", text: "another size" });
         told();
         send("executed", { node: "3" });
@@ -77,6 +78,7 @@ def test_a_notice_stays_until_a_newer_one_or_a_warmup():
     """
     assert play("compile_notice.js", scene, "const offer = () => {}, showsNotices = () => true;") == [
         ["a new size", "a LoRA"],
+        [["info", 10000], ["info", 10000]],
         ["a LoRA", "another size"],
         [],
     ]
@@ -135,8 +137,8 @@ def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
     assert play("node_report.js", scene) == ["two graphs"]
 
 
-COMPILING = '{ state: "compiling", says: ["compilingFor", "Block"], seconds: 2 }'
-EMPTY = "How it goes appears here when the model runs."
+COMPILING = '{ state: "compiling", says: ["forSeconds", ["compilingKinds", 2]], seconds: 2 }'
+EMPTY = "Status appears here."
 
 
 def test_the_model_node_says_how_it_goes():
@@ -151,16 +153,16 @@ def test_the_model_node_says_how_it_goes():
         send("torch-compile-kit.status", {{ workflow: "open", node: "7:3", ...{COMPILING} }});
         said.push(text(inner), text(outer));
         const asked = [];
-        const says = ["readyBut", [["faster", "42%", "0.059", "0.034"], ["since", 1]]];
-        const lines = {{ 5: {{ state: "ready", says, seconds: null }}, 99: {{}} }};
+        const says = ["readyBut", ["faster", "42%", "0.059", "0.034"]];
+        const lines = {{ 5: {{ state: "faster", says, seconds: null }}, 99: {{}} }};
         api.clientId = "me";
         api.fetchApi = async (path) => (asked.push(path), {{ ok: true, json: async () => lines }});
         await extension.afterConfigureGraph();
         said.push(text(outer), asked);
     """
-    ready = "ready: steps 42% faster (0.059 -> 0.034 s); 1 compiled since"
+    ready = "ready: 42% faster (0.059 -> 0.034 s a step)"
     asked = ["/torch-compile-kit/status?client_id=me&workflow=open"]
-    assert play("node_report.js", scene) == [EMPTY, "compiling Block, 2 s; images go on", EMPTY, ready, asked]
+    assert play("node_report.js", scene) == [EMPTY, "compiling 2 kinds of blocks, 2 s", EMPTY, ready, asked]
 
 
 def test_a_server_that_was_started_anew_compiles_nothing():
@@ -206,7 +208,7 @@ def test_seconds_go_on_and_a_line_goes_with_its_use_and_follows_the_language():
         send("torch-compile-kit.status", {{ workflow: "open", node: "3", ...{COMPILING} }});
         now += 3000, ticks.forEach((tick) => tick());
         said.push(text(node), node.widgets[0].element.style.color);
-        const german = {{ compilingFor: "kompiliert %1, %2 s" }};
+        const german = {{ compilingKinds: "kompiliert %1 Arten" }};
         const all = {{ en: {{ torchCompileKit: words }}, de: {{ torchCompileKit: german }} }};
         api.fetchApi = async () => ({{ json: async () => all }});
         const change = new Event("Comfy.Locale.change");
@@ -220,16 +222,17 @@ def test_seconds_go_on_and_a_line_goes_with_its_use_and_follows_the_language():
         send("torch-compile-kit.status", {{ workflow: "open", node: "3", ...{COMPILING} }});
         said.push(text(node));
         node.mode = 0;
-        for (const state of ["", "unclear", "slower"]) {{
-          const says = state ? ["readyBut", [["aStep", "1.000"]]] : [];
+        for (const state of ["", "unclear", "slower", "ready", "faster"]) {{
+          const says = state ? ["readyBut", ["aStep", "1.000"]] : [];
           send("torch-compile-kit.status", {{ workflow: "open", node: "3", state, says, seconds: null }});
           said.push([text(node), node.widgets[0].element.style.color]);
         }}
     """
-    compiling, color, german, *bypassed, gone, grey, amber = play("node_report.js", scene)
-    assert (compiling, german) == ("compiling Block, 5 s; images go on", "kompiliert Block, 5 s")
+    compiling, color, german, *bypassed, gone, grey, amber, ready, green = play("node_report.js", scene)
+    assert (compiling, german) == ("compiling 2 kinds of blocks, 5 s", "kompiliert 2 Arten, 5 s")
     assert bypassed == [EMPTY, "", EMPTY] and gone == [EMPTY, ""]
     assert grey == ["ready: 1.000 s a step", "#a0a0a0"] and amber == ["ready: 1.000 s a step", color]
+    assert ready == grey and green[1] == "#60c060", "green is faster and nothing else"
 
 
 def test_advanced_inputs_are_hidden_in_the_classic_renderer_until_they_are_asked_for():

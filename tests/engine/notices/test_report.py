@@ -33,7 +33,7 @@ def report(engine):
         ([("1024x1024 batch 1", 12.2, 2, 0)], "1024x1024", "Compiled in 12 s."),
         ([("512x512 batch 1 (latent_image)", 0.1, 2, 0)], "512x512", "Compiled in 0 s."),
         ([("64x64 batch 2", 3, 2, 2)], "64x64 batch 2", "Read from disk in 3 s, nothing was compiled."),
-        ([("64x64 batch 1", 9, 3, 1)], "64x64", "Compiled in 9 s, 1 of 3 graphs read from disk."),
+        ([("64x64 batch 1", 9, 3, 1)], "64x64", "Compiled in 9 s, 1 of 3 kinds of blocks read from disk."),
         ([("64x64 batch 1", 0, 0, 0)], "64x64", "Nothing had to be compiled."),
         (
             [(f"{n}x64 batch 1", 0, 0, 0) for n in (8, 16, 24, 32, 40, 48)],

@@ -254,7 +254,7 @@ def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     for _ in range(7):
         ours.decode(latent)
     assert [(line.state, *line.says) for _, _, line in lines] == [
-        ("unclear", ["vaeReady"]), ("ready", ["decodingFaster", "50%", "2.000", "1.000"]),
+        ("unclear", ["vaeReady"]), ("faster", ["decodingFaster", "50%", "2.000", "1.000"]),
     ]  # fmt: skip
 
 
