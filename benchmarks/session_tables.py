@@ -259,15 +259,33 @@ def waited_note() -> str:
     if not models:
         return ""
     return (
-        f"¹ Compiled before the first image here: {', '.join(models)}. By default, models whose images take about a second\n"
-        "are compiled only after as many images as it takes to pay off, and run as before until then; the node says when."
+        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, where an image takes a\n"
+        "second, compiling waits until it is likely to pay off; images take as long as before until then, and the node says so."
     )
 
 
 def where_measured() -> str:
     """The README's: card, versions and date of the table's runs, for the chart's caption."""
-    _, sources = _measured()
-    return "; ".join(source.rpartition(", `")[0] for source in sources)
+    dates: dict[str, list[str]] = {}
+    for source in _measured()[1]:
+        versions, _, date = source.rpartition(", `")[0].rpartition(", ")
+        dates.setdefault(versions, []).append(date)
+    return "; ".join(f"{versions}, {' and '.join(of)}" for versions, of in dates.items())
+
+
+def _by_default() -> list[dict[str, dict]]:
+    return [of for setup, of in _measured()[0] if not setup.option and not _is_waited_for(of["ours"])]
+
+
+def ready_after() -> str:
+    """The README's: seconds from the first prompt until its blocks are compiled."""
+    seconds = [of["ours"]["ready"] for of in _by_default()]
+    return f"{min(seconds):.0f} to {max(seconds):.0f} s"
+
+
+def more_vram() -> str:
+    """The README's: by how much the peak is above that of the uncompiled model, at most."""
+    return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"
 
 
 def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:

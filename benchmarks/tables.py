@@ -27,6 +27,8 @@ INLINE = {
     "measured": session_tables.where_measured,
     "in short": session_tables.gains_in_short,
     "slowest first": session_tables.slowest_first,
+    "ready": session_tables.ready_after,
+    "vram": session_tables.more_vram,
 }
 README = {"gains": session_tables.gains_table, "waited": session_tables.waited_note, **INLINE}
 FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}

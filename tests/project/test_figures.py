@@ -194,6 +194,8 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
             "setup": setup,
             "variant": variant,
             "prompts": [{"seconds": first}] if first else [],
+            "ready": 12.3,
+            "vram_gib": 8.5 if variant == "ours" else 8.0,
             **measured,
         }
 
@@ -209,8 +211,10 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
             "| Z-Image 6B, 9 steps ¹ | 1.0 | 1.5 | **0.8** (-25 %) | 2.0 | 4.0 | 8.0 |",
         ]
         assert tables.slowest_first() == "Flux-dev 12B 10.0 s instead of 8.0 s"
+    assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25", "one of both runs"
+    assert tables.ready_after() == "12 to 12 s" and tables.more_vram() == "0.5 GiB", "of those with the default mode"
     assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %), on one a GPU"
-    assert tables.waited_note().startswith("¹ Compiled before the first image here: Z-Image 6B. ")
+    assert tables.waited_note().startswith("¹ Measured with `compile_when` set to `before first image`: Z-Image 6B. ")
     (tmp_path / "table.json").write_text(json.dumps({"runs": [{"environments": [where], "rows": default}]}))
     assert tables.waited_note() == "" and "¹" not in tables.gains_table()
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
