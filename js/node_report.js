@@ -156,7 +156,8 @@ function drawAll() {
 async function ask() {
   const workflow = rootGraph().id;
   const before = Array.from(nodesOf(rootGraph(), (node) => node.torchCompileKitLine), (node) => [node, node.torchCompileKitLine]);
-  const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow });
+  const language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "";
+  const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow, language });
   const answer = await api.fetchApi(`/torch-compile-kit/status?${asked}`);
   if (!answer.ok) return;
   const lines = await answer.json();
@@ -170,6 +171,14 @@ async function ask() {
   for (const [id, line] of Object.entries(lines)) tell(id, line);
 }
 
+// Another tab, undo and redo make all nodes anew; their outputs are put back without a call of `onExecuted`.
+function showOutputs() {
+  for (const [id, output] of Object.entries(app.nodeOutputs ?? {})) {
+    const node = nodeOf(id);
+    if (node && isOurs(node) && !hasLine(node) && output?.text) show(node, [output.text].flat().join("\n"));
+  }
+}
+
 app.registerExtension({
   name: "torch-compile-kit.node-report",
 
@@ -178,7 +187,7 @@ app.registerExtension({
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
     setInterval(drawAll, 1000);
-    onLanguage(drawAll);
+    onLanguage(() => (drawAll(), ask()));
     api.addEventListener("reconnected", ask);
     api.addEventListener("executing", ({ detail }) => begin(detail && nodeOf(detail)));
     api.addEventListener("execution_start", () => running.clear());
@@ -186,7 +195,10 @@ app.registerExtension({
     api.addEventListener("execution_error", () => stop(say("stopped")));
   },
 
-  afterConfigureGraph: ask,
+  afterConfigureGraph() {
+    setTimeout(showOutputs, 100); // the page puts them back afterwards
+    return ask();
+  },
 
   nodeCreated(node) {
     if (!isOurs(node)) return;

@@ -10,7 +10,11 @@ async function load(language = app.extensionManager?.setting?.get("Comfy.Locale"
 }
 
 let loading;
-export const wordsLoaded = () => (loading ??= load());
+export const wordsLoaded = () =>
+  (loading ??= load().catch((error) => {
+    loading = undefined; // asked again by the next who needs them
+    console.warn("torch-compile-kit: no texts:", error);
+  }));
 
 // A text by its key, with values in the places of %1, %2.
 export const say = (key, ...values) => (words?.[key] ?? key).replace(/%(\d)/g, (_sign, place) => values[place - 1]);

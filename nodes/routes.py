@@ -20,13 +20,16 @@ STATUS = "torch-compile-kit.status"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
 IDLE = 5.0  # seconds from the start of the server's loop, by when the other packs are loaded
+# Of each page, by its client id; the newest pages.
+_languages: dict[str, str] = {}
+MOST_PAGES = 100
 
 
 def register_routes() -> None:
     """Register the routes, send events to pages, and get ready to compile before a prompt waits for it.
 
     GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node, of all clients or those of ?client_id= and
-    ?workflow=), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the
+    ?workflow=; from then on reports of that client's prompts are in ?language=), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the
     sampler waits for the code that is being compiled), and the routes of `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
@@ -71,7 +74,9 @@ def register_routes() -> None:
 
     @server.routes.get("/torch-compile-kit/status")
     async def node_status(request: web.Request) -> web.Response:
-        lines = status.lines_of(request.query.get("client_id"), request.query.get("workflow"))
+        client = request.query.get("client_id")
+        remember_language(client, request.query.get("language"))
+        lines = status.lines_of(client, request.query.get("workflow"))
         return web.json_response({node: line._asdict() for node, line in lines.items()})
 
     gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
@@ -94,9 +99,20 @@ def _text_in(data: object, *names: str) -> str | None:
     return data if isinstance(data, str) else None
 
 
+def remember_language(client: str | None, language: str | None) -> None:
+    if client and language:
+        _languages.pop(client, None)
+        _languages[client] = language
+        if len(_languages) > MOST_PAGES:
+            del _languages[next(iter(_languages))]
+
+
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued, use the page's language, and get ready to compile while the prompt's models load."""
-    words.speak(users_settings().get("Comfy.Locale"))
+    """When a prompt is queued, use the page's language, and get ready to compile while the prompt's models load.
+
+    The setting `Comfy.Locale` is on the server only where somebody chose a language; else the page has the browser's.
+    """
+    words.speak(_languages.get(_text_in(request, "client_id") or "") or users_settings().get("Comfy.Locale"))
     prompt = request.get("prompt") if isinstance(request, dict) else None
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
     warms = any(node.get("class_type") == WARMS for node in nodes)

@@ -161,7 +161,7 @@ def test_the_model_node_says_how_it_goes():
         said.push(text(outer), asked);
     """
     ready = "ready: 42% faster (0.059 -> 0.034 s a step)"
-    asked = ["/torch-compile-kit/status?client_id=me&workflow=open"]
+    asked = ["/torch-compile-kit/status?client_id=me&workflow=open&language="]
     assert play("node_report.js", scene) == [EMPTY, "compiling 2 kinds of blocks, 2 s", EMPTY, ready, asked]
 
 
@@ -321,6 +321,18 @@ def test_a_warmup_takes_what_its_sampler_has():
     assert cfg == 7 and again == []
 
 
+@pytest.mark.parametrize("line", ["832x1216 batch 1", "832 X 1216", " 832x1216"])
+def test_a_listed_size_may_be_spelled_as_the_server_takes_it(line):
+    scene = f"""
+        warmup.widgets.push({{ name: "extra_sizes", value: "512x512\\n{line}" }});
+        warmup.connect(0, sampler, 0), prompt.connect(0, warmup, 1), negative.connect(0, warmup, 2);
+        sampler.widgets[0].value = 1;
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings ?? []);
+    """
+    assert play("from_sampler.js", GRAPH + KSAMPLER + scene) == [[]]
+
+
 def test_what_the_user_has_connected_stays_and_is_compared():
     scene = """
         const own = put(8, "CLIPTextEncode", ["clip"], ["CONDITIONING"]);
@@ -415,6 +427,31 @@ def test_the_details_of_a_report_are_folded(engine):
     assert play("node_report.js", scene) == ["Ready for 64x64.\nInstall g++.details|Flux: inductor"]
 
 
+def test_reports_come_back_with_the_outputs_of_another_tab():
+    scene = """
+        const node = created("7", "TorchCompileKitWarmup");
+        created("8", "TorchCompileKitModel");
+        api.fetchApi = async () => ({ ok: true, json: async () => ({}) });
+        await extension.afterConfigureGraph();
+        app.nodeOutputs = { 7: { text: ["Ready for 64x64."] }, 8: { text: ["of old"] }, 9: { text: ["gone"] }, 10: {} };
+        await new Promise((resolve) => setTimeout(resolve, 150));
+        said.push(text(node), text(nodes[8]));
+    """
+    assert play("node_report.js", scene) == ["Ready for 64x64.", EMPTY]
+
+
+def test_texts_that_did_not_come_are_asked_for_again():
+    scene = """
+        console.warn = () => {};
+        api.fetchApi = async () => { throw new Error("the server starts"); };
+        await wordsLoaded();
+        api.fetchApi = async () => ({ json: async () => ({ en: { torchCompileKit: { ...words, statusHere: "here" } } }) });
+        await wordsLoaded();
+        said.push(say("statusHere"));
+    """
+    assert play("node_report.js", scene) == ["here"]
+
+
 def test_a_preset_sets_what_it_names_and_puts_back_the_rest():
     scene = """
         const node = { comfyClass: "TorchCompileKitModel", widgets: [], constructor: { nodeData: { input: {
@@ -436,6 +473,8 @@ def test_a_preset_sets_what_it_names_and_puts_back_the_rest():
     assert other == [] and titles == ["Presets", "Fastest steps (minutes of compiling)"]
     assert values == ["max-autotune", 0, "a.*", "in background", ""]
     assert heard == [["mode", "max-autotune"], ["cache_limit", 0], ["compile_when", "in background"]]
+    chosen = 'app.extensionManager.setting = { get: (id) => id.endsWith("CompileWhen") ? "before first image" : null };'
+    assert play("presets.js", chosen + scene)[2][3] == "before first image", "the user's setting for new nodes"
 
 
 def test_presets_are_settings_of_the_node_and_in_its_help(engine):

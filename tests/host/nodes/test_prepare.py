@@ -38,6 +38,20 @@ def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, mo
     assert sum(asked) == prepared
 
 
+def test_reports_are_in_the_language_of_the_page(pack_module, engine, monkeypatch):
+    """A page in the browser's language leaves no setting on the server; another page may have another language."""
+    routes, spoken = pack_module("nodes.routes"), []
+    monkeypatch.setattr(engine("notices.words"), "speak", spoken.append)
+    monkeypatch.setattr(routes, "users_settings", lambda: {"Comfy.Locale": "fr"})
+    routes.remember_language("page", "ja")
+    for number in range(routes.MOST_PAGES):
+        routes.remember_language(f"other {number}", "ru")
+        routes.remember_language("page", "ja")
+    for client in ("page", "other 0", None, 3):
+        routes.prepare_for({"prompt": {}, "client_id": client})
+    assert spoken == ["ja", "fr", "fr", "fr"] and len(routes._languages) <= routes.MOST_PAGES
+
+
 @pytest.mark.parametrize("place", ["user", "TORCHINDUCTOR_CACHE_DIR", "home", None])
 def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, tmp_path, place):
     """In the user's folder, where the user has set it to, or on a drive that keeps rights."""
