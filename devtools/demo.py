@@ -298,7 +298,8 @@ def show(made, compiled, after, output, folder, gpu, tiny):
     if gpu:
         say(f"\nA step: {before:.3f} s uncompiled, {now:.3f} s compiled, {before / now:.2f} times as fast.")
     else:
-        say("\nOn a CPU no speed is to be gained: this shows how long one waits, and that nothing breaks.")
+        say("\nOn a CPU no speed is to be gained, and while blocks compile in the background, images share its cores with the")
+        say("compiler. This shows how long one waits, and that nothing breaks.")
     file = folder / "uncompiled-and-compiled.png"
     largest, share = side_by_side(output, made, file, gpu)
     say(f"\nThe picture, uncompiled and compiled: {file}")
