@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SHIPPED = ROOT / "workflows" / "Flux with Torch Compile and warmup.json"
+SHIPPED = ROOT / "workflows" / "3 Flux with Torch Compile and Warmup.json"
 TEMPLATES = sorted(SHIPPED.parent.glob("*.json"))
 KIT = "TorchCompileKit"
 MODEL_NODE = KIT + "Model"

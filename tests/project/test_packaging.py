@@ -54,7 +54,7 @@ def test_the_archive_holds_what_a_user_needs_and_no_more(archive):
         assert needed in names
     assert {"locales/en/nodeDefs.json", "locales/ja/nodeDefs.json", "locales/zh-TW/main.json"} <= names
     assert {"js/docs/TorchCompileKitModel.md", "js/docs/TorchCompileKitModel/ja.md"} <= names
-    assert "workflows/Flux with Torch Compile and warmup.json" in names
+    assert "workflows/3 Flux with Torch Compile and Warmup.json" in names
     kinds = {posixpath.splitext(name)[1] for name in names}
     assert kinds <= {".py", ".md", ".json", ".js", ".toml", "", *PICTURES}
     assert {name for name in names if "." not in posixpath.basename(name)} == {"LICENSE"}
