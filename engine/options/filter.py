@@ -64,7 +64,7 @@ def keys_read(block: nn.Module) -> frozenset[str]:
         for forward in (forward_of_class(type(module)), replaced):
             if forward is not None and not isinstance(forward, types.FunctionType | types.MethodType):
                 return BOOKKEEPING  # a callable of another kind, which may read anything
-    codes = _codes_of(block, block.modules())
+    codes = {code: module.get("__name__", "") for code, module in _codes_of(block, block.modules()).items()}
     beside_layers = _codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
     if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in codes.items()):
         return BOOKKEEPING
@@ -76,6 +76,20 @@ def keys_read(block: nn.Module) -> frozenset[str]:
 def strings_in(block: nn.Module) -> frozenset[str]:
     """All string literals in the code that `keys_read` looks at."""
     return frozenset(c for code in _codes_of(block, block.modules()) for c in code.co_consts if isinstance(c, str))
+
+
+def functions_named(network: nn.Module) -> list[tuple[dict, str]]:
+    """Where the functions stand that this code names, in Python modules: the dicts of these, and the names in them."""
+    places: dict[tuple[int, str], tuple[dict, str]] = {}
+    for code, module in _codes_of(network, network.modules()).items():
+        modules = [module]
+        for entries in modules:
+            for value, name in ((entries.get(name), name) for name in code.co_names):
+                if isinstance(value, types.ModuleType) and vars(value) not in modules:  # `comfy.ops.cast_to`
+                    modules.append(vars(value))
+                elif callable(value):
+                    places[id(entries), name] = entries, name
+    return list(places.values())
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -103,9 +117,9 @@ def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
     return any(not names.isdisjoint(values) for values in used)
 
 
-def _codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, str]:
-    """The code of `modules`, which are in `block`, and of the functions it names; each with the module it was written in."""
-    seen: dict[types.CodeType, str] = {}
+def _codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:
+    """The code of `modules`, which are in `block`, and of the functions it names; each with its globals."""
+    seen: dict[types.CodeType, dict] = {}
     modules = list(modules)
     for function in _forwards_given_to(module for module in modules if module is not block):
         _add_codes(function, seen, depth=4)
@@ -131,11 +145,11 @@ def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionT
             yield from (member for member in methods if isinstance(member, types.FunctionType))
 
 
-def _add_codes(function: types.FunctionType, seen: dict[types.CodeType, str], depth: int) -> None:
+def _add_codes(function: types.FunctionType, seen: dict[types.CodeType, dict], depth: int) -> None:
     for code in _codes(function.__code__):
         if code in seen:
             continue
-        seen[code] = function.__globals__.get("__name__", "")  # `functools.wraps` copies `__module__`
+        seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
         if depth:
             for target in [*(function.__globals__.get(name) for name in code.co_names), *contents_of(function)]:
                 while isinstance(target, functools.partial):

@@ -12,8 +12,8 @@ Life cycle of a call within `graphed`:
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when memory is short (`_pinned`), and when the host
 unloads the model (`watch_unloading`).
 
-Not seen: functions that another node exchanges in a module of Python (`comfy.ldm.flux.layers.attention`), and methods of an
-object that is an attribute of a layer. A graph captured before replays without them; compiled blocks see the former.
+Not seen: methods that another node replaces on an object that is an attribute of a layer. A graph captured before replays
+without them.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError, in_one_line
 from ...failures.describe import never_swallowed
 from ...forwards import exchanged
-from ...options.filter import BOOKKEEPING, keys_read
+from ...options.filter import BOOKKEEPING, functions_named, keys_read
 from ...options.patches import OVERRIDE, keys_of_patch
-from ...per_model import PerModel
+from ...per_model import PerModel, Same
 from ...torch_settings import numerics
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
@@ -95,7 +95,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             try:
                 held = graphs.model.held()
                 options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
-                key = binding.settings, numerics(), fast, held, options_key, inputs_key
+                key = binding.settings, numerics(), fast, held, state.read.named, options_key, inputs_key
                 reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"
@@ -302,15 +302,28 @@ def kept_options(network: nn.Module, options: dict) -> dict:
 
 @dataclass
 class Read:
-    """The options that the code of a network reads, and the functions whose code that is."""
+    """What the code of a network depends on.
+
+    Args:
+        functions: whose code that is.
+        named: what the code names of Python modules. Other nodes exchange functions there (`comfy.ldm.flux.layers.attention`).
+        keys: the options that the code reads.
+    """
 
     functions: list | None = None
+    named: tuple[Same, ...] = ()
     keys: frozenset[str] = BOOKKEEPING
+    _places: list[tuple[dict, str]] = field(default_factory=list)
 
     def look(self, network: nn.Module, functions: list | None) -> None:
         """Read the code again if a function was replaced. Must not be called while blocks are bound."""
-        if functions != self.functions:
+        if functions != self.functions or self._named() != self.named:
             self.functions, self.keys = functions, keys_read(network)
+            self._places = functions_named(network)
+            self.named = self._named()
+
+    def _named(self) -> tuple[Same, ...]:
+        return tuple(Same(entries.get(name)) for entries, name in self._places)
 
 
 @dataclass

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from capturing import capture_again
+from comfy.ldm.flux import layers
 from comfy.patcher_extension import WrappersMP
 from patch_kinds.conditions import cached
 from patch_kinds.options import overridden, passed_on
@@ -111,6 +112,50 @@ def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts, compil
     assert not torch.allclose(expected, plain, rtol=1e-2)
     same(flux.run(with_function_wrapper(compiled, wrapper)), expected)
     assert counts() == (0, 0)
+
+
+class Recorded:
+    """Stands in for a captured graph, which knows nothing of what has changed since."""
+
+    def replay(self, tensors):
+        return torch.zeros_like(tensors[0])
+
+
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_a_function_that_is_exchanged_in_a_python_module(flux, counts, compile_when, monkeypatch):
+    compiled = flux.attach(flux.patcher, compile_when=compile_when)
+    graphs = flux.engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model).graphs
+
+    def run():
+        result = flux.run(compiled)
+        assert flux.engine("background.thread").compiler.wait(120)
+        return result
+
+    run(), run(), counts()
+    plain, hosts = run(), layers.apply_mod
+    assert counts() == (0, 3)
+
+    def stronger(tensor, scale, shift=None, dims=None):
+        return hosts(tensor * 1.5, scale, shift, dims)
+
+    for function in (stronger, hosts):
+        graphs.update(dict.fromkeys(graphs, Recorded()))
+        monkeypatch.setattr(layers, "apply_mod", function)
+        expected = flux.run(flux.patcher)
+        assert torch.allclose(expected, plain) == (function is hosts)
+        for _ in range(3):
+            same(run(), expected)
+        assert counts()[1], "it is captured and replayed again"
+
+
+def test_a_function_that_is_exchanged_and_may_read_the_step(flux, counts, compiled, monkeypatch):
+    def stronger(q, *args, transformer_options, **kwargs):
+        return hosts(q * 1.5, *args, transformer_options=transformer_options, **kwargs)
+
+    hosts = layers.attention
+    monkeypatch.setattr(layers, "attention", stronger)
+    same(flux.run(compiled), flux.run(flux.patcher))
+    assert counts() == (0, 0) and "which may read the step" in notes(flux, compiled)
 
 
 def test_a_method_that_is_replaced_on_the_class(flux, counts, compiled, monkeypatch):
