@@ -227,35 +227,42 @@ def runs_channels_last(network: nn.Module) -> bool:
 has_convolutions = PerModel(lambda network: any(map(is_convolutional, modules_at(network, plan_for(network)))))
 
 
-# Our replacements of `ModelPatcher.detach`; a second one where another pack has replaced the first.
+# Our replacements of methods of `ModelPatcher`; a second one where another pack has replaced the first.
 _watchers: list[Callable] = []
 
 
 def watch_unloading() -> None:
-    """Wrap `ModelPatcher.detach`, until no model has graphs any more: graphs go when the host unloads their model.
+    """Wrap what unloads a model, or a part of it, until no model has graphs any more: graphs go with the weights.
 
     ON_DETACH callbacks do not do: the host calls those of the patcher by which the model was loaded last, which where the node
     is bypassed, or in another branch of the workflow, has no callback of this pack.
     """
-    hosts_detach = comfy.model_patcher.ModelPatcher.detach
-    if hosts_detach in _watchers:
+    _watch("detach", lambda _result, unpatch_all=True: unpatch_all)
+    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # not under dynamic VRAM, where pages stay
+
+
+def _watch(name: str, have_moved: Callable[..., object]) -> None:
+    """Wrap the method `name`; `have_moved` gets its result and arguments and returns whether weights have moved."""
+    patcher_class = comfy.model_patcher.ModelPatcher
+    hosts = getattr(patcher_class, name)
+    if hosts in _watchers:
         return
 
-    @functools.wraps(hosts_detach)
-    def detach(patcher, unpatch_all=True):
-        result = hosts_detach(patcher, unpatch_all)
-        if unpatch_all:
+    @functools.wraps(hosts)
+    def unload(patcher, *args, **kwargs):
+        result = hosts(patcher, *args, **kwargs)
+        if have_moved(result, *args, **kwargs):
             networks = patcher.model, getattr(patcher.model, "diffusion_model", None)
             for network, graphs in graphs_of.items():
                 if any(network is unloaded for unloaded in networks):
                     graphs.drop()
-        if comfy.model_patcher.ModelPatcher.detach is detach and not any(graphs.graphs for _, graphs in graphs_of.items()):
-            comfy.model_patcher.ModelPatcher.detach = hosts_detach
-            _watchers.remove(detach)
+        if getattr(patcher_class, name) is unload and not any(graphs.graphs for _, graphs in graphs_of.items()):
+            setattr(patcher_class, name, hosts)
+            _watchers.remove(unload)
         return result
 
-    _watchers.append(detach)
-    comfy.model_patcher.ModelPatcher.detach = detach
+    _watchers.append(unload)
+    setattr(patcher_class, name, unload)
 
 
 def new_run(network: nn.Module) -> None:

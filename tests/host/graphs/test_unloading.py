@@ -32,6 +32,14 @@ def test_graphs_go_with_the_model(flux, how):
         assert comfy.model_patcher.ModelPatcher.detach.__code__.co_filename == comfy.model_patcher.__file__, "it is the host's"
 
 
+def test_graphs_go_with_a_part_of_the_model(flux):
+    """As when another model needs room: these weights come back to another place, if at all."""
+    flux.run(flux.attach(flux.patcher))
+    (loaded,) = [one for one in comfy.model_management.current_loaded_models if one.model.model is flux.patcher.model]
+    assert graphs(flux) and not loaded.model_unload(1)
+    assert loaded.model is not None and not graphs(flux)
+
+
 def test_those_of_another_model_stay(flux, tiny, engine):
     other = Runs(tiny, engine, "flux", cfg=1.0, steps=3)
     for runs in (flux, other):
