@@ -139,7 +139,7 @@ NAMES = {
     "codegen_node_schedule": PrivateName("torch._inductor.codegen.simd:SIMDScheduling.codegen_node_schedule", _SHARE),
     # What compiling does to the process.
     "set_fp32_precision": PrivateName("torch._C:_set_fp32_precision_setter", _PROCESS_WIDE),
-    "ensure_device_guard": PrivateName("torch._C:_ensureCUDADeviceGuardSet", _PROCESS_WIDE),
+    "ensure_device_guard": PrivateName("torch._C:_ensureCUDADeviceGuardSet", ""),  # before 2.10 no fake tensor sets it
     "patch_method": PrivateName("torch.fx._symbolic_trace:_Patcher.patch_method", _PROCESS_WIDE),
     "fx_symbolic_trace": PrivateName("torch.fx._symbolic_trace", _PROCESS_WIDE),
     # Launchers of Triton kernels.

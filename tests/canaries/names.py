@@ -104,7 +104,7 @@ TORCH = {
     "torch._guards.tracing": called(1),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": called(1),
     "torch._dynamo.config.use_recursive_dict_tags_for_guards": READ,
-    "torch._functorch.config.force_non_lazy_backward_lowering": READ,
+    "torch._functorch.config.force_non_lazy_backward_lowering": Use(since="2.10"),  # before, it is as if it were off
     "torch._inductor.config.triton.persistent_reductions": READ,
     "torch._inductor.config.unsafe_marked_cacheable_functions": READ,
     "torch._inductor.list_mode_options": READ,
@@ -156,7 +156,7 @@ TORCH = {
     "torch._inductor.scheduler.Scheduler.can_fuse": replaced("self"),
     "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__": replaced("self"),
     # What compiling does to the process, kept in the thread that compiles.
-    "torch._C._ensureCUDADeviceGuardSet": READ,
+    "torch._C._ensureCUDADeviceGuardSet": Use(since="2.10"),  # before, tracing sets no guard of devices
     "torch._C._set_fp32_precision_setter": READ,
     "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
