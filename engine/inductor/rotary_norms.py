@@ -37,9 +37,16 @@ def _trimmed(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
     return freqs
 
 
+def rms_norm(x, _shape, weight=None, eps=1e-6):
+    """As PyTorch decomposes its own from 2.10 on; in 2.9 C++ adds `eps` in place, which AOTAutograd refuses here."""
+    wide = x.float()
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed if weight is None else normed * weight).type_as(x)
+
+
 def _normed(rope):
     def rms_rope1(x, freqs, scale, epsilon=1e-6, rot_dim=0):
-        normed = functional.rms_norm(x, (x.shape[-1],), scale, epsilon)
+        normed = rms_norm(x, (x.shape[-1],), scale, epsilon)
         if rot_dim and rot_dim != x.shape[-1]:
             return torch.cat((rope(normed[..., :rot_dim], freqs), normed[..., rot_dim:]), -1)
         return rope(normed, freqs)
@@ -75,7 +82,7 @@ DECOMPOSITIONS = {
     "rms_rope_split_half1": _normed(rope_split_half1),
     "rms_rope_split_half": _both_normed(rope_split_half1),
     "adaln": _adaln(functional.layer_norm),
-    "rms_adaln": _adaln(functional.rms_norm),
+    "rms_adaln": _adaln(rms_norm),
 }
 
 
