@@ -106,7 +106,7 @@ NAMES = {
     "shape_config": PrivateName("torch.fx.experimental._config", _RECOMPILES),
     "functorch_config": PrivateName("torch._functorch.config", "a trainer's first step waits twice"),
     "inductor_config": PrivateName("torch._inductor.config", "results may differ more from uncompiled ones"),
-    "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.13 keys do not depend on libdevice
+    "extern_libs_key": PrivateName("torch.utils._triton:_extern_libs_key", ""),  # before 2.12 keys do not depend on libdevice
     # Inductor.
     "compile_fx": PrivateName("torch._inductor.compile_fx", "inductor is not used"),
     "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),

@@ -168,7 +168,7 @@ TORCH = {
     "torch.utils._pytree.tree_map": READ,
     "torch.utils._pytree.tree_map_only": READ,
     "torch.utils._pytree.tree_unflatten": READ,
-    "torch.utils._triton._extern_libs_key": Use(since="2.13"),  # before, a graph on disk does not depend on libdevice
+    "torch.utils._triton._extern_libs_key": Use(since="2.12"),  # before, a graph on disk does not depend on libdevice
     "torch.xpu._is_compiled": READ,
     "triton.knobs.nvidia": READ,
 }

@@ -110,7 +110,7 @@ def test_tf32_where_somebody_has_used_pytorchs_newer_setting(newer_setting, engi
 
 
 has_libdevice_key = pytest.mark.skipif(
-    not hasattr(torch.utils._triton, "_extern_libs_key"), reason="PyTorch before 2.13 knows nothing of libdevice"
+    not hasattr(torch.utils._triton, "_extern_libs_key"), reason="PyTorch before 2.12 knows nothing of libdevice"
 )
 
 
