@@ -13,6 +13,7 @@ from ..torch_settings import is_nvidia
 # Elements of a row: at 8 warps 32 a thread.
 MOST = 8192
 _TILED = "torch_compile_kit_tiled"
+_STRICT = "strict_reduction_rblock", "strict_sum_rblock"  # the name since PyTorch 2.15, and that of 2.14
 
 
 def in_one_pass() -> AbstractContextManager:
@@ -32,9 +33,14 @@ def _choices() -> object:
         def should_use_persistent_reduction(features, cooperative_reduction: bool, *rest: object) -> bool:
             if private.InductorChoices.should_use_persistent_reduction(features, cooperative_reduction, *rest):
                 return True
-            # Tiled ones have no block sizes for long rows; strict ones (PyTorch 2.15) have theirs for their rounding.
-            bound = getattr(features, _TILED, False) or getattr(features, "strict_reduction_rblock", lambda: None)() is not None
-            if bound or cooperative_reduction or not private.inductor_config.triton.persistent_reductions:
+            # Tiled ones have no block sizes for long rows; strict ones have theirs for their rounding.
+            is_strict = any(getattr(features, name, lambda: None)() is not None for name in _STRICT)
+            if (
+                is_strict
+                or getattr(features, _TILED, False)
+                or cooperative_reduction
+                or not private.inductor_config.triton.persistent_reductions
+            ):
                 return False
             if V.graph.current_device is None or not is_nvidia(V.graph.current_device):
                 return False

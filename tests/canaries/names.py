@@ -160,7 +160,7 @@ TORCH = {
     "torch._C._set_fp32_precision_setter": READ,
     "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
     "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
-    "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.14"),  # after, the thread that traces has it
+    "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.13"),  # after, the thread that traces has it
     # The rest.
     "torch.cuda._sleep": READ,
     "torch.utils._pytree.tree_flatten": READ,

@@ -15,7 +15,6 @@ def features_of(elements, hint):
         numel=sympy.Integer(4096),
         get_reduction_hint=lambda *_: ReductionHint[hint],
         is_reduction=lambda: True,
-        strict_reduction_rblock=lambda: None,  # PyTorch 2.15
     )
 
 
@@ -27,8 +26,9 @@ def chosen(engine):
 
     def ask(elements, hint="INNER", cooperative=False, sizes=("x",), strict=None, device="cuda"):
         features = features_of(elements, hint)
-        features.strict_reduction_rblock = lambda: strict
-        features.has_strict_multirow_reduction = lambda: False
+        for kind in ("sum", "reduction"):  # as PyTorch 2.14 and 2.15 name them
+            setattr(features, f"strict_{kind}_rblock", lambda: strict)
+        features.has_strict_sum_multirow_reduction = features.has_strict_multirow_reduction = lambda: False
         graph = types.SimpleNamespace(sizevars=SizeVarAllocator(), current_device=torch.device(device))
         with V.set_graph_handler(graph):
             V.choices.triton_kernel_kwargs(None, features, [dict.fromkeys(sizes, 64)], {})
