@@ -6,6 +6,8 @@ import pytest
 import sympy
 import torch
 
+STRICT = "strict_sum_rblock", "strict_reduction_rblock"  # as PyTorch 2.14 and 2.15 name it
+
 
 def features_of(elements, hint):
     from torch._inductor.runtime.hints import ReductionHint
@@ -26,8 +28,8 @@ def chosen(engine):
 
     def ask(elements, hint="INNER", cooperative=False, sizes=("x",), strict=None, device="cuda"):
         features = features_of(elements, hint)
-        for kind in ("sum", "reduction"):  # as PyTorch 2.14 and 2.15 name them
-            setattr(features, f"strict_{kind}_rblock", lambda: strict)
+        for name in STRICT:
+            setattr(features, name, lambda name=name: sympy.Integer(64) if name == strict else None)
         features.has_strict_sum_multirow_reduction = features.has_strict_multirow_reduction = lambda: False
         graph = types.SimpleNamespace(sizevars=SizeVarAllocator(), current_device=torch.device(device))
         with V.set_graph_handler(graph):
@@ -53,10 +55,11 @@ def test_rows_of_a_transformer_are_read_once(engine, chosen, asked, before, afte
     assert chosen(*asked) is before
 
 
-def test_rows_whose_rounding_is_strict_keep_their_blocks(engine, chosen):
+@pytest.mark.parametrize("name", STRICT)
+def test_rows_whose_rounding_is_strict_keep_their_blocks(engine, chosen, name):
     with engine("inductor.persistent_reductions").in_one_pass():
         assert chosen(3072) is True
-        assert chosen(3072, "INNER", False, ("x",), sympy.Integer(64)) is False
+        assert chosen(3072, "INNER", False, ("x",), name) is False
 
 
 @pytest.mark.parametrize(("device", "hip"), [("cpu", None), ("xpu", None), ("cuda", "7.0"), ("cuda", None)])
