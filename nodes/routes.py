@@ -29,8 +29,9 @@ def register_routes() -> None:
     """Register the routes, send events to pages, and get ready to compile before a prompt waits for it.
 
     GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node, of all clients or those of ?client_id= and
-    ?workflow=; from then on reports of that client's prompts are in ?language=), GET /torch-compile-kit/machine (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the
-    sampler waits for the code that is being compiled), and the routes of `cache_routes.py`.
+    ?workflow=; from then on reports of that client's prompts are in ?language=), GET /torch-compile-kit/machine (what compiling
+    needs and this machine lacks), POST /torch-compile-kit/wait (the sampler waits for the code that is being compiled), and the
+    routes of `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
     """
