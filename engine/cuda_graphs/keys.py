@@ -83,6 +83,11 @@ _HELD_CONTAINERS = {list, dict, set}
 _NOT_OPENED = (nn.Module, torch.Tensor, type, types.ModuleType)
 # A longer tuple, list or dict is no setting.
 _LONGEST = 64
+# Containers that are searched for tensors, and how deep.
+_OPENED = {tuple, list, dict}
+_DEEPEST = 3
+# Weights, buffers, and tables of PyTorch's own.
+_OF_MODULES = frozenset(vars(nn.Module()))
 # Attributes of the host under dynamic VRAM: LoRA for weights on their way into pages, whose addresses stay.
 _OF_THE_HOST = {"weight_lowvram_function", "bias_lowvram_function"}
 
@@ -101,7 +106,9 @@ class _Key:
 
 
 class HeldValues:
-    """The public plain attributes of modules, and those of plain objects among their attributes; keeps neither alive."""
+    """The public plain attributes of modules and of plain objects among their attributes, and the tensors among all of their
+    attributes; keeps none of the owners alive.
+    """
 
     def __init__(self, modules: Iterable[nn.Module] = ()):
         self._owners = [weakref.ref(module) for module in modules]
@@ -109,6 +116,7 @@ class HeldValues:
         self._opened: list[tuple[weakref.ref, str, weakref.ref]] = []
         self._names: list[tuple[str, ...]] = []
         self._containers: list[tuple[weakref.ref, str]] = []
+        self._tensors: list[tuple[weakref.ref, str]] = []
         self._values: list = []
         self._ids: list[int] = []
         self._elements: list[Hashable] = []
@@ -127,6 +135,7 @@ class HeldValues:
             self._list()
             values = self._fetch() or []
         ids, contents = [*map(id, values)], [self._content(*place) for place in self._containers]
+        contents += [tuple(_tensor_keys(owner().__dict__.get(name))) for owner, name in self._tensors]
         if ids == self._ids and contents == self._contents:
             return self._key
         changed = [i for i, (now, before) in enumerate(zip(ids, self._ids, strict=False)) if now != before]
@@ -159,7 +168,7 @@ class HeldValues:
         return values
 
     def _list(self) -> None:
-        self._listed, self._names, self._containers = [], [], []
+        self._listed, self._names, self._containers, self._tensors = [], [], [], []
         self._values, self._ids, self._elements, self._contents = [], [], [], []
         modules = [module for owner in self._owners if (module := owner()) is not None]
         self._opened = [
@@ -180,10 +189,49 @@ class HeldValues:
                 value = entries[name]
                 if type(value) in _HELD_CONTAINERS and 0 < len(value) <= _LONGEST and _key_or_class(value) is not type(value):
                     self._containers.append((reference, name))
+            for name in sorted(entries.keys() - _OF_MODULES - _OF_THE_HOST):
+                value = entries[name]
+                if isinstance(value, torch.Tensor) or (type(value) in _OPENED and _may_hold_tensors(value)):
+                    self._tensors.append((reference, name))
 
     @staticmethod
     def _content(owner: weakref.ref, name: str) -> Hashable:
         return _key_or_class(getattr(owner(), name, None))
+
+
+def _may_hold_tensors(container: Any) -> bool:
+    """Whether it holds tensors, or is a dict that is still empty: a cache."""
+    try:
+        keys = [*_tensor_keys(container)]
+    except NoKey:
+        return True
+    return container == {} or any(type(key) is tuple and len(key) > 2 for key in keys)
+
+
+def _tensor_keys(value: Any, depth: int = 0) -> Iterator[Hashable]:
+    """What a graph depends on in a tensor, or in a container of tensors: the address; the data, where a graph holds a copy.
+
+    A replay reads the data of other tensors anew.
+    """
+    cls = type(value)
+    if isinstance(value, torch.Tensor):
+        if cls not in (torch.Tensor, nn.Parameter) or value.layout is not torch.strided:
+            yield Same(value), None, None
+        else:
+            # PyTorch passes a number on the CPU to kernels by value.
+            number = repr(value.item()) if value.ndim == 0 and value.device.type == "cpu" else None
+            yield value.data_ptr(), value.shape, value.stride(), value.dtype, value.device, number
+    elif cls in _OPENED:
+        if depth > _DEEPEST or len(value) > _LONGEST:
+            if any(isinstance(item, torch.Tensor) for item in (value.values() if cls is dict else value)):
+                raise NoKey(f"a long or deep {cls.__name__} of tensors")
+            return
+        yield len(value)
+        for name, item in value.items() if cls is dict else enumerate(value):
+            yield repr(name) if type(name) in _HELD_PLAIN else Same(name)
+            yield from _tensor_keys(item, depth + 1)
+    else:
+        yield cls, repr(value) if cls in _HELD_PLAIN else None
 
 
 def _is_plain_object(value: object) -> bool:

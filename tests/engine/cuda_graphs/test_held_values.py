@@ -2,6 +2,7 @@
 
 import types
 
+import pytest
 import torch
 from torch import nn
 
@@ -52,3 +53,49 @@ def test_an_object_that_is_exchanged_for_another_is_seen(engine):
     assert values.key() == first
     net.params = types.SimpleNamespace(theta=2)
     assert values.key() != first
+
+
+@pytest.mark.parametrize("put", [lambda t: t, lambda t: [t], lambda t: (1, t), lambda t: {"down": (t, 0.5)}], ids=str)
+@pytest.mark.parametrize("name", ["mask", "_mask"])
+def test_another_tensor_is_seen(engine, put, name):
+    """A replay would read the one before, or memory that was freed."""
+    layer = nn.Linear(2, 2)
+    tensors = torch.zeros(3), torch.ones(3)
+    setattr(layer, name, put(tensors[0]))
+    values = engine("cuda_graphs.keys").HeldValues([layer])
+    first = values.key()
+    assert values.key() is first
+    setattr(layer, name, put(tensors[1]))
+    second = values.key()
+    assert second != first
+    setattr(layer, name, put(tensors[0]))
+    assert values.key() == first
+    tensors[0].fill_(2)  # a replay reads that
+    assert values.key() == first
+    setattr(layer, name, put(tensors[0][:2]))
+    assert values.key() not in (first, second)
+
+
+def test_a_number_on_the_cpu_is_seen_by_value(engine):
+    layer = nn.Linear(2, 2)
+    layer.scale = torch.tensor(1.0)
+    values = engine("cuda_graphs.keys").HeldValues([layer])
+    first = values.key()
+    layer.scale.fill_(2.0)
+    assert values.key() != first
+
+
+def test_a_tensor_that_is_put_into_a_cache_is_seen(engine):
+    layer = nn.Linear(2, 2)
+    layer.cache = {}
+    values = engine("cuda_graphs.keys").HeldValues([layer])
+    first = values.key()
+    layer.cache["k"] = torch.zeros(3)
+    assert values.key() != first
+
+
+def test_more_tensors_than_are_looked_at_have_no_key(engine):
+    layer, keys = nn.Linear(2, 2), engine("cuda_graphs.keys")
+    layer.cache = [torch.zeros(1)] * 100
+    with pytest.raises(keys.NoKey):
+        keys.HeldValues([layer]).key()

@@ -410,6 +410,28 @@ def test_a_strength_of_another_packs_layer(flux, counts):
     assert not torch.allclose(*results, rtol=1e-2)
 
 
+class Offset(torch.nn.Linear):
+    """A layer of another pack with weights, and a tensor that its node sets."""
+
+    def forward(self, x):
+        return super().forward(x) + self.offset
+
+
+def test_a_tensor_of_another_packs_layer(flux, counts):
+    own = flux.patcher.model.diffusion_model.img_in
+    with torch.inference_mode(False):
+        layer = Offset(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
+    layer.load_state_dict(own.state_dict())
+
+    compiled, results = flux.attach(flux.patcher), []
+    for offset in torch.randn(2, own.out_features):
+        layer.offset = offset
+        results.append(flux.run(with_object_patch(flux.patcher, "img_in", layer)))
+        same(flux.run(with_object_patch(compiled, "img_in", layer)), results[-1])
+        assert counts() == (1, 1)
+    assert not torch.allclose(*results, rtol=1e-2)
+
+
 def test_one_that_holds_what_cannot_be_compared(flux, counts):
     layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
     layer.holder = Holder(1.0)
