@@ -1,6 +1,5 @@
 """Tell users why a call of a model had to compile while sampling, and what would have avoided it."""
 
-import threading
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
@@ -88,7 +87,7 @@ class Watch:
             self.compiled_for[settings] = [*calls, info]
 
 
-_state = threading.local()
+_warmups = 0
 # Called with the model's name, the sentence, and the size that extra_sizes lacks (nodes/routes.py).
 listeners: list[Callable[[str, str, str | None], None]] = []
 watch_of = PerModel(lambda _model: Watch())
@@ -96,16 +95,21 @@ watch_of = PerModel(lambda _model: Watch())
 
 @contextmanager
 def warming() -> Iterator[None]:
-    """Mark what this thread compiles as compiled by a warmup."""
-    _state.warming = True
+    """Mark what is compiled as compiled by a warmup.
+
+    For all threads: MultiGPU CFG Split calls models on threads of its own (comfy/multigpu.py), and the host runs one prompt at
+    a time.
+    """
+    global _warmups
+    _warmups += 1
     try:
         yield
     finally:
-        _state.warming = False
+        _warmups -= 1
 
 
 def is_warming() -> bool:
-    return getattr(_state, "warming", False)
+    return _warmups > 0
 
 
 def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings) -> None:

@@ -222,6 +222,22 @@ def test_a_split_over_devices_by_the_host(flux, tiny):
     assert sum(group.stats.graphs for group in groups) and not any(group.failure for group in groups)
 
 
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_a_warmup_waits_for_code_under_a_split(flux, tiny, compile_when):
+    """The host calls both models on threads of its own."""
+    flux.cfg = 3.0
+    copy = tiny.build_patcher("flux", torch.device("cpu", 0))
+    copy.is_multigpu_base_clone = True
+    compiled = flux.attach(flux.patcher, compile_when=compile_when)
+    compiled.set_additional_models("multigpu", [copy])
+    watch = flux.engine("notices.recompile_log").watch_of(flux.patcher.model.diffusion_model)
+    size = flux.engine("host.nodes.warmup_plan").Size(64, 64)
+    flux.engine("host.nodes.warmup").warm_up(compiled, flux.positive, flux.negative, flux.cfg, [size])
+    assert flux.graphs and watch.warmed and not watch.notices
+    for model in (flux.patcher.model, copy.model):
+        assert flux.engine("compile.registry").code_of(model.diffusion_model).eager_calls == 0
+
+
 def test_a_compiled_model_inside_hooks(flux, second):
     """One conditioning runs under a LoRA hook, the other without, in both models in turn."""
     import comfy.hooks
