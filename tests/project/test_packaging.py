@@ -121,6 +121,9 @@ def test_versions_that_users_read_are_those_that_are_tested(engine):
     for page in ("README.md", "docs/compatibility.md", "docs/troubleshooting.md", "CHANGELOG.md"):
         assert f"PyTorch {first} to {last}" in (ROOT / page).read_text(encoding="utf-8")
     assert f"ComfyUI {oldest} or newer" in (ROOT / "README.md").read_text(encoding="utf-8")
+    rows = (ROOT / "docs" / "compatibility.md").read_text(encoding="utf-8")
+    ended = re.findall(r"^\| [\d.]+ \| (\d+\.\d+)\.[^|]*\|[^|]*\| \d+ \| (\d+) \|", rows, re.MULTILINE)
+    assert {torch for torch, _ in ended} - {torch for torch, failed in ended if failed != "0"} == set(tested)
     version = project["project"]["version"]
     assert re.search(
         rf"^## \[{version}\] - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE
