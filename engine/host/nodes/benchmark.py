@@ -20,6 +20,7 @@ import torch
 from ...benchmark.figures import BenchmarkResult, CompileCost, Timing, Trace, relative_error
 from ...benchmark.step_profile import TRACE_STEPS, StepProfile, count, events_of, profile_of, step_trace, unit_for
 from ...compile.binding import blocks_of
+from ...log import logger
 from ...notices.recompile_log import warming
 from ...notices.report import limits_of, stats_for
 from ...notices.words import say
@@ -28,7 +29,7 @@ from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..model.attach import attached_settings, diffusion_model, eager_clone, model_name, notes_about
 from ..weights.blocks import notes_on
-from .limits import PromptTimes, limits
+from .limits import Cures, PromptTimes, limits
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample
 from .warmup_plan import Size
@@ -75,8 +76,9 @@ def benchmark(
         profile, recorded = _profiled(session, label, trace)
     last = result.compiled.rounds[-1]
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
+    cures = Cures(patcher, settings, profile)
     times = PromptTimes(step, steps, skipped, _other_seconds(vae, clip, prepared["samples"]))
-    limits_of(diffusion_model(patcher))[:] = limits(patcher, settings, profile, times)
+    limits_of(diffusion_model(patcher))[:] = limits(cures, times)
     return replace(result, limits=limits_of(diffusion_model(patcher))[:], trace=recorded)
 
 
@@ -192,13 +194,21 @@ def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | 
 
 
 def _other_seconds(vae, clip, latent: torch.Tensor) -> dict[str, float]:
-    """Seconds of decoding a latent and of encoding a prompt, by sentence, when both models are loaded."""
+    """Seconds of decoding a latent and of encoding a prompt, by sentence, when both models are loaded; of those that can."""
     works = {}
     if vae is not None and not getattr(latent, "is_nested", False):
         works[say("limitVae")] = lambda: vae.decode(latent)
     if clip is not None:
         works[say("limitText")] = lambda: clip.encode_from_tokens_scheduled(clip.tokenize("a photo of a cat"))
-    return {said: _seconds_of(work) for said, work in works.items()}
+    seconds = {}
+    for said, work in works.items():
+        try:
+            seconds[said] = _seconds_of(work)
+        except comfy.model_management.InterruptProcessingException:
+            raise
+        except Exception as error:  # a VAE of another model, or no memory for it: the rest is measured
+            logger.warning("not measured: %s: %s: %s", said, type(error).__name__, error)
+    return seconds
 
 
 def _seconds_of(work: Callable[[], object]) -> float:

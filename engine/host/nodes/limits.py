@@ -46,12 +46,12 @@ class PromptTimes:
         return self.step * (self.steps - self.skipped) + sum(self.others.values())
 
 
-def limits(patcher, settings: CompileSettings, profile: StepProfile | None, times: PromptTimes) -> list[str]:
+def limits(cures: Cures, times: PromptTimes) -> list[str]:
     """A heading, a line for each part of a prompt's time, the most first, and what else was found, without a time."""
-    cures = _Cures(patcher, settings, profile)
-    parts = dict(times.others)
+    profile, parts = cures.profile, dict(times.others)
     for kind, seconds in profile.of_step(times.step).items() if profile is not None else ():
-        parts[cures.of(kind, seconds)] = seconds * (times.steps - times.skipped)
+        said = cures.of(kind, seconds)
+        parts[said] = parts.get(said, 0.0) + seconds * (times.steps - times.skipped)
     told = sorted(((s, said) for said, s in parts.items() if s >= LEAST * times.total), reverse=True)
     lines = [say("limitsOf", duration(times.total), times.steps)]
     lines += [say("limit", duration(seconds), f"{seconds / times.total:.0%}", said) for seconds, said in told]
@@ -59,11 +59,12 @@ def limits(patcher, settings: CompileSettings, profile: StepProfile | None, time
     return [*lines, *(said for said in cures.failures.values() if not any(said in line for line in lines)), *cures.found(times)]
 
 
-class _Cures:
-    """What can be done for a model as it has just run."""
+class Cures:
+    """What can be done for a model as it has just run: another model that is loaded next may take its memory."""
 
     def __init__(self, patcher, settings: CompileSettings, profile: StepProfile | None):
-        self._patcher, self._settings, self._profile = patcher, settings, profile
+        self._patcher, self._settings, self.profile = patcher, settings, profile
+        self._loaded = patcher.loaded_size()
         self._network = diffusion_model(patcher)
         self.failures = {g.code.name: g.failure.message() for g in groups_for(self._network, settings) if g.failure}
         self._has_graphs = bool(graphs_of(self._network).graphs)
@@ -88,8 +89,8 @@ class _Cures:
     def found(self, times: PromptTimes) -> list[str]:
         """What was found beside the parts of a step."""
         lines = []
-        if self._profile is not None:
-            share = f"{self._profile.compiled_share:.0%}"
+        if self.profile is not None:
+            share = f"{self.profile.compiled_share:.0%}"
             lines.append(say("limitGraphs", share) if self._has_graphs else say("limitCompiled", share))
         blocks = modules_at(self._network, plan_for(self._network))
         replaced = [name for block in blocks if (name := _origin(given_forward(block)))]
@@ -117,8 +118,8 @@ class _Cures:
         return say("limitAttentionHost", name)
 
     def _transfers(self, seconds: float) -> str:
-        copied = self._profile.transferred / GB if self._profile is not None else 0.0
-        loaded, size = self._patcher.loaded_size() / GB, self._patcher.model_size() / GB
+        copied = self.profile.transferred / GB if self.profile is not None else 0.0
+        loaded, size = self._loaded / GB, self._patcher.model_size() / GB
         return say("limitTransfers", f"{copied:.1f}", duration(seconds), f"{loaded:.1f}", f"{size:.1f}")
 
     def _waiting(self) -> str:

@@ -55,7 +55,9 @@ def test_an_object_that_is_exchanged_for_another_is_seen(engine):
     assert values.key() != first
 
 
-@pytest.mark.parametrize("put", [lambda t: t, lambda t: [t], lambda t: (1, t), lambda t: {"down": (t, 0.5)}], ids=str)
+@pytest.mark.parametrize(
+    "put", [lambda t: t, lambda t: [t], lambda t: (1, t), lambda t: {"down": (t, 0.5)}], ids=["plain", "list", "tuple", "dict"]
+)
 @pytest.mark.parametrize("name", ["mask", "_mask"])
 def test_another_tensor_is_seen(engine, put, name):
     """A replay would read the one before, or memory that was freed."""

@@ -31,7 +31,7 @@ class Limited(Runs):
         limits, span = self.engine("host.nodes.limits"), sum(seconds.values())
         found = self.engine("benchmark.step_profile").StepProfile(span, seconds, on_gpu=on_gpu, **profile)
         settings = self.engine("host.model.attach").attached_settings(self.compiled)
-        return limits.limits(self.compiled, settings, found, limits.PromptTimes(span, steps, skipped))
+        return limits.limits(limits.Cures(self.compiled, settings, found), limits.PromptTimes(span, steps, skipped))
 
 
 @pytest.fixture
@@ -42,6 +42,32 @@ def limited(tiny, engine):
 def parts(lines):
     """(percent, sentence) of the lines with a time."""
     return [(int(match[1]), match[2]) for line in lines if (match := LINE.fullmatch(line))]
+
+
+class Decoder:
+    """A VAE that takes the model's memory, and one that cannot decode such latents."""
+
+    def __init__(self, works, runs):
+        self.works, self.runs = works, runs
+
+    def decode(self, _latent):
+        self.runs.compiled.loaded_size = lambda: 0
+        if not self.works:
+            raise RuntimeError("a latent of another model")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_vae_neither_changes_what_is_said_of_the_model_nor_ends_the_benchmark(limited, engine, monkeypatch, works):
+    nodes, seen = engine("host.nodes.benchmark"), []
+    runs, cures = limited(backend="eager"), nodes.Cures
+
+    def seen_cures(*args):
+        seen.append(cures(*args))
+        return seen[-1]
+
+    monkeypatch.setattr(nodes, "Cures", seen_cures)
+    lines = runs.limits(vae=Decoder(works, runs))
+    assert lines and ("decoding" in " ".join(lines)) <= works and seen[0]._loaded > 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
