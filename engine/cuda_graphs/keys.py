@@ -88,8 +88,17 @@ _OPENED = {tuple, list, dict}
 _DEEPEST = 3
 # Weights, buffers, and tables of PyTorch's own.
 _OF_MODULES = frozenset(vars(nn.Module()))
-# Attributes of the host under dynamic VRAM: LoRA for weights on their way into pages, whose addresses stay.
-_OF_THE_HOST = {"weight_lowvram_function", "bias_lowvram_function"}
+# Attributes of the host under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
+# memory for their transfers.
+_OF_THE_HOST = {
+    "weight_lowvram_function",
+    "bias_lowvram_function",
+    "_v_weight",
+    "_v_bias",
+    "_v_signature",
+    "_pin_state",
+    "_pins",
+}
 
 
 class _Key:

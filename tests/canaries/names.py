@@ -61,6 +61,7 @@ COMPUTED = {
         *("get_free_memory", "minimum_inference_memory", "module_size"),
         *("get_offload_stream", "current_stream"),
     ),
+    "comfy.model_patcher.ModelPatcher.<computed>": ("detach", "partially_unload"),
     "comfy_aimdo.model_vbar.<computed>": ("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
     "torch.ops.comfy_kitchen.<computed>": (
         *("apply_rope1", "apply_rope", "apply_rope_split_half1", "apply_rope_split_half"),

@@ -240,7 +240,8 @@ def test_a_wrong_pair_of_values_is_one_error_that_names_one_input(server, shippe
 def test_the_server_tells_what_compiling_lacks_here(server):
     told = server.get("/torch-compile-kit/machine")
     assert (
-        told["here"].startswith(platform.system()) and f"PyTorch {'.'.join(version('torch').split('.')[:2])}," in told["here"]
+        told["here"].startswith(platform.system())
+        and f"PyTorch {'.'.join(version('torch').split('.')[:2])} (tested)," in told["here"]
     )
     assert told["missing"] == [], "these tests compile, so nothing is"
 
