@@ -316,6 +316,8 @@ FOREIGN = {
     "_v_signature": Foreign("comfy.ops"),
     "_v_weight": Foreign("comfy.ops"),
     "_v_bias": Foreign("comfy.ops"),
+    "_pin_state": Foreign("comfy.model_patcher"),
+    "_pins": Foreign("comfy.model_patcher"),
     "_v_block": Foreign("comfy.model_prefetch", since="0.33"),
     "_comfy_graph": Foreign("comfy.model_prefetch", since="0.33"),
     "_asdict": Foreign("collections"),
