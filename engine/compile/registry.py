@@ -146,8 +146,25 @@ class ModelCode:
                 group.code.failure = Failure(group.class_name, reason, "Remove the hook.")
         group.record_varying_ints(block)
         self._groups[key] = group
+        self._forget_like(key)
         return group
 
+    def _forget_like(self, key: tuple) -> None:
+        """Forget the oldest groups that differ from the newest by replaced methods alone: some nodes replace them each run."""
+        _, structure, *_, settings_key = key
+        name = self._groups[key].class_name
+        like = [
+            old for old, group in self._groups.items() if (group.class_name, old[1], old[-1]) == (name, structure, settings_key)
+        ]
+        if len(like) > MOST_LIKE:
+            used = {id(group) for state in self._of_block.values() for group in state.groups.values()}
+            for old in like[:-MOST_LIKE]:
+                if id(self._groups[old]) not in used:
+                    del self._groups[old]
+
+
+# A workflow's branches switch between a few.
+MOST_LIKE = 8
 
 _UNCALLED = "The model does not call its blocks ({}) as modules but by other methods: they run uncompiled."
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."

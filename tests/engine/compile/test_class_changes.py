@@ -195,3 +195,15 @@ def test_classes_of_a_factory_whose_methods_have_other_default_values_stay_apart
         block.more = made(*numbers)
     check(net)
     assert [block.more(torch.ones(())).item() for block in net.blocks] == [1.5, 2.5, 2.5]
+
+
+def test_methods_that_a_node_replaces_again_and_again_leave_no_groups_behind(engine, monkeypatch):
+    registry, net, seen = engine("compile.registry"), Net(count=3), []
+    code, settings = registry.code_of(net), engine("settings").CompileSettings()
+    for number in range(registry.MOST_LIKE + 4):
+        monkeypatch.setattr(Block, "helper", lambda self, _number=number: self, raising=False)
+        monkeypatch.setattr(Block, "forward", lambda self, x, _number=number: x + _number)
+        now = engine("blocks.state").MethodsNow()
+        seen.append({code.group_of(block, settings, now) for block in net.blocks})
+    assert all(len(groups) == 1 for groups in seen), "shared by the blocks"
+    assert len(code.groups) <= registry.MOST_LIKE and seen[-1] <= set(code.groups.values())
