@@ -24,9 +24,7 @@ RENDERERS = {"classic": False, "nodes 2.0": True}
 PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
 # The README's pictures: in which test they are taken, and of which part of the window.
 README = {
-    "page": ("test_sampling_waits_for_code_when_the_panel_is_told_so[classic]", (0, 38, 1245, 582)),
-    "notice": ("test_that_an_image_waited_for_compiling_is_told_as_information[classic]", (455, 38, 945, 310)),
-    "benchmark": ("test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown[classic]", (455, 38, 490, 780)),
+    "use": ("test_the_node_stands_between_the_loader_and_the_sampler[classic]", (60, 88, 960, 335)),
 }
 _takes = itertools.count(1)
 # Where the renderer makes no difference to our scripts: the second one is for `dev.py test --rest`.
@@ -372,6 +370,29 @@ def test_a_size_that_the_warmup_lacks_is_added_with_a_button(page, prompt):
     assert page.text("Warmup").startswith("Ready for 128x128"), page.text("Warmup")
     for solved in ("Add 192x128", "Torch Compile Kit: Flux"):
         page.window.get_by_text(solved).first.wait_for(state="detached")
+
+
+@CLASSIC
+@pytest.mark.rest
+def test_the_node_stands_between_the_loader_and_the_sampler(page, prompt):
+    """As README shows it: three nodes in a row, and a line that is not cut."""
+    page.load(only_model(prompt))
+    page.run()
+    page.until_shown("Model", "^ready")
+    page.js(
+        """() => {
+            for (const node of app.graph._nodes) node.pos = [-3000, node.pos[1]];
+            ["UNETLoader", "Model", "KSampler"].forEach((name, place) => (kit.node(name).pos = [300 * place, 0]));
+            Object.assign(app.canvas.ds, { scale: 1.05, offset: [90, 120] });
+            app.canvas.setDirty(true, true);
+        }"""
+    )
+    page.js("() => kit.frames()")
+    fits = page.js("""() => {
+        const { element } = kit.widget("Model", "torch_compile_kit_report");
+        return [element.scrollWidth <= element.clientWidth, element.scrollHeight <= element.clientHeight];
+    }""")
+    assert fits == [True, True], page.text("Model")
 
 
 def open_panel(page):
