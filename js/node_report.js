@@ -24,11 +24,21 @@ const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, To
 // Green is faster and nothing else.
 export const COLORS = { compiling: "#e0b040", ready: "#a0a0a0", faster: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
 
+const REPORT = "torch-compile-kit-report";
+
+// Nodes 2.0 goes on showing the element of a node with the same id, of the workflow that was open before.
+function putInPlace(node) {
+  const { element } = reportWidget(node);
+  if (element.isConnected || !globalThis.LiteGraph?.vueNodesMode) return;
+  document.querySelector(`[data-node-id="${node.id}"] .${REPORT}`)?.replaceWith(element);
+}
+
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
+  text.className = REPORT;
   text.textContent = say("statusHere");
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
@@ -43,6 +53,7 @@ function show(node, text) {
   const widget = reportWidget(node);
   const { element } = widget;
   node.torchCompileKitText = text;
+  putInPlace(node);
   const whole = [...(node.torchCompileKitWarnings ?? []), text].join("\n");
   const size = node.torchCompileKitSize;
   if (node.torchCompileKitShown === `${size} ${whole}`) return;
@@ -173,6 +184,7 @@ async function ask() {
 
 // Another tab, undo and redo make all nodes anew; their outputs are put back without a call of `onExecuted`.
 function showOutputs() {
+  for (const node of nodesOf(rootGraph(), isOurs)) putInPlace(node);
   for (const [id, output] of Object.entries(app.nodeOutputs ?? {})) {
     const node = nodeOf(id);
     if (node && isOurs(node) && !hasLine(node) && output?.text) show(node, [output.text].flat().join("\n"));
