@@ -28,7 +28,10 @@ def _rotate(x, values, scales, channels, GROUPS: tl.constexpr):
     v = tl.sum(v, 2, keep_dims=True) - 2 * v
     v = tl.sum(v, 1, keep_dims=True) - 2 * v
     v = tl.reshape(v, (GROUPS * 256,)) * 0.0625
-    scale = tl.maximum(tl.max(tl.abs(v), 0) / 127.0, 1e-30)
+    largest = tl.max(tl.abs(v), 0)
+    if x.dtype.element_ty == tl.float16:
+        largest = tl.minimum(largest, 65504.0)  # a row with inf stays finite
+    scale = tl.maximum(largest / 127.0, 1e-30)
     # Rounded to x's type three times, as kitchen's kernel does (int8_linear.cu, quant_div_float_to_float); then half to even:
     # floats from 2**23 on have no fractions.
     v, by = v.to(x.dtype.element_ty).to(tl.float32), scale.to(x.dtype.element_ty).to(tl.float32)
@@ -89,7 +92,8 @@ def product(x, x_scales, weight, w_scales, bias, dtype: torch.dtype) -> torch.Te
 
 def compile_for(channels: int, dtype: torch.dtype) -> None:
     """Have Triton compile what `rotate` and `product` need for layers of so many inputs, without running it."""
-    _rotate.warmup(dtype, torch.int8, torch.float32, channels, grid=(1,), **_rotation(channels))
+    if channels % GROUP == 0:
+        _rotate.warmup(dtype, torch.int8, torch.float32, channels, grid=(1,), **_rotation(channels))
     for size in (_LARGE, _SMALL):
         x, w = (_in_tiles(_Fake(torch.int8), rows, size[2]) for rows in size[:2])
         for has_bias in (True, False):

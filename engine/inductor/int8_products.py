@@ -7,6 +7,7 @@ input (q, k and v) share what is quantised.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,12 +23,6 @@ GROUP = 256
 _LEAST_ROWS = 17
 aten = torch.ops.aten
 _DTYPES = {0: torch.float32, 1: torch.float16, 2: torch.bfloat16}
-# Not by torch.library.custom_op, whose checks take longer at each call than to launch a kernel.
-_library = torch.library.Library("torch_compile_kit", "FRAGMENT")
-_library.define("int8_rotated(Tensor x) -> (Tensor, Tensor)")
-_library.define(
-    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor"
-)
 
 
 def _kernels() -> Any:
@@ -36,17 +31,14 @@ def _kernels() -> Any:
     return int8_kernels
 
 
-@torch.library.impl(_library, "int8_rotated", "CUDA")
 def _rotated_on_gpu(x):
     return _kernels().rotate(x)
 
 
-@torch.library.impl(_library, "int8_product", "CUDA")
 def _product_on_gpu(x, x_scale, weight, weight_scale, bias, dtype):
     return _kernels().product(x, x_scale, weight, weight_scale, bias, dtype)
 
 
-@torch.library.impl(_library, "int8_rotated", "CPU")
 def rotated_on_cpu(x):
     """What the kernel is compared with."""
     h4 = 1.0 - 2.0 * torch.eye(4).flip(0)
@@ -55,24 +47,42 @@ def rotated_on_cpu(x):
     return _quantised(x)
 
 
-@torch.library.impl(_library, "int8_product", "CPU")
 def _product_on_cpu(x, x_scale, weight, weight_scale, bias, dtype):
     sums = (x.double() @ weight.double().t()).float() * (x_scale * weight_scale)
     return (sums if bias is None else sums + bias.float()).to(dtype)
 
 
-@torch.library.register_fake("torch_compile_kit::int8_rotated", lib=_library)
 def _fake_rotated(x):
     return torch.empty_like(x, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=torch.float32)
 
 
-@torch.library.register_fake("torch_compile_kit::int8_product", lib=_library)
 def _fake_product(x, x_scale, weight, weight_scale, bias, dtype):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype)
 
 
+def _define(signature: str, on_gpu: Callable, on_cpu: Callable, fake: Callable) -> None:
+    name = signature.partition("(")[0]
+    if not hasattr(torch.ops.torch_compile_kit, name):  # the pack may lie in two folders: both are imported
+        _library.define(signature)
+        _library.impl(name, on_gpu, "CUDA")
+        _library.impl(name, on_cpu, "CPU")
+        torch.library.register_fake(f"torch_compile_kit::{name}", fake, lib=_library)
+
+
+# Not by torch.library.custom_op, whose checks take longer at each call than to launch a kernel.
+_library = torch.library.Library("torch_compile_kit", "FRAGMENT")
+_define("int8_rotated(Tensor x) -> (Tensor, Tensor)", _rotated_on_gpu, rotated_on_cpu, _fake_rotated)
+_define(
+    "int8_product(Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, ScalarType dtype) -> Tensor",
+    _product_on_gpu,
+    _product_on_cpu,
+    _fake_product,
+)
+
+
 def _quantised(x):
-    scale = (x.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-30)
+    largest = x.float().abs().amax(-1, keepdim=True).clamp(max=torch.finfo(x.dtype).max)  # a row with inf stays finite
+    scale = (largest / 127).clamp(min=1e-30)
     return (x / scale.to(x.dtype)).round().clamp(-128, 127).to(torch.int8), scale
 
 
@@ -104,7 +114,7 @@ def int8_linear(
         x = functional.silu(gate) * up
     elif input_act not in (None, "none"):
         return NotImplemented
-    if any(isinstance(value, torch.Tensor) for value in (*newer, *named.values())):
+    if any(value is not None for value in (*newer, *named.values())):
         return NotImplemented
     shape, x = x.shape, x.reshape(-1, weight.shape[1])
     if not convrot:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...cache.disk import folder_name
 from ...compile.compiled_code import BlockCode
 from ...compile.traced_graph import current
 from ...per_model import PerModel
@@ -55,7 +56,10 @@ class LayerWeight:
         self._layer = weakref.ref(layer)
         get_weight, self._names = type(layer).get_weight, _names_of(layer)
         names = {**get_weight.__globals__, "dequantize_tensor": self._dequantize}
-        self._get_weight = types.FunctionType(get_weight.__code__, names, get_weight.__name__, get_weight.__defaults__)
+        self._get_weight = types.FunctionType(
+            get_weight.__code__, names, get_weight.__name__, get_weight.__defaults__, get_weight.__closure__
+        )
+        self._get_weight.__kwdefaults__ = get_weight.__kwdefaults__
         number = next(_numbers)
         _by_number[number] = self
         self._number = torch.tensor(number)
@@ -99,10 +103,21 @@ class _Packing(nn.Module):
         return self.dequantize(rows, self.kind, (-1,), dtype=self.inner).to(self.dtype)
 
 
+_codes: list[BlockCode] = []
+
+
 @functools.cache
 def _code_of(dequantize: Callable, kind: Any, inner: Any, dtype: torch.dtype, settings: CompileSettings) -> tuple:
     name = f"unpacking of {getattr(kind, 'name', kind)}"
-    return _Packing(dequantize, kind, inner, dtype), BlockCode(name, _Packing.forward, settings, ("unpacking", name), set())
+    code = BlockCode(name, _Packing.forward, settings, (folder_name(name, ((),)), name), set())
+    _codes.append(code)
+    return _Packing(dequantize, kind, inner, dtype), code
+
+
+def forget_failures() -> None:
+    """Let packings be compiled again that failed, as blocks are at a run: the disk was full, say."""
+    for code in _codes:
+        code.reset_failure()
 
 
 def _names_of(layer: Any) -> dict:
@@ -116,6 +131,7 @@ def has_known_unpacking(layer: Any) -> bool:
     names = _names_of(layer)
     if (
         not isinstance(layer, nn.Linear)
+        or not isinstance(getattr(type(layer), "get_weight", None), types.FunctionType)
         or not {"dequantize", "dequantize_functions", "dequantize_tensor", "gguf"} <= names.keys()
     ):
         return False

@@ -98,3 +98,25 @@ def test_a_layer_that_is_not_known_is_traced(flux, engine):
     assert known(layer)
     layer.weight.tensor_type = Kind.F32
     assert not known(layer) and not known(nn.Linear(4, 4))
+
+
+def test_a_packing_that_failed_is_compiled_at_the_next_loading_in_a_folder_of_the_cache(flux, engine):
+    module, layer = engine("host.weights.unpacking"), flux.patcher.model.diffusion_model.single_blocks[0].linear1
+    module._code_of.cache_clear()
+    check(flux, flux.attach(flux.patcher), engine)
+    settings, kind = module.weight_of(layer).settings, layer.weight.tensor_type
+    code = module._code_of(module._names_of(layer)["dequantize"], kind, None, torch.float32, settings)[1]
+    assert len(code.folder[0]) == 12 and code.folder[1].startswith("unpacking of"), "told in the report, trimmed and cleared"
+    code.failure = engine("failures.describe").Failure("a packing", "the disk is full", "", may_pass=True)
+    engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"), settings)
+    assert code.failure is None
+
+
+def test_a_forks_get_weight_that_calls_its_parents_is_called_with_it(flux, engine):
+    class Fork(GGMLLinear):
+        def get_weight(self, tensor, dtype):
+            return super().get_weight(tensor, dtype) * 1.0
+
+    for block in flux.patcher.model.diffusion_model.single_blocks:
+        block.linear1.__class__ = Fork
+    check(flux, flux.attach(flux.patcher), engine)
