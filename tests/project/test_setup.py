@@ -1,8 +1,13 @@
 """What dev.py sets up: which environment, which packages, which ComfyUI. No network, and nothing is installed."""
 
 import io
+import os
 import re
+import signal
+import subprocess
+import sys
 import tarfile
+import threading
 
 import pytest
 
@@ -267,3 +272,23 @@ def test_a_run_takes_the_place_of_the_last_one_of_its_kind_newest_first(tmp_path
         run("0.33.0", "2.9.1+cu130"),
         run("0.26.0", "2.11.0+cu130", "core"),
     ]
+
+
+def test_a_run_that_is_told_to_end_is_no_result(monkeypatch):
+    """The tests end with 0 then, if those that had ended passed."""
+    lines = "import signal, sys, time", "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))", "print('up', flush=True)"
+    ends_well = "; ".join([*lines, "time.sleep(60)"])
+    before = signal.getsignal(signal.SIGTERM)
+    started = subprocess.Popen
+
+    def start(command, **options):
+        process = started(command, stdout=subprocess.PIPE, **options)
+        process.stdout.readline()  # its handler is there
+        threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        return process
+
+    monkeypatch.setattr(cli.subprocess, "Popen", start)
+    try:
+        assert cli.run([sys.executable, "-c", ends_well], dict(os.environ)) == 143
+    finally:
+        signal.signal(signal.SIGTERM, before)
