@@ -18,7 +18,7 @@ import torch
 
 logger = logging.getLogger("torch-compile-kit")
 # The versions of PyTorch with which the tests have passed, oldest first: those in the table of docs/compatibility.md.
-TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.15"
+TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
