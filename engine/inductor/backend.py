@@ -27,7 +27,7 @@ OPTIONS: list[Callable[[fx.Graph], dict[str, Any]]] = []
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
-    """A backend of torch.compile: inductor with `options`, and with REPLACEMENTS and REWRITES on CUDA devices."""
+    """A backend of torch.compile: inductor with `options`; on CUDA with REPLACEMENTS, REWRITES and OPTIONS."""
     if private.compile_fx is None:
         private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
     options, table = options or {}, None

@@ -4,9 +4,10 @@ Quantised: with native fp8, mxfp8 or nvfp4 matrix products the host's cast reads
 inside the graph (comfy/ops.py, `cast_bias_weight`), which PyTorch cannot trace: a graph break at every layer. The tensor's own
 dtype and device say the same, so while blocks run compiled they are read first.
 
-Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. A class that only adds
-attributes and methods to PyTorch's tensor is traced like any other: the unpacking becomes a kernel of the graph, with a guard
-on what kind of packing it is. A class that takes part in how operations run is left alone, and so are layers whose unpacking
+Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. Linear layers of
+ComfyUI-GGUF have an operator in place of that (unpacking.py). In other layers a class that only adds attributes and methods to
+PyTorch's tensor is traced like any other: the unpacking becomes a kernel of the graph, with a guard on what kind of packing it
+is. A class that takes part in how operations run is left alone, and so are layers whose unpacking
 turned out not to compile: they run eager.
 
 Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
