@@ -15,6 +15,10 @@ def test_double():
 def test_nothing():
     pass
 
+@pytest.mark.parametrize("x", [3])
+def test_sized(x):
+    pass
+
 @pytest.fixture
 def broken():
     assert engine.half(3) == 1.5
@@ -97,7 +101,8 @@ def test_what_fails_anyway_and_what_takes_for_ever_is_no_catch(checkout):
     assert mutations.failing_without_mutation(checkout, [row]) == []
     assert mutations.run_row(row, checkout, limit=3).reason == "the tests ran longer than 3 s"
     (checkout / "engine.py").write_text(CODE.replace("2 * x", "4 * x"))
-    others = [mutation([], [], f"tests/test_engine.py::{test}") for test in ("test_nothing", "test_gone", "test_double[gone]")]
+    tests = ("test_nothing", "test_gone", "test_double[gone]", "test_sized[4]")
+    others = [mutation([], [], f"tests/test_engine.py::{test}") for test in tests]
     failing = mutations.failing_without_mutation(checkout, [row, *others])
     assert failing == ["tests/test_engine.py::test_double"]
     outcome = mutations.run_row(row, checkout, failing)
