@@ -25,9 +25,7 @@ class Behind(Runs):
     blocks = ""
 
     def attach(self, patcher, **settings):
-        attached = super().attach(patcher, **{"compile_when": "in background", "only_blocks": self.blocks, **settings})
-        self.engine("cache.startup").wait_until_prepared()  # beside which nothing is traced
-        return attached
+        return super().attach(patcher, **{"compile_when": "in background", "only_blocks": self.blocks, **settings})
 
     def made(self):
         assert self.engine("background.thread").compiler.wait(120)

@@ -25,7 +25,6 @@ def flux(tiny, engine):
 def check(flux, compiled, engine):
     """The image is right, uncompiled and compiled."""
     expected = flux.run(flux.patcher)
-    engine("cache.startup").wait_until_prepared()
     for _ in range(2):
         assert relative_error(flux.run(compiled), expected) < 1e-6
         assert engine("background.thread").compiler.wait(100)
