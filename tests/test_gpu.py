@@ -333,10 +333,13 @@ class TestInTheBackground:
         assert code(runs.patcher.model.diffusion_model).eager_calls == before
         assert runs.graphs and not runs.failures
 
-    @pytest.mark.parametrize("format_name", ["int8_tensorwise", "float8_e4m3fn", "nvfp4"])
+    @pytest.mark.parametrize("format_name", ["int8_tensorwise", "float8_e4m3fn", "nvfp4", "convrot_w4a4", "asym_w4a8_int8"])
     def test_quantised_weights(self, tiny, engine, format_name):
+        import comfy.quant_ops
         import comfy.sd
 
+        if format_name not in comfy.quant_ops.QUANT_ALGOS:
+            pytest.skip(f"this ComfyUI has no {format_name}")
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)
         runs.patcher = comfy.sd.load_diffusion_model_state_dict(
             quantised(runs.patcher.model.diffusion_model.state_dict(), format_name)

@@ -23,6 +23,7 @@ from ..log import logger
 from ..torch_compat import private
 from ..torch_settings import SharedScope, compile_scope, libdevice, libdevice_scope, lowering_settings
 from .call_shapes import static_heads
+from .kitchen import products_as_operators
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def lowering_scope(folder: tuple[str, str]) -> Iterator[CompileStats]:
             scopes.callback(cache.exit, folder[0])
         scopes.enter_context(lowering_settings.applied(**LOWERING_SWITCHES))
         scopes.enter_context(libdevice_scope.applied(**libdevice()))
+        scopes.enter_context(products_as_operators())
         try:
             yield spent
         finally:

@@ -63,6 +63,7 @@ COMPUTED = {
     ),
     "comfy.model_patcher.ModelPatcher.<computed>": ("detach", "partially_unload"),
     "comfy_aimdo.model_vbar.<computed>": ("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
+    "comfy_kitchen.backends.eager.<computed>": ("int8_linear",),
     "torch.ops.comfy_kitchen.<computed>": (
         *("apply_rope1", "apply_rope", "apply_rope_split_half1", "apply_rope_split_half"),
         *("rms_rope1", "rms_rope", "rms_rope_split_half1", "rms_rope_split_half"),
@@ -226,6 +227,8 @@ HOST = {
     "comfy_aimdo.model_vbar.vbar_fault": READ,
     "comfy_aimdo.model_vbar.vbar_signature_compare": READ,
     "comfy_aimdo.model_vbar.vbar_unpin": READ,
+    "comfy_kitchen.registry.BackendRegistry.get_implementation": replaced("self", "func_name", "backend", "kwargs"),
+    "comfy_kitchen.registry.registry": READ,
     "comfy_api.latest.ComfyExtension": READ,
     "comfy_api.latest.io.ComfyNode": READ,
     "comfy_api.latest.io.Boolean.Input": READ,
@@ -325,4 +328,4 @@ FOREIGN = {
     "_getframe": Foreign("sys"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_ATTENTION", "_parameters_", "_buffers_"}
+OWN_STRINGS = {"_repaired", "_linear", "_ATTENTION", "_parameters_", "_buffers_"}

@@ -12,6 +12,7 @@ from ...background.gate import gate
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
+from ...compile.kitchen import products_as_operators
 from ...compile.registry import code_of
 from ...compile.session import watching
 from ...notices.recompile_log import is_warming
@@ -54,7 +55,7 @@ class NetworkCalls:
     ) -> object:
         """Make the call `run`, within the context `told` unless the call is only measured."""
         network = loaded.network
-        with traceable_casts(network):
+        with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
                 return eager(network, functools.partial(measure, network, run))

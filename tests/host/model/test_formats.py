@@ -110,6 +110,8 @@ FORMATS = {
     "scaled fp8": quantised_as("float8_e4m3fn"),
     "int8": quantised_as("int8_tensorwise"),
     "int8 with ConvRot": quantised_as("int8_tensorwise", convrot=256),
+    "w4a4 with ConvRot": quantised_as("convrot_w4a4"),
+    "asymmetric w4a8": quantised_as("asym_w4a8_int8"),
     "mxfp8": quantised_as("mxfp8"),
     "nvfp4": quantised_as("nvfp4"),
     "packed as GGUF": packed,

@@ -14,9 +14,9 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
 MODES = ["in background", pytest.param("before first image", marks=pytest.mark.rest)]
-FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4"
+FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4", "convrot_w4a4", "asym_w4a8_int8"
 # Each format once; int8 is computed in the same way either way.
-FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True)}
+FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True), ("convrot_w4a4", False)}
 
 
 def loaded(state_dict, native, monkeypatch, **options):
@@ -38,7 +38,10 @@ def loaded(state_dict, native, monkeypatch, **options):
 )
 def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monkeypatch):
     import comfy.ops
+    import comfy.quant_ops
 
+    if format_name not in comfy.quant_ops.QUANT_ALGOS:
+        pytest.skip(f"this ComfyUI has no {format_name}")
     runs = Runs(tiny, engine, "flux", cfg=1.0)
     runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), format_name), native, monkeypatch)
     layer = runs.patcher.model.diffusion_model.single_blocks[0].linear1
@@ -75,7 +78,12 @@ def lora_patches(patcher):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("format_name", "native", "rounded"),
-    [("float8_e4m3fn", False, False), ("float8_e4m3fn", True, True), ("int8_tensorwise", False, True)],
+    [
+        ("float8_e4m3fn", False, False),
+        ("float8_e4m3fn", True, True),
+        ("int8_tensorwise", False, True),
+        ("convrot_w4a4", False, True),
+    ],
 )
 def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, rounded, mode, tiny, engine, monkeypatch):
     """For products in the weight's format, which not every GPU has.
