@@ -259,9 +259,9 @@ def _places(folder: Path) -> list[list[Path]]:
     """Folders for the cache, best first, each behind those above it that must be private too."""
     users, user = users_folder(), os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
     places = [[users]] if users else [[folder.parent, folder]]
-    # Of this user alone, on drives that keep rights.
+    # Of this user alone, on drives that keep rights; a container's user may have no home.
     local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
-    return places + [[above, above / "cache"] for above in local]
+    return places + [[above, above / "cache"] for above in local if above.is_absolute()]
 
 
 def folder_name(block: str, structure: tuple) -> str:

@@ -1,5 +1,6 @@
 """Tell what the disk cache depends on beside the model: versions, device, and the user's variables."""
 
+import contextlib
 import functools
 import hashlib
 import importlib.metadata
@@ -43,8 +44,10 @@ def users_folder() -> Path | None:
     """TORCH_COMPILE_KIT_CACHE, or a folder in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default."""
     if folder := os.environ.get(FOLDER):
         return Path(folder).absolute()
-    value = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(value) / KIT if value and Path(value) != Path(private.default_cache_dir()) else None
+    value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
+    with contextlib.suppress(KeyError, OSError):  # it holds the user's name, and a container's user may have none
+        default = private.default_cache_dir()
+    return Path(value) / KIT if value and Path(value) != Path(default) else None
 
 
 def users_triton_folder() -> str | None:

@@ -22,9 +22,11 @@ import contextlib
 import hashlib
 import hmac
 import importlib.util
+import itertools
 import json
 import os
 import queue
+import random
 import re
 import stat
 import threading
@@ -49,6 +51,7 @@ LIMIT_SECONDS = 0.5
 # For what a store is asked: looking up a host's name, and a network volume that hangs, have no limit of their own.
 ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
+CLEANING_SECONDS = 1.0
 KEPT_SECONDS = 30 * 24 * 3600
 # How long a worker may take to compile a graph before others compile it too.
 CLAIM_SECONDS = 120
@@ -91,8 +94,12 @@ class _Folder:
     def __init__(self, folder: str):
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        for file in self._folder.iterdir():
-            if re.fullmatch(r"[0-9a-f]{64}(\.claim)?|.*\.tmp", file.name) and _is_older(file, KEPT_SECONDS):
+        # On a network volume each look takes milliseconds: this worker sees to some of what there is, others to more.
+        files = [file for file in self._folder.iterdir() if re.fullmatch(r"[0-9a-f]{64}(\.claim)?|.*\.tmp", file.name)]
+        random.Random().shuffle(files)
+        until = time.monotonic() + CLEANING_SECONDS
+        for file in itertools.takewhile(lambda _: time.monotonic() < until, files):
+            if _is_older(file, KEPT_SECONDS):
                 _remove(file)
 
     def _file(self, name: str, suffix: str = "") -> Path:

@@ -61,6 +61,9 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous
     elif chosen.get(wanted) in (None, CHECKPOINT):
         if (recalled := _recalled(wanted, network)) is not None:
             _keep(base_model, wanted, recalled)
+        elif "multigpu_thread_device" in options:
+            # To measure a kernel is to switch the others off, for the process, and other threads call other GPUs.
+            return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
         else:
             survey = AttentionSurvey(wanted)
             if not synchronous:

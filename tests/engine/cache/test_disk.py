@@ -7,6 +7,7 @@ import re
 import shutil
 import threading
 import time
+import unittest.mock
 from pathlib import Path
 
 import pytest
@@ -507,6 +508,20 @@ def test_on_a_drive_without_rights_a_private_folder_elsewhere_is_used_and_said_o
         assert f"goes to {cache.root}; TORCH_COMPILE_KIT_CACHE" in said
     shutil.rmtree(tmp_path / "home")
     (tmp_path / "home").write_text("no folder can be made here")
+    assert opened().root == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "cache"
+
+
+@posix
+def test_a_user_without_a_name_and_home_has_a_cache_too(opened, tmp_path, monkeypatch):
+    """As in a container that is started with any number for its user."""
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unittest.mock.Mock(side_effect=KeyError))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert opened().root == tmp_path / "inductor" / "torch-compile-kit"
+    (tmp_path / "inductor" / "torch-compile-kit").rmdir()
+    (tmp_path / "inductor" / "torch-compile-kit").write_text("no folder can be made here")
     assert opened().root == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "cache"
 
 

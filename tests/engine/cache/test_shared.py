@@ -430,6 +430,23 @@ def test_what_is_old_goes_from_a_folder(configure, shared, tmp_path):
     assert (tmp_path / "volume" / "the user's").exists()
 
 
+def test_a_folder_with_many_entries_is_cleaned_for_a_second_only(configure, shared, tmp_path, monkeypatch):
+    """On a volume where a look at each takes time: a worker that starts would find no answer within its limit."""
+    cache, looks = configure(tmp_path / "volume"), []
+    for n in range(50):
+        cache.put(f"{NAME}{n}", b"content")
+
+    def is_older(file, _seconds):
+        looks.append(file)
+        clock.append(clock[-1] + 0.1)
+
+    clock = [0.0]
+    monkeypatch.setattr(shared, "_is_older", is_older)
+    monkeypatch.setattr(shared.time, "monotonic", lambda: clock[-1])
+    shared._Folder(cache.place)
+    assert 5 < len(looks) < 15
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
 def test_workers_of_other_users_can_read_what_is_in_a_folder(cache):
     before = os.umask(0o022)

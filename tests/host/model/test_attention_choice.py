@@ -143,6 +143,16 @@ def test_what_was_measured_is_used(flux):
     assert names(overrides(flux, patcher)) == ["attention_efficient"]
 
 
+@pytest.mark.parametrize(("wanted", "given"), [("auto", None), ("cudnn", "attention_cudnn")])
+def test_nothing_is_measured_while_other_gpus_are_at_work(engine, monkeypatch, wanted, given):
+    """Under MultiGPU CFG Split: the kernels are switched on and off for the whole process."""
+    choice, model = engine("host.model.attention_choice"), Executor()
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    args = torch.zeros(1), 0, None, None, None, {"multigpu_thread_device": torch.device("cuda:1")}
+    taken, after = choice.with_attention(wanted, model, args, {}, synchronous=False)
+    assert after is None and getattr(taken[5].get(OVERRIDE), "__name__", None) == given
+
+
 def test_an_attention_that_the_checkpoint_asks_for_is_the_hosts(flux, engine, caplog):
     patcher = flux.attach(flux.patcher)
     blocks = patcher.model.diffusion_model.double_blocks
