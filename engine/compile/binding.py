@@ -141,14 +141,19 @@ def _placed(weights: Any) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
-    return list(modules_at(model, plan_for(model).select(settings.patterns)))
+    return list(dict.fromkeys(modules_at(model, plan_for(model).select(settings.patterns))))
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
-    """The modules of the plan's blocks; a module that a patch has removed is left out."""
+    """The modules of the plan's blocks; a module that a patch has removed is left out. For a module that a patch has put there,
+    and that calls some of the blocks (a step cache over the blocks), those."""
+    classes = {block.class_name for block in plan.blocks}
     for block in plan.blocks:
         module: nn.Module | None = model
         for name in block.path.split(".") if block.path else ():
             module = module._modules.get(name) if module is not None else None
-        if module is not None:
+        if module is not None and type(module).__name__ not in classes:
+            inside = [m for m in module.modules() if type(m).__name__ in classes]
+            yield from inside if len(inside) > 1 else [module]
+        elif module is not None:
             yield module

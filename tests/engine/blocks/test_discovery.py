@@ -1,6 +1,7 @@
 """Blocks are found by structure."""
 
 import pytest
+import torch
 from support import Block, Net
 from torch import nn
 
@@ -35,6 +36,31 @@ def test_a_dict_of_blocks(engine):
             self.blocks = nn.ModuleDict({f"block{i}": Block() for i in range(3)})
 
     assert paths(engine("blocks.discovery").find_blocks(Dicts())) == ["blocks.block0", "blocks.block1", "blocks.block2"]
+
+
+def test_blocks_that_another_node_has_compiled_are_found(engine):
+    """It leaves PyTorch's wrappers in the model until the host loads it again."""
+    net = Net()
+    plan = engine("blocks.discovery").find_blocks(net)
+    for i, block in enumerate(net.blocks):
+        net.blocks[i] = torch.compile(block, backend="eager")
+    assert engine("blocks.discovery").find_blocks(net) == plan
+
+
+def test_blocks_inside_what_a_patch_puts_in_their_place(engine):
+    """WaveSpeed's step cache: in the place of the first block stands a module that calls all of them."""
+
+    class Cached(nn.Module):
+        def __init__(self, blocks):
+            super().__init__()
+            self.blocks = blocks
+
+    binding, settings, net = engine("compile.binding"), engine("settings").CompileSettings(), Net()
+    blocks = binding.blocks_of(net, settings)
+    net.blocks = nn.ModuleList([Cached(net.blocks)])
+    assert binding.blocks_of(net, settings) == blocks
+    net.blocks[0] = alone = nn.Sequential(blocks[0])
+    assert binding.blocks_of(net, settings) == [alone]
 
 
 def test_mixed_lists_as_in_a_unet(engine):

@@ -7,6 +7,7 @@ import torch
 from patch_kinds import options
 from patching import Runs, patched, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
+from support import wait_until_compiled
 from torch.nn.attention import SDPBackend
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -50,6 +51,22 @@ def test_a_patch_that_cannot_be_analysed_sees_all_and_runs_eager_where_that_vari
     unet = runs("sdxl")
     unet.check(options.patched_with(patch, "attn1_output_patch"))
     assert unet.failures and all("attn1_output_patch" in f and "runs uncompiled" in f for f in unet.failures)
+
+
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+def test_after_another_nodes_compiling_the_blocks_are_compiled(runs, engine, mode):
+    """KJNodes' nodes for models, in the prompt before: the host takes their patches off when it loads the model again."""
+    flux = runs("flux", cfg=1.0)
+    others, expected = flux.patcher.clone(), flux.plain()
+    for path in [f"double_blocks.{i}" for i in range(2)] + [f"single_blocks.{i}" for i in range(4)]:
+        block = flux.patcher.model.diffusion_model.get_submodule(path)
+        others.add_object_patch(f"diffusion_model.{path}", torch.compile(block, backend="eager"))
+    flux.run(others)
+    compiled = flux.attach(flux.patcher, compile_when=mode)
+    for _ in range(2):
+        same(flux.run(compiled), expected, mode)
+        wait_until_compiled(engine)
+    assert flux.graphs == 2 and not flux.failures
 
 
 def test_a_patch_put_on_and_off_downstream(runs):
