@@ -388,6 +388,17 @@ class TestAttention:
         assert chosen == "comfyui" or attention.override_for(chosen) is not None
         for name in attention.KERNELS:
             assert relative_error(attention.override_for(name)(attention_pytorch, q, k, v, 8), expected) < 5e-3, name
+            attention.AttentionSurvey(name)(attention_pytorch, q, k, v, 8)
+        (call,) = survey.calls
+        assert all(0 < attention._measure(name, call) < 1 for name in attention.KERNELS)
+
+    def test_what_a_kernel_cannot_run_is_not_measured_and_refused(self, engine):
+        attention, q = engine("inductor.attention_kernels"), torch.randn(1, 8, 64, 64, device="cuda")  # float32
+        spec = engine("tensor_spec").TensorSpec.of(q)
+        assert attention._measure("flash", (spec, spec, spec, None, None)) == float("inf")
+        assert 0 < attention._measure("efficient", (spec, spec, spec, None, None)) < 1
+        with pytest.raises(engine("errors").InvalidSetting, match="cannot run it"):
+            attention.AttentionSurvey("flash")._check(q, q, q, None)
 
     def test_a_measured_time_is_a_number(self, engine):
         x = torch.randn(512, 512, device="cuda", dtype=torch.half)

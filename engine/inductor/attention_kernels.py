@@ -24,6 +24,12 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+# What PyTorch tries for each, in this order: never one kernel alone, since the others would be off for the whole process, in
+# which other threads lower graphs and call other models.
+PRIORITIES = {
+    name: [first, *(kernel for kernel in KERNELS.values() if kernel is not first), SDPBackend.MATH]
+    for name, first in KERNELS.items()
+}
 # The only function of the host whose kernel may be exchanged: the user has not chosen another one (sage, xformers).
 HOST_FUNCTION = "attention_pytorch"
 # PyTorch's flash attention cannot launch more (70,000: "CUDA error: invalid argument" on an H100); the host splits them
@@ -77,8 +83,7 @@ def _as_sdpa(q, k, v, heads, mask, skip_reshape):
 @functools.cache  # guards compare functions by identity
 def override_for(choice: str) -> Callable | None:
     """The override that prefers the kernel `choice`, a result of `AttentionSurvey.best`; None if `choice` is no kernel."""
-    first = KERNELS.get(choice)
-    return None if first is None else override_with([first, *(b for b in KERNELS.values() if b is not first), SDPBackend.MATH])
+    return override_with(PRIORITIES[choice]) if choice in PRIORITIES else None
 
 
 def in_words(choice: str) -> str:
@@ -109,22 +114,16 @@ class AttentionSurvey:
             tensors = _as_sdpa(q, k, v, heads, mask, skip_reshape)
             call: Any = (*(None if t is None else TensorSpec.of(t) for t in tensors), kwargs.get("scale"))
             if self.wanted != "auto" and call not in self.calls:
-                self._try(tensors, kwargs.get("scale"))
+                self._check(*tensors)
             self.calls[call] += 1
         return func(q, k, v, heads, mask, attn_precision, skip_reshape, skip_output_reshape, **kwargs)
 
-    def _try(self, tensors: tuple, scale: float | None) -> None:
-        q, k, v, mask = tensors
-        try:
-            with sdpa_kernel([KERNELS[self.wanted]]):
-                torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            shape = "x".join(map(str, q.shape))
-            raise InvalidSetting(
-                "attention", self.wanted, f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
-            ) from error
+    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> None:
+        with sdpa_kernel(PRIORITIES[self.wanted], set_priority=True):
+            if not _can_run(self.wanted, q, k, v, mask):
+                shape = "x".join(map(str, q.shape))
+                why = f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
+                raise InvalidSetting("attention", self.wanted, why)
 
     def best(self) -> str:
         """The kernel with the least time over the costliest calls; `host` if no kernel beats the one that the host prefers.
@@ -171,12 +170,19 @@ class _NotMeasured(Exception):
     """The machine was too busy."""
 
 
+def _can_run(kernel: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> bool:
+    asked = getattr(torch.backends.cuda, f"can_use_{kernel}_attention")
+    return asked(torch.backends.cuda.SDPAParams(q, k, v, mask, 0.0, False, False))
+
+
 def _measure(kernel: str, call: _Call) -> float:
     """Time one call, in seconds; infinite if the kernel cannot run the call. Raises _NotMeasured."""
     *specs, scale = call
     try:
-        with torch.cuda.device(call[0].device), sdpa_kernel([KERNELS[kernel]]):
+        with torch.cuda.device(call[0].device), sdpa_kernel(PRIORITIES[kernel], set_priority=True):
             q, k, v, mask = (None if spec is None else spec.zeros() for spec in specs)
+            if not _can_run(kernel, q, k, v, mask):
+                return float("inf")
             attend = functools.partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, attn_mask=mask, scale=scale)
             attend()
             seconds = _seconds_on_gpu(attend)

@@ -7,6 +7,7 @@ import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
+from ...background.gate import gate
 from ...cache.disk import current
 from ...compile.call_shapes import copied_containers
 from ...errors import InvalidSetting
@@ -93,7 +94,9 @@ def _is_kept(wanted: str) -> bool:
 
 
 def _choose(base_model, survey: AttentionSurvey) -> None:
-    network, cache, best = base_model.diffusion_model, current(), survey.best()
+    network, cache = base_model.diffusion_model, current()
+    with gate.tracing():  # what is lowered meanwhile would be measured too, and take the order of kernels that is tried
+        best = survey.best()
     _keep(base_model, survey.wanted, best)
     if cache is not None and _is_kept(survey.wanted) and survey.complete:
         cache.remember(network, "attention", best)

@@ -62,6 +62,25 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, se
     assert survey.best() == best
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_no_kernel_is_off_while_another_is_tried(engine, monkeypatch, kernel):
+    """That holds for the process: a graph with attention could not be lowered meanwhile, nor a text encoder run."""
+    attention, on = engine("inductor.attention_kernels"), []
+    names = ("flash_sdp", "cudnn_sdp", "mem_efficient_sdp", "math_sdp")
+
+    def can_run(*_):
+        on.extend(getattr(torch.backends.cuda, f"{name}_enabled")() for name in names)
+
+    monkeypatch.setattr(attention, "_can_run", can_run)
+    monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
+    q = torch.randn(1, 4, 16, 64)
+    spec = engine("tensor_spec").TensorSpec.of(q)
+    assert attention._measure(kernel, (spec, spec, spec, None, None)) == float("inf")
+    with pytest.raises(engine("errors").InvalidSetting, match="cannot run it for 1x4x16x64"):
+        attention.AttentionSurvey(kernel)._check(q, q, q, None)
+    assert on == [True] * 8
+
+
 def test_a_kernel_that_would_be_compiled_for_each_shape_is_not_even_tried(engine, survey, monkeypatch):
     """cuDNN's at 40, 80 and 160 channels a head: trying it takes longer than it will ever save."""
     attention, tried = engine("inductor.attention_kernels"), []
@@ -111,6 +130,7 @@ def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monke
 def test_what_could_not_be_timed_is_no_choice_for_ever(engine, survey, monkeypatch, caplog):
     attention = engine("inductor.attention_kernels")
     monkeypatch.setattr(attention, "_seconds_on_gpu", lambda _call: None)
+    monkeypatch.setattr(attention, "_can_run", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
     survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
     with caplog.at_level("INFO", "torch-compile-kit"):

@@ -175,7 +175,7 @@ def test_an_attention_that_the_checkpoint_asks_for_is_the_hosts(flux, engine, ca
 def test_a_kernel_that_the_user_asks_for_comes_before_the_checkpoints(flux, engine, monkeypatch):
     settings = engine("settings").CompileSettings
     monkeypatch.setattr(settings, "check_backend", lambda _self: None)  # which wants an NVIDIA GPU
-    monkeypatch.setattr(engine("inductor.attention_kernels").AttentionSurvey, "_try", lambda *_: None)
+    monkeypatch.setattr(engine("inductor.attention_kernels").AttentionSurvey, "_check", lambda *_: None)
     flux.patcher.model.diffusion_model.double_blocks[0].comfy_attention = ComfyAttention(attention_pytorch)
     found = overrides(flux, flux.attach(flux.patcher, attention="cudnn"))
     assert names(found) == ["AttentionSurvey", "attention_cudnn"]
