@@ -10,6 +10,8 @@ import importlib.util
 import os
 import sys
 import threading
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,10 +22,20 @@ import torch
 from .torch_compat import private
 
 _lock = threading.RLock()
+# By functions of this pack, those in whose place they were put.
+_originals: weakref.WeakKeyDictionary[types.FunctionType, object] = weakref.WeakKeyDictionary()
+
+
+def original(function: Any) -> Any:
+    """The function in whose place a `SharedScope` has put `function`; any other object as it is."""
+    return _originals.get(function, function) if type(function) is types.FunctionType else function
 
 
 class SharedScope:
     """A set of switches that overlapping users share.
+
+    A function that somebody else has put in the place of this pack's stays there. It may go on calling this pack's, which
+    outside of the scope must do what the original does.
 
     Args:
         switches: name -> (read, write); a name without an entry is ignored.
@@ -34,6 +46,7 @@ class SharedScope:
         self._switches = switches
         self._of_thread = of_thread
         self._saved: dict[int, dict[str, object]] = {}
+        self._functions: dict[str, object] = {}  # those that were put there
         self._users: dict[int, int] = {}
 
     @contextmanager
@@ -49,7 +62,7 @@ class SharedScope:
         """Replace functions by `wrapper(function)` until the block ends; overlapping users share the first one's wrapper."""
         with _lock:
             saved = self._saved.get(self._scope(), {})
-            functions = {name: self._switches[name][0]() for name in wrappers if name in self._switches and name not in saved}
+            functions = {name: self._read(name) for name in wrappers if name in self._switches and name not in saved}
             self.enter(**{name: wrappers[name](function) for name, function in functions.items() if function is not None})
         try:
             yield
@@ -59,17 +72,26 @@ class SharedScope:
     def _scope(self) -> int:
         return threading.get_ident() if self._of_thread else 0
 
+    def _read(self, name: str) -> Any:
+        return original(self._switches[name][0]())
+
     def enter(self, **values: object) -> None:
         with _lock:
             scope = self._scope()
+            values = {name: value for name, value in values.items() if name in self._switches}
             if not self._users.get(scope):
-                self._saved[scope] = {name: self._switches[name][0]() for name in values if name in self._switches}
+                self._saved[scope] = {name: self._read(name) for name in values}
             self._users[scope] = self._users.get(scope, 0) + 1
             try:
                 for name, value in values.items():
-                    if name in self._switches:
-                        self._saved[scope].setdefault(name, self._switches[name][0]())
-                        self._switches[name][1](value)
+                    if name in self._functions:  # an overlapping user's
+                        continue
+                    before = self._saved[scope].setdefault(name, self._read(name))
+                    if callable(before):
+                        self._functions[name] = value
+                        if type(value) is types.FunctionType:
+                            _originals[value] = before
+                    self._switches[name][1](value)
             except BaseException:
                 self.exit()
                 raise
@@ -81,7 +103,8 @@ class SharedScope:
             if not self._users[scope]:
                 del self._users[scope]
                 for name, value in reversed(self._saved.pop(scope).items()):  # one may rest on another before it
-                    self._switches[name][1](value)
+                    if not callable(value) or self._switches[name][0]() is self._functions.pop(name, None):
+                        self._switches[name][1](value)
 
 
 @functools.cache

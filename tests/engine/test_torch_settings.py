@@ -195,3 +195,30 @@ def test_users_that_take_turns_share_one_wrapper(engine):
         before = turn
     before.__exit__(None, None, None)
     assert functions["function"] is plain and taken == [plain]
+
+
+def test_a_function_that_another_pack_puts_in_the_place_of_ours_stays(engine):
+    def plain():
+        return ["plain"]
+
+    functions, taken = {"function": plain}, []
+    switch = functools.partial(functions.get, "function"), functools.partial(functions.__setitem__, "function")
+    scope = engine("torch_settings").SharedScope({"function": switch})
+
+    def wrapper(function):
+        taken.append(function)
+        return lambda: ["ours", *function()]
+
+    with scope.wrapping(function=wrapper):
+        ours = functions["function"]
+        functions["function"] = theirs = lambda: ["theirs", *ours()]
+        with scope.wrapping(function=wrapper), scope.applied(function=plain):  # an overlapping user
+            assert functions["function"] is theirs
+    assert functions["function"] is theirs and taken == [plain]
+    with scope.wrapping(function=wrapper):
+        assert functions["function"]() == ["ours", "theirs", "ours", "plain"]
+    assert functions["function"] is theirs and taken == [plain, theirs]
+    functions["function"] = ours  # what they found
+    with scope.wrapping(function=wrapper):
+        assert functions["function"]() == ["ours", "plain"]
+    assert functions["function"] is plain

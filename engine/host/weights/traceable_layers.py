@@ -107,8 +107,8 @@ _host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
 
 
 def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):
-    """The host's function; a quantised `input` is replaced by its dtype and device."""
-    if isinstance(input, QUANTIZED):
+    """The host's function; while it stands in that one's place, a quantised `input` is replaced by its dtype and device."""
+    if isinstance(input, QUANTIZED) and comfy.ops.cast_bias_weight is cast_bias_weight:
         dtype = input.dtype if dtype is None else dtype
         bias_dtype = dtype if bias_dtype is None else bias_dtype
         device = input.device if device is None else device

@@ -59,6 +59,38 @@ def test_no_breaks_and_the_hosts_result(format_name, native, tiny, engine, monke
     assert comfy.ops.cast_bias_weight is before
 
 
+def test_another_packs_cast_stays_and_gets_the_hosts(tiny, engine, monkeypatch):
+    """It is put there while a model samples, around the one of ours that it found."""
+    import comfy.ops
+
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), "float8_e4m3fn"), True, monkeypatch)
+    expected, hosts, casts = runs.run(runs.patcher), comfy.ops.cast_bias_weight, []
+    compiled = runs.attach(runs.patcher)
+
+    def wrap_it(*_):
+        found = comfy.ops.cast_bias_weight
+        assert found is not hosts
+
+        def theirs(s, input=None, dtype=None, device=None, **kwargs):
+            if not torch.compiler.is_compiling():
+                casts.append(input)
+            return found(s, input, dtype, device, **kwargs)
+
+        monkeypatch.setattr(comfy.ops, "cast_bias_weight", theirs)
+        hook.remove()
+
+    hook = runs.patcher.model.diffusion_model.img_in.register_forward_pre_hook(wrap_it)
+    for _ in range(2):
+        assert relative_error(runs.run(compiled), expected) < 1e-3
+        assert comfy.ops.cast_bias_weight not in (hosts, engine("host.weights.traceable_layers").cast_bias_weight)
+    layer, seen = runs.patcher.model.diffusion_model.single_blocks[0].linear1, []
+    with monkeypatch.context() as patch:
+        patch.setattr(engine("host.weights.traceable_layers"), "_host_cast", lambda s, input, *_, **__: seen.append(input))
+        comfy.ops.cast_bias_weight(layer, layer.weight)
+    assert seen == [layer.weight], "as if ours were not there"
+
+
 def lora_patches(patcher):
     """By layer, what the host applies to its weight at each cast."""
     import comfy.lora
