@@ -1,7 +1,7 @@
 """Keep values for each model, and key objects by identity, without keeping either alive."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -26,6 +26,26 @@ class PerModel(Generic[T]):
         models = [ref() for ref in self._values.keyrefs()]  # at once: other threads add to them meanwhile
         pairs = [(model, self._values.get(model)) for model in models if model is not None]
         return [(model, value) for model, value in pairs if value is not None]
+
+
+class SameObjects:
+    """A list of objects by identity; keeps those alive that have no weak references."""
+
+    def __init__(self, objects: Iterable[object]):
+        objects = list(objects)
+        self._ids = [*map(id, objects)]
+        self._freed: list[weakref.ref] = []
+        self._alive = [self._reference(value) for value in objects]
+
+    def _reference(self, value: object) -> object:
+        try:
+            return weakref.ref(value, self._freed.append)
+        except TypeError:
+            return value
+
+    def are(self, objects: Iterable[object]) -> bool:
+        """Whether these are the same objects; while an object is alive, its `id` is unique."""
+        return not self._freed and [*map(id, objects)] == self._ids
 
 
 class Same:

@@ -11,13 +11,13 @@ which would need a graph of its own: `unify_classes` gives all of these the firs
 
 import types
 import weakref
-from collections.abc import Hashable, MutableMapping
+from collections.abc import Hashable, Iterator, MutableMapping
 from typing import Any
 
 from torch import nn
 
 from ..forwards import contents_of, given_forward
-from ..per_model import Same
+from ..per_model import Same, SameObjects
 
 
 def unify_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> None:
@@ -58,19 +58,24 @@ class Methods:
     """
 
     def __init__(self, cls: type):
-        self._freed: list[weakref.ref] = []
-        functions = _functions(cls)
-        self._ids = [*map(id, functions)]
-        self._alive = [weakref.ref(function, self._freed.append) for function in functions]
+        self._functions = SameObjects(_functions(cls))
         self.key = tuple(class_key(base) for base in cls.__mro__ if base not in _COMMON)
 
     def are_those_of(self, cls: type) -> bool:
-        """Whether no method was replaced since; while a function is alive, its `id` is unique."""
-        return not self._freed and [*map(id, _functions(cls))] == self._ids
+        """Whether no method was replaced since."""
+        return self._functions.are(_functions(cls))
 
 
 class MethodsNow(dict[type, Methods]):
-    """The methods by class, looked up once; the earlier object if they are the same."""
+    """The methods by class, looked up once; the earlier object if they are the same.
+
+    Attributes:
+        current: by `BlockGroup` of a higher floor, whether the functions that its code names are those that they were.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current: dict[Any, bool] = {}
 
     def __missing__(self, cls: type) -> Methods:
         methods = _methods.get(cls)
@@ -102,7 +107,7 @@ class BlockState:
 
     def __init__(self, block: nn.Module, now: MethodsNow):
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
-        self.forwards: tuple[tuple[str, Code], ...] = ()
+        self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []
         self._alive = []
@@ -146,8 +151,9 @@ def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods
     return ids, methods, special
 
 
-def _given_code(module: nn.Module) -> Code | None:
-    """The code, or class, of a `forward` that another node has put over that of the module's class, or None.
+def _given_code(module: nn.Module) -> tuple[Code, ...] | None:
+    """The code, or class, of a `forward` that another node has put over that of the module's class, and the code of the
+    functions that it closes over; None without one.
 
     If the module's dict has the forward of its class, only guards see it, so it is removed.
     """
@@ -157,8 +163,16 @@ def _given_code(module: nn.Module) -> Code | None:
     if forward is None:
         del module.__dict__["forward"]
         return None
-    function = getattr(forward, "__func__", forward)
-    return function.__code__ if isinstance(function, types.FunctionType) else type(forward)
+    return tuple(_codes_in(forward)) or (type(forward),)
+
+
+def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
+    function = getattr(function, "__func__", function)
+    if isinstance(function, types.FunctionType):
+        yield function.__code__
+        if depth:
+            for held in contents_of(function):
+                yield from _codes_in(held, depth - 1)
 
 
 def _is_hooked(module: nn.Module) -> bool:

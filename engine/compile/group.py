@@ -14,6 +14,7 @@ from ..blocks import channels_last
 from ..blocks.convolutions import Effort
 from ..cache.startup import wait_until_prepared
 from ..failures.describe import Failure
+from ..options.code import NamedFunctions
 from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
 from .call_shapes import in_usual_layout, shapes_of
@@ -32,6 +33,7 @@ class BlockGroup:
         folder: name of its folder in the disk cache.
         patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
             patches, so that what a patch costs or breaks ends with it.
+        named: the functions that the blocks' code names, as they were when the group was last found.
         eager: why calls have run eager so far.
         _outside: the combinations of patches that are called outside of the graphs.
     """
@@ -43,6 +45,7 @@ class BlockGroup:
     folder: str
     patches: tuple[str, ...] = ()
     patched: dict[tuple[str, ...], BlockGroup] = field(default_factory=dict)
+    named: NamedFunctions = field(init=False)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)

@@ -15,6 +15,7 @@ from ..errors import TorchCompileKitError, in_one_line
 from ..failures.describe import Failure, never_swallowed
 from ..forwards import forward_of_class
 from ..log import logger
+from ..options.code import NamedFunctions
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
@@ -80,9 +81,15 @@ class ModelCode:
         if state is None or not state.holds(block, now):
             unify_classes(block, self._local_classes)
             state = self._of_block[block] = BlockState(block, now)
-        if settings_key not in state.groups:
-            state.groups[settings_key] = self._find_group(block, state, settings)
+        if not _is_current(state, settings_key, now):
+            group = state.groups[settings_key] = self._find_group(block, state, settings)
+            now.current[group] = True
         return state.groups[settings_key]
+
+    def is_as_it_ran(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> bool:
+        """Whether `group_of` finds the group that it found before."""
+        state = self._of_block.get(block)
+        return state is not None and state.holds(block, now) and _is_current(state, settings.settings_key(), now)
 
     def state_of(self, block: nn.Module) -> BlockState | None:
         return self._of_block.get(block)
@@ -132,8 +139,8 @@ class ModelCode:
         forward = forward_of_class(type(block))
         if not isinstance(forward, types.FunctionType):
             return None
-        structure = structure_of(block)
-        key = (forward, structure, state.methods, state.forwards, state.hooked, settings.settings_key())
+        structure, named = structure_of(block), NamedFunctions(block)
+        key = (forward, structure, state.methods, state.forwards, state.hooked, named.key, settings.settings_key())
         group = self._groups.get(key) or _groups.get(key)
         if group is None:
             name = type(block).__name__
@@ -144,6 +151,7 @@ class ModelCode:
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."
                 group.code.failure = Failure(group.class_name, reason, "Remove the hook.")
+        group.named = named  # functions may be others of the same code
         group.record_varying_ints(block)
         self._groups[key] = group
         self._forget_like(key)
@@ -161,6 +169,15 @@ class ModelCode:
             for old in like[:-MOST_LIKE]:
                 if id(self._groups[old]) not in used:
                     del self._groups[old]
+
+
+def _is_current(state: BlockState, settings_key: Hashable, now: MethodsNow) -> bool:
+    if settings_key not in state.groups:
+        return False
+    group = state.groups[settings_key]
+    if group not in now.current:
+        now.current[group] = group is None or group.named.are_current()
+    return now.current[group]
 
 
 # A workflow's branches switch between a few.

@@ -14,15 +14,15 @@ makes patches that are added later silently ineffective. Here entries are remove
 """
 
 import dis
-import functools
 import inspect
 import sys
 import types
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Mapping
 
 from torch import nn
 
-from ..forwards import contents_of, forward_of_class, given_forward
+from ..forwards import forward_of_class, given_forward
+from .code import codes_of
 from .outside import HOLDER, call_outside
 from .patches import BY_NAME, OVERRIDE, keys_of_patch, may_hold_state
 
@@ -64,8 +64,8 @@ def keys_read(block: nn.Module) -> frozenset[str]:
         for forward in (forward_of_class(type(module)), replaced):
             if forward is not None and not isinstance(forward, types.FunctionType | types.MethodType):
                 return BOOKKEEPING  # a callable of another kind, which may read anything
-    codes = {code: module.get("__name__", "") for code, module in _codes_of(block, block.modules()).items()}
-    beside_layers = _codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
+    codes = {code: module.get("__name__", "") for code, module in codes_of(block, block.modules()).items()}
+    beside_layers = codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
     if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in codes.items()):
         return BOOKKEEPING
     return frozenset(
@@ -75,21 +75,7 @@ def keys_read(block: nn.Module) -> frozenset[str]:
 
 def strings_in(block: nn.Module) -> frozenset[str]:
     """All string literals in the code that `keys_read` looks at."""
-    return frozenset(c for code in _codes_of(block, block.modules()) for c in code.co_consts if isinstance(c, str))
-
-
-def functions_named(network: nn.Module) -> list[tuple[dict, str]]:
-    """Where the functions stand that this code names, in Python modules: the dicts of these, and the names in them."""
-    places: dict[tuple[int, str], tuple[dict, str]] = {}
-    for code, module in _codes_of(network, network.modules()).items():
-        modules = [module]
-        for entries in modules:
-            for value, name in ((entries.get(name), name) for name in code.co_names):
-                if isinstance(value, types.ModuleType) and vars(value) not in modules:  # `comfy.ops.cast_to`
-                    modules.append(vars(value))
-                elif callable(value):
-                    places[id(entries), name] = entries, name
-    return list(places.values())
+    return frozenset(c for code in codes_of(block, block.modules()) for c in code.co_consts if isinstance(c, str))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -115,56 +101,6 @@ def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
         names.update(code.co_varnames[named : named + rest])
     used = (i.argval if isinstance(i.argval, tuple) else (i.argval,) for i in dis.get_instructions(code))
     return any(not names.isdisjoint(values) for values in used)
-
-
-def _codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:
-    """The code of `modules`, which are in `block`, and of the functions it names; each with its globals."""
-    seen: dict[types.CodeType, dict] = {}
-    modules = list(modules)
-    for function in _forwards_given_to(module for module in modules if module is not block):
-        _add_codes(function, seen, depth=4)
-    for cls in {type(m) for m in modules}:
-        for base in cls.__mro__:
-            if base.__module__.partition(".")[0] in ("torch", "builtins", "typing"):
-                continue
-            for member in vars(base).values():
-                member = getattr(member, "__func__", member)
-                if isinstance(member, types.FunctionType):
-                    _add_codes(member, seen, depth=4)
-    return seen
-
-
-def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
-    for module in modules:
-        replaced = given_forward(module)
-        function = getattr(replaced, "__func__", replaced)
-        if isinstance(function, types.FunctionType):
-            yield function
-        if isinstance(replaced, types.MethodType):
-            methods = vars(type(replaced.__self__)).values()
-            yield from (member for member in methods if isinstance(member, types.FunctionType))
-
-
-def _add_codes(function: types.FunctionType, seen: dict[types.CodeType, dict], depth: int) -> None:
-    for code in _codes(function.__code__):
-        if code in seen:
-            continue
-        seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
-        if depth:
-            for target in [*(function.__globals__.get(name) for name in code.co_names), *contents_of(function)]:
-                while isinstance(target, functools.partial):
-                    target = target.func
-                if not isinstance(target, types.FunctionType):
-                    target = getattr(type(target), "__call__", None)  # noqa: B004  the one that a call uses
-                if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):
-                    _add_codes(target, seen, depth - 1)
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)
 
 
 def _keys_in_code(code: types.CodeType) -> set[str]:

@@ -44,7 +44,8 @@ from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError, in_one_line
 from ...failures.describe import never_swallowed
 from ...forwards import exchanged
-from ...options.filter import BOOKKEEPING, functions_named, keys_read
+from ...options.code import NamedFunctions
+from ...options.filter import BOOKKEEPING, keys_read
 from ...options.patches import OVERRIDE, keys_of_patch
 from ...per_model import PerModel, Same
 from ...torch_settings import numerics
@@ -320,17 +321,13 @@ class Read:
     functions: list | None = None
     named: tuple[Same, ...] = ()
     keys: frozenset[str] = BOOKKEEPING
-    _places: list[tuple[dict, str]] = field(default_factory=list)
+    _named: NamedFunctions | None = None
 
     def look(self, network: nn.Module, functions: list | None) -> None:
         """Read the code again if a function was replaced. Must not be called while blocks are bound."""
-        if functions != self.functions or self._named() != self.named:
-            self.functions, self.keys = functions, keys_read(network)
-            self._places = functions_named(network)
-            self.named = self._named()
-
-    def _named(self) -> tuple[Same, ...]:
-        return tuple(Same(entries.get(name)) for entries, name in self._places)
+        if functions != self.functions or self._named is None or not self._named.are_current():
+            self.functions, self.keys, self._named = functions, keys_read(network), NamedFunctions(network)
+            self.named = self._named.functions
 
 
 @dataclass

@@ -128,7 +128,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
     """Names of the forwards that other nodes have given to layers inside blocks."""
     states = [state for block in blocks_of(network, settings) if (state := code_of(network).state_of(block)) is not None]
-    codes = {code for state in states for _, code in state.forwards}
+    codes = {codes[0] for state in states for _, codes in state.forwards}
     return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))
 
 

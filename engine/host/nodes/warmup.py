@@ -130,9 +130,8 @@ class _Warmup:
 
     def _blocks_are_as_they_ran(self) -> bool:
         blocks = choose(blocks_of(self.model, self.settings), self.settings).compiled
-        key, now = self.settings.settings_key(), MethodsNow()
-        states = ((block, self.code.state_of(block)) for block in blocks)
-        return all(state is not None and key in state.groups and state.holds(block, now) for block, state in states)
+        now = MethodsNow()
+        return all(self.code.is_as_it_ran(block, self.settings, now) for block in blocks)
 
     def _guards(self) -> set[Same]:
         """The guards of all compiled code that PyTorch holds for the model."""

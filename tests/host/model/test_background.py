@@ -9,6 +9,7 @@ import re
 
 import pytest
 import torch
+from comfy.ldm.flux import layers
 from paging import paged
 from patch_kinds import conditions, options
 from patch_kinds.weights import load_partly, lora_file
@@ -52,6 +53,27 @@ def test_the_report_says_that_compiling_was_not_paused_any_more(flux, engine, mo
     assert unsaid not in " ".join(attachment.notes_about(flux.patcher))
     monkeypatch.setattr(engine("background.gate").gate, "jobs_past_ceiling", 2)
     assert said in " ".join(attachment.notes_about(flux.patcher))
+
+
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_a_function_of_the_host_is_exchanged_for_one_that_reads_the_step(flux, compile_when, monkeypatch):
+    hosts = layers.attention
+
+    def by_step(q, k, v, pe, mask=None, transformer_options={}):  # noqa: B006
+        return hosts(q, k, v, pe, mask, transformer_options) * (1 + transformer_options["sigmas"][0])
+
+    plain, compiled = flux.run(flux.patcher), flux.attach(flux.patcher, compile_when=compile_when)
+    with monkeypatch.context() as patch:
+        patch.setattr(layers, "attention", by_step)
+        expected = flux.run(flux.patcher)
+    assert relative_error(expected, plain) > 1e-3, "it does nothing; this proves nothing"
+    for _ in range(2):
+        for image, attention in ((plain, hosts), (expected, by_step)):
+            monkeypatch.setattr(layers, "attention", attention)
+            for _ in range(2):
+                assert relative_error(flux.run(compiled), image) < 1e-5
+                flux.made()
+    assert flux.graphs == len(flux.groups) == 2 and not flux.failures
 
 
 @pytest.mark.parametrize("name", ["flux", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("wan", "qwen_image"))])

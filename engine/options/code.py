@@ -1,0 +1,127 @@
+"""Find the code that modules run: of their methods, and of the functions of Python modules that these name.
+
+Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options, so what was
+concluded from the code must be concluded again.
+"""
+
+import functools
+import types
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+
+from ..forwards import contents_of, given_forward
+from ..per_model import Same, SameObjects
+from ..torch_settings import original
+
+# How many functions deep code is followed.
+DEPTH = 4
+
+
+class NamedFunctions:
+    """The functions that the code of `network` names in Python modules, at one time; keeps none of them alive.
+
+    What a `SharedScope` has put in the place of a function counts as that function.
+
+    Attributes:
+        functions: by identity.
+        key: equal for the same code at another time, also for functions of the same code (a closure that a node makes anew).
+    """
+
+    def __init__(self, network: nn.Module):
+        codes = codes_of(network, network.modules())
+        places: dict[int, tuple[dict, dict[str, None]]] = {}
+        for code, module in codes.items():
+            for entries, name, value in _named_by(code, module):
+                if callable(value):
+                    places.setdefault(id(entries), (entries, {}))[1][name] = None
+        self._places = list(places.values())
+        functions = [original(function) for function in self._now()]
+        self._originals = self._last_seen = SameObjects(functions)
+        self.functions = tuple(map(Same, functions))
+        self.key = frozenset(codes), tuple(map(_kind, functions))
+
+    def are_current(self) -> bool:
+        """Whether none was exchanged since."""
+        now = self._now()
+        if self._last_seen.are(now):
+            return True
+        if not self._originals.are(map(original, now)):
+            return False
+        self._last_seen = SameObjects(now)
+        return True
+
+    def _now(self) -> list[object]:
+        return [entries.get(name) for entries, names in self._places for name in names]
+
+
+def _named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, object]]:
+    """What code names in Python modules: (the module's dict, the name, the value)."""
+    modules = [module]
+    for entries in modules:
+        for name in code.co_names:
+            value = entries.get(name)
+            if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
+                if not any(vars(value) is other for other in modules):
+                    modules.append(vars(value))
+            elif value is not None:
+                yield entries, name, value
+
+
+def _kind(function: object) -> object:
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function) if isinstance(function, types.MethodType) else function
+    if isinstance(function, types.FunctionType):
+        return function.__code__
+    return Same(function if isinstance(function, type | types.BuiltinFunctionType) else type(function))
+
+
+def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:
+    """The code of `modules`, which are in `block`, and of the functions it names; each with its globals."""
+    seen: dict[types.CodeType, dict] = {}
+    modules = list(modules)
+    functions = [*_forwards_given_to(module for module in modules if module is not block)]
+    for cls in dict.fromkeys(map(type, modules)):
+        for base in cls.__mro__:
+            if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
+                members = (getattr(member, "__func__", member) for member in vars(base).values())
+                functions += (member for member in members if isinstance(member, types.FunctionType))
+    for _ in range(1 + DEPTH):
+        functions = [named for function in functions for named in _functions_in(function, seen)]
+    return seen
+
+
+def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
+    for module in modules:
+        replaced = given_forward(module)
+        function = getattr(replaced, "__func__", replaced)
+        if isinstance(function, types.FunctionType):
+            yield function
+        if isinstance(replaced, types.MethodType):
+            methods = vars(type(replaced.__self__)).values()
+            yield from (member for member in methods if isinstance(member, types.FunctionType))
+
+
+def _functions_in(function: types.FunctionType, seen: dict[types.CodeType, dict]) -> Iterator[types.FunctionType]:
+    """The functions that the code of `function` names and that it closes over; none of code that was `seen`."""
+    for code in _codes(function.__code__):
+        if code in seen:
+            continue
+        seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
+        named = (value for _, _, value in _named_by(code, function.__globals__))
+        for target in [*named, *contents_of(function)]:
+            while isinstance(target, functools.partial):
+                target = target.func
+            target = original(target)
+            if not isinstance(target, types.FunctionType):
+                target = getattr(type(target), "__call__", None)  # noqa: B004  the one that a call uses
+            if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):
+                yield target
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes(const)
