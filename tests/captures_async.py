@@ -6,8 +6,10 @@ A process of its own, which a failed capture can end (CUDAMallocAsyncAllocator.c
 it gets to its end go into `CAPTURES_ASYNC` of engine/torch_compat/private.py.
 """
 
+import gc
 import os
 import sys
+import weakref
 from pathlib import Path
 
 import torch
@@ -23,19 +25,21 @@ def main():
     device = torch.device("cuda", 0)
     compiled = torch.compile(lambda x, scale: torch.nn.functional.silu(x * scale) + x.mean(1, keepdim=True), dynamic=True)
     weight = torch.linspace(0.5, 1.5, 64, device=device, dtype=torch.half)
-    fails = ""
 
-    def model(x, scale):
-        y = compiled(x, scale).contiguous(memory_format=torch.channels_last)
-        out = torch.empty_like(y)
-        kernels.apply_factors(y, kernels.factors_of(y, 8, weight, weight, 1e-5), out, True)
-        if fails == "raises" and torch.cuda.is_current_stream_capturing():
-            raise ValueError("in the middle of a capture")
-        if fails == "waits":
-            out = out + out[out > 0].sum(dtype=torch.float) * 0  # in half it overflows, and infinity times 0 is NaN
-        return compiled(out, scale) + x
+    def made(fails):
+        def model(x, scale):
+            y = compiled(x, scale).contiguous(memory_format=torch.channels_last)
+            out = torch.empty_like(y)
+            kernels.apply_factors(y, kernels.factors_of(y, 8, weight, weight, 1e-5), out, True)
+            if fails == "raises" and torch.cuda.is_current_stream_capturing():
+                raise ValueError("in the middle of a capture", model)
+            if fails == "waits":
+                out = out + out[out > 0].sum(dtype=torch.float) * 0  # in half it overflows, and infinity times 0 is NaN
+            return compiled(out, scale) + x
 
-    def check(graphs, size, step):
+        return model
+
+    def check(graphs, model, size, step):
         x = torch.randn(2, 64, size, size, generator=torch.Generator().manual_seed(step)).to(device, torch.half)
         scale = torch.full((1,), 1.0 + step, device=device, dtype=torch.half)
         result, expected = graphs.call(size, model, (x, scale), {}, {}), model(x, scale)
@@ -44,12 +48,16 @@ def main():
 
     with torch.inference_mode():
         for fails in ("raises", "waits", ""):
-            graphs = ModelGraphs()
+            graphs, model = ModelGraphs(), made(fails)
             graphs.drop_if_stale(torch.nn.Linear(2, 2).to(device), device)
             for step in range(4):
                 for size in (32, 48):
-                    check(graphs, size, step)
+                    check(graphs, model, size, step)
             assert (graphs.captures, graphs.replays) == ((0, 0) if fails else (2, 4)), graphs.failures
+            gone = weakref.ref(model)
+            del graphs, model
+            gc.collect()
+            assert gone() is None, "a failed capture keeps the model"
     print("capture and replay work", flush=True)
     os._exit(0)
 

@@ -14,6 +14,7 @@ launches no kernels one by one. Small models are bound by those; large ones gain
 5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
    never replayed. A call that cannot be captured is remembered with the reason, and runs without.
 6. Out of memory drops all graphs and their pool. A graph that has never run keeps its addresses for ever (`_never_allocated`).
+   A call that failed in a capture in another way is not captured again while the layers run the same functions.
 
 Launches of Triton kernels. Triton's launchers ask the driver about each pointer that comes as a tensor
 (triton/backends/nvidia/driver.py, `getPointer`), and the driver knows nothing of memory from cudaMallocAsync, ComfyUI's default
@@ -23,12 +24,13 @@ from Triton". Pointers that come as numbers are not checked, so `as_numbers` mak
 
 import ctypes
 import functools
+import gc
 import sys
 import threading
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -151,8 +153,8 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# Outputs of graphs that have never run. Under cudaMallocAsync only a run allocates them, and freeing what was never allocated
-# ends the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
+# Memory of graphs that have never run. Under cudaMallocAsync only a run allocates it, and freeing what was never allocated ends
+# the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
 _never_allocated: list[object] = []
 # Graphs that are being captured.
 _capturing: list[torch.cuda.CUDAGraph] = []
@@ -196,6 +198,25 @@ def _driver() -> ctypes.CDLL | None:
     return driver
 
 
+def _is_allocated(address: int) -> bool:
+    """Whether the driver knows the address: not one that the running capture has allocated."""
+    driver, memory_type = _driver(), ctypes.c_uint()
+    query = ctypes.byref(memory_type), 2, ctypes.c_ulonglong(address)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    return driver is not None and driver.cuPointerGetAttribute(*query) == 0
+
+
+def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
+    """What the running capture has allocated and not freed, wherever a call that failed has left it: looks at all tensors."""
+    storages: list[torch.UntypedStorage] = []
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return storages
+    for tensor in (value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter)):
+        with suppress(RuntimeError):  # no memory: another thread traces with it
+            if tensor.device == device and tensor.data_ptr() and not _is_allocated(tensor.data_ptr()):
+                storages.append(tensor.untyped_storage())
+    return storages
+
+
 # Keeps the weights in place; yields whether all are where the graphs expect them.
 Keep = Callable[[], AbstractContextManager[bool]]
 
@@ -208,6 +229,7 @@ class ModelGraphs:
         graphs: ordered by their last replay.
         seen: keys of calls that have run without a graph, and so have compiled code.
         failures: why a call is not captured.
+        _functions_of_failures: for failures that do not pass when the weights move, what the layers ran.
         plain_calls: calls without a graph since the last replay.
     """
 
@@ -220,13 +242,15 @@ class ModelGraphs:
     captures: int = 0
     replays: int = 0
     _pool: object = None
+    _functions_of_failures: dict[Hashable, list | None] = field(default_factory=dict)
     _never_replayed: set[Hashable] = field(default_factory=set)
 
     def drop(self) -> None:
         """Free the graphs and their memory: the weights have moved, or will."""
         self._free_graphs()
         self.seen.clear()
-        self.failures.clear()
+        functions = self._functions_of_failures
+        self.failures = {k: r for k, r in self.failures.items() if k in functions and functions[k] == self.model.functions}
         self.model.forget()
         self._pool = None
 
@@ -345,23 +369,24 @@ class ModelGraphs:
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
                 torch.cuda.synchronize(device)
-                output, failed = None, None
+                output, failed, unallocated = None, None, []
                 try:
                     with _recording(graph, self._pool, stream):
                         try:
                             output = forward(*args, **kwargs, **fixed)
                         except BaseException as error:  # the host's interrupt is no Exception
-                            failed = error
+                            failed, unallocated = error, _allocated_by_capture(device)
                     if failed is not None:
                         graph.replay()  # allocates what the error keeps alive
                         torch.cuda.synchronize(device)
                 except RuntimeError:
-                    _never_allocated.append((graph, output, failed))
+                    _never_allocated.append((graph, output, unallocated))
                     raise
                 finally:
                     if failed is not None:
                         raise failed
         except Exception as error:
+            failed = None  # else this frame and the traceback, which holds the model, would keep each other alive
             if never_swallowed(error) and not is_out_of_memory(error):
                 raise
             torch.cuda.synchronize(device)
@@ -369,6 +394,7 @@ class ModelGraphs:
                 self._ran_out_of_memory(key, in_one_line(error))
             else:
                 self._fails(key, in_one_line(error))
+                _remember(self._functions_of_failures, key, self.model.functions)
             return None
         self.captures += 1
         logger.info("CUDA graph %d captured", self.captures)

@@ -118,6 +118,28 @@ def test_out_of_memory_is_remembered_in_the_next_run(graphs, monkeypatch):
     assert graphs.captures == captures
 
 
+def test_a_call_that_cannot_be_captured_is_not_tried_at_each_unloading(engine, monkeypatch):
+    graphs, net = engine("cuda_graphs.capture").ModelGraphs(), torch.nn.Linear(2, 2)
+    tried, device = [], torch.device("cpu")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(engine("cuda_graphs.capture"), "capture_stream", lambda device: tried.append(device))
+
+    def run():
+        graphs.model.new_run()
+        graphs.drop_if_stale(net, device)
+        for _ in range(3):
+            call(graphs, "key")
+        return len(tried)
+
+    assert [run(), run()] == [1, 1] and graphs.failures, "a CPU has no captures"
+    graphs.drop()
+    assert run() == 1
+    net.weight = torch.nn.Parameter(net.weight.clone())
+    assert run() == 1, "the weights have moved"
+    net.forward = lambda x: x
+    assert run() == 2, "it runs other functions"
+
+
 def test_the_memory_of_graphs_is_given_back_with_their_model(engine, monkeypatch):
     module, given_back = engine("cuda_graphs.capture"), []
     monkeypatch.setattr(module, "give_back", given_back.append)

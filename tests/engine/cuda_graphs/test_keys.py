@@ -3,7 +3,9 @@
 import contextlib
 import enum
 import functools
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -153,7 +155,9 @@ def test_what_waits_for_the_gpu_raises_in_a_capture(engine, devices, monkeypatch
     assert seen == [mode] and torch.cuda.get_sync_debug_mode() == 0
 
 
-def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_frees_nothing(engine, devices, monkeypatch):
+@pytest.fixture
+def endless(engine, devices, monkeypatch):
+    """Captures that cannot be ended; the streams that were left, and what is kept for ever."""
     module, left = engine("cuda_graphs.capture"), []
 
     class Graph:
@@ -169,10 +173,45 @@ def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_frees_nothing(engi
 
     monkeypatch.setattr(torch.cuda, "graph", Graph)
     monkeypatch.setattr(module, "_never_allocated", kept := [])
-    graphs, x, result = module.ModelGraphs(), torch.ones(2), torch.zeros(3)
+    return left, kept
+
+
+def test_a_capture_that_cannot_be_ended_leaves_its_stream_and_frees_nothing(engine, endless):
+    graphs, x, result = engine("cuda_graphs.capture").ModelGraphs(), torch.ones(2), torch.zeros(3)
     graphs.model.device = torch.device("cuda", 0)
     assert graphs._capture("key", lambda _x: result, [x], _spec((x,)), [x], {}) is None
+    left, kept = endless
     assert left == ["a stream of cuda:0"] and kept[0][1] is result and "previous error" in graphs.failures["key"]
+
+
+class Failing(torch.nn.Linear):
+    """As a layer that waits for the GPU; it keeps some of what it computes."""
+
+    def forward(self, x):
+        self.cached, unused = x + 1, x + 2
+        raise RuntimeError(f"waits for {unused.sum()}")
+
+
+def test_a_failed_capture_keeps_the_memory_that_it_has_allocated_and_not_the_model(engine, endless, monkeypatch):
+    module, kept = engine("cuda_graphs.capture"), endless[1]
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    graphs, x, net = module.ModelGraphs(), torch.ones(2), Failing(2, 2)
+    graphs.model.device = x.device
+    older = {tensor.data_ptr() for tensor in gc.get_objects() if type(tensor) in (torch.Tensor, torch.nn.Parameter)}
+    allocated = []
+    monkeypatch.setattr(module, "_is_allocated", lambda address: address in older or allocated.append(address))
+    gc.disable()
+    try:
+        assert graphs._capture("key", net, [x], _spec((x,)), [x], {}) is None
+        assert "waits for" in graphs.failures["key"]
+        gone = weakref.ref(net)
+        cached = net.cached.data_ptr()
+        del net
+        assert gone() is None, "without a collector of garbage"
+    finally:
+        gc.enable()
+    memory = [storage.data_ptr() for storage in kept[0][2]]
+    assert sorted(memory) == sorted(allocated) and cached in memory and len(memory) == 3, "of the copy of x as well"
 
 
 def _spec(args):
