@@ -145,13 +145,14 @@ class LaidOut:
                 raise
             except Exception as error:
                 why = "" if never_swallowed(error) else f"{type(error).__name__}: {error}"
+                if not why:  # at once: the plain call may have no memory either
+                    self._too_large.add(shape)
         with self.trial.timed(shape, False):
             result = self.function(x, *args, **kwargs)
         if why:  # and the plain call raised no error, so the layout was the cause
             self.trial.give_up()
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:
-            self._too_large.add(shape)
             logger.warning("VAE: no memory for %s channels last, images of this size run as without this pack", self._word)
         return result
 

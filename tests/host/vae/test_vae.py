@@ -153,6 +153,22 @@ def test_before_the_kernels_are_there_nothing_changes(engine, kernels, clock):
     assert not kernels.weights and laid_out(ours).trial.other is None
 
 
+def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock):
+    """The host then decodes in tiles, for this size each time."""
+    tried = []
+
+    def decode(x):
+        tried.append(x.shape)
+        raise torch.OutOfMemoryError("full")
+
+    laid_out = engine("host.vae.attach").LaidOut("decode", decode, torch.device("cpu"), engine("notices.status").Line(None))
+    laid_out.trial.other = True
+    for _ in range(2):
+        with pytest.raises(torch.OutOfMemoryError):
+            laid_out(torch.zeros(1, 4, 4, 3))
+    assert len(tried) == 3, "channels last and plain, then plain"
+
+
 @pytest.mark.parametrize(
     ("error", "tried_again"), [(torch.OutOfMemoryError("full"), True), (RuntimeError("no such kernel"), False)]
 )
