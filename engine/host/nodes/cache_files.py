@@ -1,5 +1,6 @@
 """Save what is compiled for a model into a file of the host's user, and load it on another machine."""
 
+import os
 import re
 import shutil
 import tempfile
@@ -30,11 +31,18 @@ _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 
 def cache_files() -> list[str]:
     """The names of the cache files in the folder, newest first."""
-    try:
+    files = []
+    with suppress(OSError):
         files = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
-    except OSError:
-        return []
-    return [file.name for file in sorted(files, key=lambda file: -file.stat().st_mtime)]
+    changed = {file.name: stat.st_mtime for file in files if (stat := _stat(file)) is not None}
+    return sorted(changed, key=lambda name: -changed[name])
+
+
+def _stat(file: Path) -> os.stat_result | None:
+    """None: deleted or renamed meanwhile."""
+    with suppress(OSError):
+        return file.stat()
+    return None
 
 
 def plain_name(filename: str) -> str:
@@ -159,10 +167,8 @@ def _untrusted(file: Path) -> CacheFileError:
 
 def state_of(filename: str) -> str:
     """A text that changes when the file does."""
-    if filename not in cache_files():
-        return ""
-    stat = (kit_folder() / filename).stat()
-    return f"{stat.st_mtime_ns} {stat.st_size}"
+    stat = _stat(kit_folder() / filename) if filename in cache_files() else None
+    return "" if stat is None else f"{stat.st_mtime_ns} {stat.st_size}"
 
 
 def pack_version() -> str:

@@ -37,6 +37,23 @@ def test_a_cache_file_of_ones_own_is_loaded_and_its_folder_closed_to_others(engi
     assert kit.stat().st_mode & 0o777 == 0o700
 
 
+def test_a_file_that_goes_while_the_folder_is_listed_is_left_out(engine, kit, monkeypatch):
+    files = engine("host.nodes.cache_files")
+    kit.mkdir(parents=True)
+    for name in ("kept", "renamed"):
+        (kit / f"{name}.tckcache").write_bytes(b"")
+    is_file = Path.is_file
+
+    def is_file_and_goes(path):
+        found = is_file(path)
+        if path.stem == "renamed":
+            path.unlink(missing_ok=True)
+        return found
+
+    monkeypatch.setattr(Path, "is_file", is_file_and_goes)
+    assert files.cache_files() == ["kept.tckcache"]
+
+
 class UNetModel(nn.Module):
     """Of SD 1.5, and of SDXL."""
 
