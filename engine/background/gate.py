@@ -4,12 +4,14 @@ A thread that computes in Python keeps the GIL from a thread that releases it at
 kernel launches do: a second of such work takes five beside the worker. PyTorch's compiler cannot be paused, so its busiest
 functions call `Gate.wait`:
 
-1. The gate is open while the host executes no prompt, and while a model is replayed from CUDA graphs (`open`). A call of a
-   model closes it (`close`), on the thread that is watched from then on.
+1. The gate is open while the host executes no prompt, and while a model is replayed from CUDA graphs (`open`). A sampling run
+   closes it (`close`). Threads that close it or call a model (`watch`) are the host's threads: under MultiGPU CFG Split each
+   device has one, while the sampler's waits for them (comfy/multigpu.py).
 2. While it is closed, the worker runs for DUTY_CYCLE of the time that it has waited: `wait` earns credit, running spends it.
-3. A host thread whose frame has not moved for BLOCKED_AFTER waits for the GPU, a disk or a lock: the worker runs at no cost.
-4. While a call traces (`tracing`), or a capture is near (`hold`), the worker earns nothing, unless the host thread is blocked:
-   that may wait for a lock of the worker's.
+3. A host thread whose frame has not moved for BLOCKED_AFTER waits for the GPU, a disk or a lock. While all of them do, the
+   worker runs at no cost.
+4. While a call traces (`tracing`), or a capture is near (`hold`), the worker earns nothing, unless the host's threads are
+   blocked: they may wait for a lock of the worker's.
 5. A job that has waited for CEILING seconds waits no more. When the process ends, `wait` raises `Stopped`.
 
 Waiting is polling: no event tells when the host's thread blocks.
@@ -18,6 +20,7 @@ Waiting is polling: no event tells when the host's thread blocks.
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -46,9 +49,8 @@ class Gate:
         self.waited = 0.0
         self.jobs_past_ceiling = 0
         self._open = threading.Event()
-        self._host: int | None = None
-        self._place: tuple[int, int] | None = None
-        self._since = 0.0
+        # Of each of the host's threads where it was last seen, and since when. Not by identifier, which a later thread may get.
+        self._places: weakref.WeakKeyDictionary[threading.Thread, tuple] = weakref.WeakKeyDictionary()
         self._asked: float | None = None
         self._credit = 0.0
         self._tracing = 0
@@ -93,8 +95,12 @@ class Gate:
 
     def close(self) -> None:
         """Called by the thread that samples."""
-        self._host = threading.get_ident()
+        self.watch()
         self._open.clear()
+
+    def watch(self) -> None:
+        """Called by each thread that calls a model."""
+        self._places.setdefault(threading.current_thread(), (None, 0.0))
 
     def wait(self) -> None:
         """On the worker: wait until the gate is open or there is credit."""
@@ -134,13 +140,15 @@ class Gate:
         return self._is_past_ceiling
 
     def _is_host_blocked(self, now: float) -> bool:
-        frame = sys._current_frames().get(self._host or 0)
-        if frame is None:
-            return True
-        place = id(frame), frame.f_lasti
-        if place != self._place:
-            self._place, self._since = place, now
-        return now - self._since > BLOCKED_AFTER
+        frames, blocked = sys._current_frames(), True
+        for thread, (before, since) in list(self._places.items()):
+            frame = frames.get(thread.ident or 0) if thread.is_alive() else None
+            place = (id(frame), frame.f_lasti) if frame is not None else None
+            if place != before:
+                since = now
+                self._places[thread] = place, since
+            blocked = blocked and (place is None or now - since > BLOCKED_AFTER)
+        return blocked
 
 
 gate = Gate()

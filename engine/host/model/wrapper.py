@@ -40,7 +40,7 @@ class BlockCompiler:
         self.notes = self._calls.notes
 
     def __call__(self, executor, *args, **kwargs):
-        if self.status is None:
+        if self.status is None or _is_copy_for_another_device(executor.class_obj):
             return self._call(executor, *args, **kwargs)
         network = executor.class_obj.diffusion_model
         code, graphs = code_of(network), graphs_of(network)
@@ -98,6 +98,11 @@ class BlockCompiler:
                 return
             info = call_info_of(base_model, settings, args, kwargs)
             report_compilation(network, type(base_model).__name__, info, added, settings)
+
+
+def _is_copy_for_another_device(base_model) -> bool:
+    """Whether the first device's model, in the same step, tells the page of it (MultiGPU CFG Split, comfy/multigpu.py)."""
+    return getattr(getattr(base_model, "current_patcher", None), "is_multigpu_base_clone", False)
 
 
 def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:

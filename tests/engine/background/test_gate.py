@@ -170,6 +170,29 @@ def test_a_host_that_computes_needs_it(engine, gate, monkeypatch):
     assert counts[0] < counts[1] / 5, counts
 
 
+def test_one_thread_that_computes_needs_it_while_another_waits(gate):
+    """MultiGPU CFG Split: the sampler's thread waits for those of the devices."""
+    is_blocked, seen, ended = functools.partial(type(gate)._is_host_blocked, gate), [], threading.Event()
+
+    def call_model():
+        gate.watch()
+        while not ended.is_set():
+            compute()
+
+    def ask():
+        for _ in range(50):
+            seen.append(is_blocked(time.monotonic()))
+            time.sleep(0.002)
+
+    calling, asking = threading.Thread(target=call_model), threading.Thread(target=ask)
+    calling.start()
+    asking.start()
+    asking.join(60)
+    ended.set()
+    calling.join(60)
+    assert sum(seen) < len(seen) / 2
+
+
 def test_other_threads_import_as_ever_while_code_is_made(engine, gate):
     """A finder that came and went would have them miss modules: they go through `sys.meta_path` as it is changed."""
     finders, seen = list(sys.meta_path), []
