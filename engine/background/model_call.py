@@ -18,12 +18,14 @@ class ModelCall:
             five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
+        packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
     """
 
     synchronous: bool = True
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    packings: set[Any] = field(default_factory=set)
     when_over: list[Callable[[], object]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 

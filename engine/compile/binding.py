@@ -78,6 +78,7 @@ class Binding:
             effort = next((run.effort for run in runs.values()), None)  # one for all
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
+            code.packings = code.packings | self.call.packings
             if self._weights is not None:
                 self._weights.drop()  # before the worker asks for room
             self.call.over()

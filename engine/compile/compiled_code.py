@@ -45,7 +45,7 @@ VARIANTS_IN_RUN = 8
 first_call_lock = threading.RLock()
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockCode:
     """The compiled code of one block group.
 

@@ -128,10 +128,6 @@ class BlockGroup:
             self.patched[patches] = group
         return self.patched[patches]
 
-    def reset_failures(self) -> None:
-        for group in (self, *self.patched.values()):
-            group.code.reset_failure()
-
     def has_run(self, shapes: tuple) -> bool:
         """Whether the code of now has run with inputs of these shapes."""
         return (self.code.version, *shapes) in self._seen

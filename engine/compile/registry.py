@@ -19,7 +19,7 @@ from ..options.code import NamedFunctions
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
-from .compiled_code import free_unused
+from .compiled_code import BlockCode, free_unused
 from .eager import Eager
 from .group import BlockGroup
 
@@ -34,6 +34,7 @@ class ModelCode:
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
+        packings: code that unpacks weights of its layers, shared by all models with weights packed so.
     """
 
     def __init__(self) -> None:
@@ -44,6 +45,7 @@ class ModelCode:
         self.uncalled: Counter[str] | None = None
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
+        self.packings: frozenset[BlockCode] = frozenset()
         self._generation = 0, False
         self._local_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
@@ -103,7 +105,7 @@ class ModelCode:
             logger.warning("%s", _UNCALLED.format(_counted(blocks)))
 
     def eager_in_words(self) -> list[str]:
-        """Which blocks run eager, and why; what a failure says is not in it."""
+        """Which blocks run eager, and why, but for failures of blocks."""
         convolutions, small = self.eager[Eager.CONVOLUTIONS], self.eager[Eager.SMALL]
         lines = []
         if convolutions:
@@ -115,25 +117,33 @@ class ModelCode:
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
         caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
-        return lines + [f"{name}: {_FILLS_CACHE}" for name in caching]
+        lines += [f"{name}: {_FILLS_CACHE}" for name in caching]
+        return lines + [failure.message() for failure in self.failed_packings]
 
     def _not_looked_at_in_words(self, name: str) -> str:
         return f"{name} runs uncompiled: this pack could not look at it ({self.not_looked_at[name]})."
 
     @property
     def is_being_compiled(self) -> bool:
-        return any(group.is_being_compiled for group in self.groups.values())
+        return any(code.is_being_lowered for code in self._codes())
+
+    @property
+    def failed_packings(self) -> list[Failure]:
+        return [code.failure for code in self.packings if code.failure is not None]
+
+    def _codes(self) -> list[BlockCode]:
+        return [*(group.code for group in self.groups.values()), *self.packings]
 
     def generation(self, kernels_ready: bool) -> tuple[int, bool]:
         """How often code was made, and whether kernels were ready, when the queue last had no job of the model."""
         if not self.is_being_compiled:
-            self._generation = sum(group.code.compiles for group in self.groups.values()), kernels_ready
+            self._generation = sum(code.compiles for code in self._codes()), kernels_ready
         return self._generation
 
     def new_run(self) -> None:
         free_unused()
-        for group in self._groups.values():
-            group.reset_failures()
+        for code in self._codes():
+            code.reset_failure()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
         forward = forward_of_class(type(block))

@@ -126,6 +126,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     blocks = plan_for(model).blocks
     graphs = _graphs_by_class(groups)
     gained = watch_of(model).gained
+    failures = [group.failure for group in groups if group.failure] + code_of(model).failed_packings
     return {
         "name": type(model).__name__,
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
@@ -141,7 +142,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],
-        "failures": [{"block": k.failure.block, "message": k.failure.message()} for k in groups if k.failure],
+        "failures": [{"block": failure.block, "message": failure.message()} for failure in failures],
         "classes": [
             {"class": name, "blocks": count, "graphs": graphs[name]}
             for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]

@@ -187,7 +187,8 @@ class Status(Line):
         network = self._network() if self._network is not None else None
         if network is None:  # not run yet, or freed
             return None
-        groups = code_of(network).groups.values()
+        code = code_of(network)
+        groups = code.groups.values()
         if any(group.code.is_tracing for group in groups):
             return News("compiling", told("preparing"))
         kinds = len({group.class_name for group in groups if group.is_being_compiled})
@@ -200,6 +201,7 @@ class Status(Line):
             return self._sent
         self._compiling_since = None
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
+        failed |= dict.fromkeys(failure.block for failure in code.failed_packings)
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not any(group.stats.graphs for group in groups):

@@ -30,7 +30,7 @@ from ...torch_settings import SharedScope, attribute
 from ..adapter import host
 from .dynamic_vram import parameter
 from .partial_load import QUANTIZED, is_known
-from .unpacking import forget_failures, has_known_unpacking, weight_of
+from .unpacking import has_known_unpacking, weight_of
 
 # Classes of layers in which tracing has failed.
 untraceable: set[type] = set()
@@ -82,8 +82,6 @@ class PackedWeights:
         self._device = device
         modules = list(modules)
         self.unpacked = {m: weight_of(m) for m in modules if has_known_unpacking(m)}
-        if self.unpacked:
-            forget_failures()
         for weight in self.unpacked.values():
             weight.settings = settings
         elsewhere = [m for m in modules if any(p is not None and p.device != device for p in m._parameters.values())]

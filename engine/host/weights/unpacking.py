@@ -14,7 +14,7 @@ import functools
 import itertools
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,8 @@ from torch import nn
 from ...cache.disk import folder_name
 from ...compile.compiled_code import BlockCode
 from ...compile.traced_graph import current
+from ...failures.describe import never_swallowed
+from ...log import logger
 from ...per_model import PerModel
 from ...settings import CompileSettings
 from .dynamic_vram import parameter
@@ -54,7 +56,7 @@ class LayerWeight:
     def __init__(self, layer: Any):
         self.settings = CompileSettings()
         self._layer = weakref.ref(layer)
-        get_weight, self._names = type(layer).get_weight, _names_of(layer)
+        get_weight, self._whole = type(layer).get_weight, _dequantize_tensor_of(layer)
         names = {**get_weight.__globals__, "dequantize_tensor": self._dequantize}
         self._get_weight = types.FunctionType(
             get_weight.__code__, names, get_weight.__name__, get_weight.__defaults__, get_weight.__closure__
@@ -79,12 +81,17 @@ class LayerWeight:
 
     def _dequantize(self, tensor: Any, dtype: torch.dtype, inner: Any = None) -> torch.Tensor:
         """In place of the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
-        call, kind = current.call, tensor.tensor_type
-        if call is None or kind not in self._names["dequantize_functions"]:
-            return self._names["dequantize_tensor"](tensor, dtype, inner)
-        inner = dtype if inner == "target" else inner
-        packing, code = _code_of(self._names["dequantize"], kind, inner, dtype, self.settings)
-        rows = tensor.data.as_subclass(torch.Tensor).view(torch.uint8).view(-1, self._names["gguf"].GGML_QUANT_SIZES[kind][1])
+        call, kind, whole = current.call, tensor.tensor_type, self._whole
+        if call is None or kind not in whole.__globals__["dequantize_functions"]:
+            return whole(tensor, dtype, inner)
+        packing, code = _code_of(whole, kind, dtype if inner == "target" else inner, dtype, self.settings)
+        if packing.agrees is None:
+            packing.compare(tensor, whole(tensor, dtype, inner))
+        if not packing.agrees:
+            return whole(tensor, dtype, inner)
+        call.packings.add(code)
+        code.raise_if_stopped()
+        rows = packing.rows(tensor)
         values = packing(rows) if code.failure is not None else code.call(packing, call, (rows,), {})
         return values.view(*tensor.shape)
 
@@ -93,46 +100,56 @@ weight_of = PerModel(LayerWeight)
 
 
 class _Packing(nn.Module):
-    """Unpacks rows, each of them the bytes of numbers that share a scale."""
+    """Unpacks rows, each of them the bytes of numbers that share a scale.
 
-    def __init__(self, dequantize: Callable, kind: Any, inner: torch.dtype | None, dtype: torch.dtype):
+    Attributes:
+        agrees: with the pack's `dequantize_tensor`, which in a fork may do more; None: not compared yet.
+    """
+
+    def __init__(self, names: dict[str, Any], kind: Any, inner: torch.dtype | None, dtype: torch.dtype):
         super().__init__()
-        self.dequantize, self.kind, self.inner, self.dtype = dequantize, kind, inner, dtype
+        self.dequantize, self.kind, self.inner, self.dtype = names["dequantize"], kind, inner, dtype
+        self.row_bytes = names["gguf"].GGML_QUANT_SIZES[kind][1]
+        self.agrees: bool | None = None
+
+    def rows(self, tensor: Any) -> torch.Tensor:
+        return tensor.data.as_subclass(torch.Tensor).view(torch.uint8).view(-1, self.row_bytes)
+
+    def compare(self, tensor: Any, expected: torch.Tensor) -> None:
+        try:
+            values = self(self.rows(tensor)).view(*tensor.shape)
+            self.agrees = values.shape == expected.shape and torch.allclose(values, expected, 0, 0, equal_nan=True)
+        except Exception as error:
+            if never_swallowed(error):
+                raise
+            self.agrees = False
+        if not self.agrees:
+            logger.warning("weights packed as %s are unpacked uncompiled: the pack does so in a way of its own", self.kind)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.dequantize(rows, self.kind, (-1,), dtype=self.inner).to(self.dtype)
 
 
-_codes: list[BlockCode] = []
-
-
 @functools.cache
-def _code_of(dequantize: Callable, kind: Any, inner: Any, dtype: torch.dtype, settings: CompileSettings) -> tuple:
+def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtype, settings: CompileSettings) -> tuple:
+    """What unpacks as the pack's `dequantize_tensor`, here `whole`, and its code."""
     name = f"unpacking of {getattr(kind, 'name', kind)}"
     code = BlockCode(name, _Packing.forward, settings, (folder_name(name, ((),)), name), set())
-    _codes.append(code)
-    return _Packing(dequantize, kind, inner, dtype), code
+    return _Packing(whole.__globals__, kind, inner, dtype), code
 
 
-def forget_failures() -> None:
-    """Let packings be compiled again that failed, as blocks are at a run: the disk was full, say."""
-    for code in _codes:
-        code.reset_failure()
-
-
-def _names_of(layer: Any) -> dict:
-    """What the layer's `get_weight` uses, and the pack's `dequantize_tensor`, which it calls."""
-    names = getattr(getattr(type(layer), "get_weight", None), "__globals__", {})
-    return {**getattr(names.get("dequantize_tensor"), "__globals__", {}), **names}
+def _dequantize_tensor_of(layer: Any) -> Any:
+    """The pack's function, which the layer's `get_weight` calls."""
+    return getattr(getattr(type(layer), "get_weight", None), "__globals__", {}).get("dequantize_tensor")
 
 
 def has_known_unpacking(layer: Any) -> bool:
     """Whether the layer is a Linear layer of ComfyUI-GGUF whose weight, but not its bias, is packed."""
-    names = _names_of(layer)
+    names = getattr(_dequantize_tensor_of(layer), "__globals__", {})
     if (
         not isinstance(layer, nn.Linear)
         or not isinstance(getattr(type(layer), "get_weight", None), types.FunctionType)
-        or not {"dequantize", "dequantize_functions", "dequantize_tensor", "gguf"} <= names.keys()
+        or not {"dequantize", "dequantize_functions", "gguf"} <= names.keys()
     ):
         return False
     weight, bias = (getattr(p, "tensor_type", None) in names["dequantize_functions"] for p in (layer.weight, layer.bias))

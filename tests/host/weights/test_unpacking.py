@@ -1,10 +1,13 @@
 """Weights of ComfyUI-GGUF: unpacked by an operator, so that a block's graph is that of the plain model."""
 
 import gc
+import types
 import weakref
 
 import pytest
 import torch
+from capturing import capture_again
+from patch_kinds import gguf_pack
 from patch_kinds.gguf_pack import GGMLLinear, GGMLTensor, Kind, pack
 from patching import Runs
 from support import relative_error
@@ -30,6 +33,10 @@ def check(flux, compiled, engine):
         assert engine("background.thread").compiler.wait(100)
     assert not flux.failures and sum(group.stats.graph_breaks for group in flux.groups) == 0
     return expected
+
+
+def code_of(module, layer, kind):
+    return module._code_of(gguf_pack.dequantize_tensor, kind, None, torch.float32, module.weight_of(layer).settings)[1]
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -66,8 +73,7 @@ def test_each_packing_is_compiled_once(flux, engine):
     module, layer = engine("host.weights.unpacking"), flux.patcher.model.diffusion_model.single_blocks[0].linear1
     module._code_of.cache_clear()  # of tests before
     check(flux, flux.attach(flux.patcher), engine)
-    dequantize, settings = module._names_of(layer)["dequantize"], module.weight_of(layer).settings
-    codes = [module._code_of(dequantize, kind, None, torch.float32, settings)[1] for kind in (Kind.TIMES, Kind.OVER)]
+    codes = [code_of(module, layer, kind) for kind in (Kind.TIMES, Kind.OVER)]
     assert [code.stats.graphs for code in codes] == [1, 1], "for weights of all sizes"
 
 
@@ -99,16 +105,58 @@ def test_a_layer_that_is_not_known_is_traced(flux, engine):
     assert not known(layer) and not known(nn.Linear(4, 4))
 
 
-def test_a_packing_that_failed_is_compiled_at_the_next_loading_in_a_folder_of_the_cache(flux, engine):
-    module, layer = engine("host.weights.unpacking"), flux.patcher.model.diffusion_model.single_blocks[0].linear1
+def test_a_packing_that_failed_is_told_and_compiled_at_the_next_run_in_a_folder_of_the_cache(flux, engine):
+    module, network = engine("host.weights.unpacking"), flux.patcher.model.diffusion_model
     module._code_of.cache_clear()
-    check(flux, flux.attach(flux.patcher), engine)
-    settings, kind = module.weight_of(layer).settings, layer.weight.tensor_type
-    code = module._code_of(module._names_of(layer)["dequantize"], kind, None, torch.float32, settings)[1]
-    assert len(code.folder[0]) == 12 and code.folder[1].startswith("unpacking of"), "told in the report, trimmed and cleared"
-    code.failure = engine("failures.describe").Failure("a packing", "the disk is full", "", may_pass=True)
-    engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"), settings)
-    assert code.failure is None
+    settings = engine("settings").CompileSettings(backend="eager")
+    compiled = engine("host.model.attach").attach(flux.patcher, settings, "7")
+    expected = check(flux, compiled, engine)
+    layer = network.single_blocks[0].linear1
+    code = code_of(module, layer, layer.weight.tensor_type)
+    assert len(code.folder[0]) == 12 and code.folder[1].startswith("unpacking of"), "it is trimmed and cleared"
+    code.give_up(engine("failures.describe").Failure(code.name, "the disk is full.", "", may_pass=True))
+    notes, report = engine("host.model.attach").notes_about(compiled), engine("notices.report").report_json()
+    (line,) = (line for line in engine("notices.status").live_lines() if line.node == "7")
+    message = code.failure.message()
+    assert any(message in note for note in notes)
+    assert message in str([model["failures"] for model in report["models"]])
+    assert line.now()[:2] == ("failed", ["runsUncompiled", code.name])
+    assert relative_error(flux.run(compiled), expected) < 1e-6 and code.failure is None
+
+
+def test_a_graph_that_is_captured_while_a_packings_code_is_made_is_captured_anew(flux, engine, monkeypatch):
+    """Else it would unpack operator by operator, and be kept."""
+    capture_again(engine, monkeypatch)
+    engine("host.weights.unpacking")._code_of.cache_clear()
+    lowering, thread = engine("compile.compiled_code").BlockCode.is_being_lowered.fget, engine("background.thread").compiler
+    flux.steps = 3
+    compiled, graphs = flux.attach(flux.patcher, compile_when="in background"), []
+    held = engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model)
+    with monkeypatch.context() as patch:  # as long as the job of a packing waits
+        being_made = property(lambda code: code.name.startswith("unpacking") or lowering(code))
+        patch.setattr(engine("compile.compiled_code").BlockCode, "is_being_lowered", being_made)
+        for _ in range(2):
+            flux.run(compiled)
+            assert thread.wait(100)
+        graphs += held.graphs.values()
+        assert graphs and held.graphs, "captured meanwhile"
+    flux.run(compiled)
+    assert held.graphs and not set(map(id, graphs)) & set(map(id, held.graphs.values()))
+
+
+def test_a_fork_that_unpacks_in_another_way_is_believed(flux, engine, monkeypatch, caplog):
+    """Its layers look like the pack's."""
+    engine("host.weights.unpacking")._code_of.cache_clear()
+    plain, whole = flux.run(flux.patcher), gguf_pack.dequantize_tensor
+
+    def dequantize_tensor(tensor, dtype=None, dequant_dtype=None):
+        values = whole(tensor, dtype, dequant_dtype)
+        return values if tensor.tensor_type is Kind.F32 else values * 1.25
+
+    named = types.FunctionType(dequantize_tensor.__code__, vars(gguf_pack), "f", (None, None), dequantize_tensor.__closure__)
+    monkeypatch.setattr(gguf_pack, "dequantize_tensor", named)
+    assert relative_error(check(flux, flux.attach(flux.patcher), engine), plain) > 1e-3
+    assert "in a way of its own" in caplog.text
 
 
 def test_a_forks_get_weight_that_calls_its_parents_is_called_with_it(flux, engine):
