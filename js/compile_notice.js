@@ -1,8 +1,9 @@
 // Tells the user when a run had to wait for compiling, and what would have avoided that.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { isOpen, nodeOf } from "./graph.js";
 import { offer } from "./node_report.js";
+import { ifRunningIsOpen, runningWorkflow } from "./running.js";
 import { showsNotices } from "./settings.js";
 
 const isWarmup = (node) => node?.comfyClass === "TorchCompileKitWarmup";
@@ -11,25 +12,28 @@ app.registerExtension({
   name: "torch-compile-kit.compile-notice",
 
   setup() {
-    const shown = new Map(); // one for a model
+    const shown = new Map(); // one for a model, with the warmups behind the node that compiles it
     const { toast } = app.extensionManager;
 
-    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size, workflow } }) => {
+    api.addEventListener("torch-compile-kit.compiled", ({ detail: { model, text, size, workflow, warmups } }) => {
       const notice = { severity: "info", summary: `Torch Compile Kit: ${model}`, detail: text, life: 10_000 };
-      if (shown.has(model)) toast.remove(shown.get(model));
-      shown.set(model, notice);
+      if (shown.has(model)) toast.remove(shown.get(model).notice);
+      shown.set(model, { notice, workflow, warmups });
       if (showsNotices()) toast.add(notice);
-      if (size && isOpen(workflow)) for (const node of nodesOf(rootGraph(), isWarmup)) offer(node, size);
+      if (size && isOpen(workflow)) for (const node of warmups.map(nodeOf).filter(isWarmup)) offer(node, size);
     });
     // What did not run, since nothing in front of it has changed, is reported as executed too.
     let cached = [];
     api.addEventListener("execution_cached", ({ detail }) => { cached = detail.nodes; });
-    api.addEventListener("executed", ({ detail }) => {
-      const node = nodeOf(detail.node);
-      if (!isWarmup(node) || cached.includes(detail.node)) return;
-      for (const notice of shown.values()) toast.remove(notice);
-      shown.clear();
-      offer(node, undefined);
+    api.addEventListener("executed", async ({ detail }) => {
+      if (cached.includes(detail.node)) return;
+      const ran = await runningWorkflow();
+      for (const [model, { notice, workflow, warmups }] of shown) {
+        if ((ran ?? workflow) !== workflow || !warmups.includes(detail.node)) continue;
+        toast.remove(notice);
+        shown.delete(model);
+      }
+      ifRunningIsOpen(() => isWarmup(nodeOf(detail.node)) && offer(nodeOf(detail.node), undefined));
     });
   },
 });

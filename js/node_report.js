@@ -2,6 +2,7 @@
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { ifRunningIsOpen, runningWorkflow } from "./running.js";
 import { inWords, onLanguage, say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
@@ -48,13 +49,13 @@ function reportWidget(node) {
   });
 }
 
-// A text that is new and does not fit makes its node taller.
+// A text that is new and does not fit makes its node taller; none: nothing to report yet.
 function show(node, text) {
   const widget = reportWidget(node);
   const { element } = widget;
   node.torchCompileKitText = text;
   putInPlace(node);
-  const whole = [...(node.torchCompileKitWarnings ?? []), text].join("\n");
+  const whole = [...(node.torchCompileKitWarnings ?? []), text ?? say("statusHere")].join("\n");
   const size = node.torchCompileKitSize;
   if (node.torchCompileKitShown === `${size} ${whole}`) return;
   node.torchCompileKitShown = `${size} ${whole}`;
@@ -99,12 +100,10 @@ function adding(node, size) {
   return button;
 }
 
-const textOf = (node) => node.torchCompileKitText ?? say("statusHere");
-
 // A size that was compiled outside the warmup, to be added to it; none: no longer.
 export function offer(node, size) {
   node.torchCompileKitSize = size;
-  show(node, textOf(node));
+  show(node, node.torchCompileKitText);
 }
 
 function fit(node, widget) {
@@ -126,20 +125,22 @@ function makeRoom(node) {
 // Lines above a node's text.
 export function warn(node, lines) {
   node.torchCompileKitWarnings = lines;
-  show(node, textOf(node));
+  show(node, node.torchCompileKitText);
 }
 
-// Nodes that have begun and not reported yet.
+// The id of the node that runs, and nodes that have begun and not reported yet.
+let executing;
 const running = new Set();
 
-function begin(node) {
+function begin() {
+  const node = executing && nodeOf(executing);
   if (!isOurs(node) || hasLine(node)) return;
   running.add(node);
   show(node, say("running"));
 }
 
 function stop(text) {
-  for (const node of running) show(node, text);
+  for (const node of nodesOf(rootGraph(), (found) => running.has(found))) show(node, text); // others are of a closed tab
   running.clear();
 }
 
@@ -155,7 +156,7 @@ function draw(node) {
   if (node.mode) delete node.torchCompileKitLine; // bypassed or muted: it does nothing
   const { state, says, seconds, began } = node.torchCompileKitLine ?? {};
   const passed = seconds == null ? [] : [Math.floor((Date.now() - began) / 1000)];
-  show(node, state ? inWords([...says, ...passed]) : say("statusHere"));
+  show(node, state ? inWords([...says, ...passed]) : undefined);
   reportWidget(node).element.style.color = COLORS[state] ?? "";
 }
 
@@ -183,12 +184,31 @@ async function ask() {
 }
 
 // Another tab, undo and redo make all nodes anew; their outputs are put back without a call of `onExecuted`.
-function showOutputs() {
+// The page puts them back when the workflow has become the active one, which other packs may delay.
+async function showOutputs() {
+  const workflow = rootGraph().id;
+  for (let tries = 0; tries < 100; tries++) {
+    await new Promise((resolve) => setTimeout(resolve, 100));
+    if (!isOpen(workflow)) return;
+    if ((app.extensionManager?.workflow?.activeWorkflow?.activeState?.id ?? workflow) === workflow) break;
+  }
   for (const node of nodesOf(rootGraph(), isOurs)) putInPlace(node);
   for (const [id, output] of Object.entries(app.nodeOutputs ?? {})) {
     const node = nodeOf(id);
-    if (node && isOurs(node) && !hasLine(node) && output?.text) show(node, [output.text].flat().join("\n"));
+    if (!isOurs(node) || hasLine(node) || !output?.text || foreign.has(`${workflow} ${id}`)) continue;
+    show(node, [output.text].flat().join("\n"));
   }
+  ifRunningIsOpen(begin);
+}
+
+// The page gives what a node has put out to the node of the same id in the workflow that is open, whichever runs.
+const foreign = new Set(); // so given, by the ids of workflow and node
+
+async function noteForeign(id) {
+  const open = rootGraph().id;
+  const ran = await runningWorkflow();
+  if (ran == null || ran === open) foreign.delete(`${open} ${id}`);
+  else foreign.add(`${open} ${id}`);
 }
 
 app.registerExtension({
@@ -201,15 +221,19 @@ app.registerExtension({
     setInterval(drawAll, 1000);
     onLanguage(() => (drawAll(), ask()));
     api.addEventListener("reconnected", ask);
-    api.addEventListener("executing", ({ detail }) => begin(detail && nodeOf(detail)));
+    api.addEventListener("executing", ({ detail }) => {
+      executing = detail;
+      ifRunningIsOpen(begin);
+    });
+    api.addEventListener("executed", ({ detail }) => noteForeign(detail.node));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop(say("cancelled")));
     api.addEventListener("execution_error", () => stop(say("stopped")));
   },
 
   afterConfigureGraph() {
-    setTimeout(showOutputs, 100); // the page puts them back afterwards
-    return ask();
+    showOutputs();
+    ask(); // not awaited: the page would put back outputs only then
   },
 
   nodeCreated(node) {
@@ -220,8 +244,10 @@ app.registerExtension({
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);
-      running.delete(this);
-      if (output?.text) show(this, output.text.join("\n"));
+      ifRunningIsOpen(() => {
+        running.delete(this);
+        if (output?.text) show(this, output.text.join("\n"));
+      });
       if (output?.images && this.comfyClass === BENCHMARK) setTimeout(() => makeRoom(this), 500); // the image is there
     };
   },

@@ -57,18 +57,23 @@ def register_routes() -> None:
 
     post(server.routes, "/torch-compile-kit/wait", wait)
 
+    def prompt_now() -> tuple[dict, dict]:
+        """The nodes by id of the prompt that runs, and its extra data."""
+        for _number, _prompt_id, prompt, extra, *_ in dict(server.prompt_queue.currently_running).values():
+            return prompt, extra
+        return {}, {}
+
     def owner_now() -> status.Owner:
-        for _number, _prompt_id, _prompt, extra, *_ in dict(server.prompt_queue.currently_running).values():
-            return _text_in(extra, "client_id"), _text_in(extra, "extra_pnginfo", "workflow", "id")
-        return None, None
+        _prompt, extra = prompt_now()
+        return _text_in(extra, "client_id"), _text_in(extra, "extra_pnginfo", "workflow", "id")
 
     def send(event: str, owner: status.Owner, **detail: object) -> None:
         client, workflow = owner
         if client is not None:  # else it would go to everybody
             server.send_sync(event, {**detail, "workflow": workflow}, client)
 
-    def tell_page(model: str, sentence: str, size: str | None) -> None:
-        send(EVENT, owner_now(), model=model, text=sentence, size=size)
+    def tell_page(model: str, sentence: str, size: str | None, node: str | None) -> None:
+        send(EVENT, owner_now(), model=model, text=sentence, size=size, warmups=warmups_of(prompt_now()[0], node))
 
     def tell_node(owner: status.Owner, node: str, line: status.News) -> None:
         send(STATUS, owner, node=node, **line._asdict())
@@ -98,6 +103,23 @@ def _text_in(data: object, *names: str) -> str | None:
     for name in names:
         data = data.get(name) if isinstance(data, dict) else None
     return data if isinstance(data, str) else None
+
+
+def warmups_of(prompt: dict, node: str | None) -> list[str]:
+    """The ids of the warmups of a prompt whose model comes through `node`."""
+    return [found for found, given in prompt.items() if given["class_type"] == WARMS and node in _before(prompt, found)]
+
+
+def _before(prompt: dict, warmup: str) -> set[str]:
+    """The ids of the nodes through which a warmup's model comes, and of what these are given."""
+    seen: set[str] = set()
+    links = [prompt[warmup]["inputs"].get("model")]
+    while links:
+        link = links.pop()
+        if isinstance(link, list) and link and isinstance(link[0], str) and link[0] in prompt.keys() - seen:
+            seen.add(link[0])
+            links += prompt[link[0]]["inputs"].values()
+    return seen
 
 
 def remember_language(client: str | None, language: str | None) -> None:

@@ -88,8 +88,8 @@ class Watch:
 
 
 _warmups = 0
-# Called with the model's name, the sentence, and the size that extra_sizes lacks (nodes/routes.py).
-listeners: list[Callable[[str, str, str | None], None]] = []
+# Called with the model's name, the sentence, the size that extra_sizes lacks, and the node that compiles (nodes/routes.py).
+listeners: list[Callable[[str, str, str | None, str | None], None]] = []
 watch_of = PerModel(lambda _model: Watch())
 
 
@@ -112,8 +112,14 @@ def is_warming() -> bool:
     return _warmups > 0
 
 
-def report_compilation(model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings) -> None:
-    """After a call of a model that compiled, or is part of a warmup: tell the log and the page what a warmup lacks."""
+def report_compilation(
+    model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings, node: str | None = None
+) -> None:
+    """After a call of a model that compiled, or is part of a warmup: tell the log and the page what a warmup lacks.
+
+    Args:
+        node: id of the node that compiles the model.
+    """
     if is_warming():
         watch_of(model).note_warming(info, settings.settings_key())
         return
@@ -123,7 +129,7 @@ def report_compilation(model: nn.Module, name: str, info: CallInfo, added: Compi
         if settings.waits and settings.settings_key() not in watch_of(model).warmed:
             return  # the user has asked for this wait
         for listener in listeners:
-            listener(name, *notice)
+            listener(name, *notice, node)
 
 
 def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: str) -> tuple[str, str | None]:

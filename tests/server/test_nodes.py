@@ -317,6 +317,7 @@ def test_the_page_whose_prompt_runs_is_told_what_compiled_while_sampling_and_no_
         wait_until(lambda: of("compiled", mine) and any(line["says"][:1] == ["ready"] for line in of("status", mine)), "news")
     (notice,) = of("compiled", mine)
     assert notice["model"] == "Flux" and notice["text"].startswith("Waited ") and notice["size"] == "80x112"
+    assert notice["warmups"] == [warmup]
     assert {line["node"] for line in of("status", mine)} == {model}
     assert not of("status", theirs, None) and not of("compiled", theirs, None)
 

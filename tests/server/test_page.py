@@ -15,8 +15,11 @@ STAGE = """
 const listeners = {}, toasts = [], said = [], ticks = [];
 const setInterval = (tick) => ticks.push(tick);
 let extension;
-const api = { addEventListener: (name, listener) => (listeners[name] ??= []).push(listener) };
+const host = {}; // what a test sets of the host's
+const api = { queuePrompt: (...given) => host.queuePrompt(...given) };
+api.addEventListener = (name, listener) => (listeners[name] ??= []).push(listener);
 const send = (name, detail) => (listeners[name] ?? []).forEach((listener) => listener({ detail }));
+const settled = () => new Promise((resolve) => globalThis.setTimeout(resolve, 5));
 const toast = { add: (t) => toasts.push(t), remove: (t) => toasts.splice(toasts.indexOf(t), 1) };
 const nodes = {};
 const app = {
@@ -49,7 +52,7 @@ def source(script):
 def play(script, scene, before="const showsNotices = () => true;"):
     """What a scene tells with `said.push`, after the script's extension has been set up."""
     english = json.loads((ROOT / "locales" / "en" / "main.json").read_text())["torchCompileKit"]
-    common = f"{source('graph.js')}\n{source('words.js')}\nwords = {json.dumps(english)};"
+    common = f"{source('graph.js')}\n{source('words.js')}\n{source('running.js')}\nwords = {json.dumps(english)};"
     code = f"{STAGE}\n{common}\n{before}\n{source(script)}\nawait extension.setup?.();\n{scene}"
     code += "\nconsole.log(JSON.stringify(said));"
     done = subprocess.run(["node", "--input-type=module", "-e", code], capture_output=True, text=True, timeout=60)
@@ -62,25 +65,27 @@ def test_a_notice_is_information_until_a_newer_one_or_a_warmup():
         nodes["3"] = { comfyClass: "TorchCompileKitWarmup" };
         nodes["4"] = { comfyClass: "KSampler" };
         const told = () => said.push(toasts.map((t) => t.detail));
-        send("torch-compile-kit.compiled", { model: "Flux", text: "a new size" });
-        send("torch-compile-kit.compiled", { model: "Wan", text: "a LoRA" });
+        send("torch-compile-kit.compiled", { model: "Flux", text: "a new size", warmups: ["3"] });
+        send("torch-compile-kit.compiled", { model: "Wan", text: "a LoRA", warmups: ["5"] });
         send("execution_start", {});
         send("executed", { node: "4" });
         send("execution_cached", { nodes: ["3"] });
         send("executed", { node: "3" });
         send("execution_cached", { nodes: [] });
+        await settled();
         told();
         said.push(toasts.map(({ severity, life }) => [severity, life]));
-        send("torch-compile-kit.compiled", { model: "Flux", text: "another size" });
+        send("torch-compile-kit.compiled", { model: "Flux", text: "another size", warmups: ["3"] });
         told();
         send("executed", { node: "3" });
+        await settled();
         told();
     """
     assert play("compile_notice.js", scene, "const offer = () => {}, showsNotices = () => true;") == [
         ["a new size", "a LoRA"],
         [["info", 10000], ["info", 10000]],
         ["a LoRA", "another size"],
-        [],
+        ["a LoRA"],
     ]
 
 
@@ -93,16 +98,21 @@ def test_a_size_that_was_compiled_outside_the_warmup_can_be_added_with_a_button(
         const sizes = {{ name: "extra_sizes", value: "512x512" }};
         const node = {{ comfyClass: "TorchCompileKitWarmup", widgets: [sizes], size: [1, 1] }};
         node.addDOMWidget = (name, type, element) => (node.widgets.push({{ name, element }}), node.widgets.at(-1));
-        app.graph = {{ id: "open", nodes: [{{ comfyClass: "KSampler" }}, {{ subgraph: {{ nodes: [node] }} }}] }};
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "cfg changed.", size: null }});
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "8x8", workflow: "another" }});
-        said.push(parts.length);
-        send("torch-compile-kit.compiled", {{ model: "Flux", text: "a size changed.", size: "{size}", workflow: "open" }});
-        said.push(parts.length, parts[0].textContent);
+        const inside = {{ subgraph: {{ getNodeById: (id) => (id === "3" ? node : undefined) }} }};
+        app.graph = {{ id: "open", getNodeById: (id) => (id === "7" ? inside : {{ comfyClass: "KSampler" }}) }};
+        const hear = (size, workflow, warmups = ["7:3", "8"]) => {{
+          send("torch-compile-kit.compiled", {{ model: "Flux", text: "something changed.", size, workflow, warmups }});
+          said.push(parts.length);
+        }};
+        hear(null, "open");
+        hear("8x8", "another");
+        hear("8x8", "open", []); // of another model
+        hear("{size}", "open");
+        said.push(parts[0].textContent);
         parts[0].onclick();
         said.push(sizes.value, parts.length, node.torchCompileKitSize ?? null);
     """
-    assert play("compile_notice.js", scene, report) == [0, 1, f"Add {size} to extra_sizes", f"512x512\n{size}", 1, None]
+    assert play("compile_notice.js", scene, report) == [0, 0, 0, 1, f"Add {size} to extra_sizes", f"512x512\n{size}", 1, None]
 
 
 @pytest.mark.parametrize(
@@ -112,8 +122,10 @@ def test_an_old_report_does_not_stay_over_a_run_that_gave_none(event, expected):
     scene = f"""
         const node = created("3", "TorchCompileKitWarmup"), other = created("4", "TorchCompileKitBenchmark");
         for (const n of [node, other]) n.onExecuted({{ text: ["two graphs"] }});
+        await settled();
         send("execution_start", {{}});
         send("executing", "3");
+        await settled();
         said.push(text(node));
         send("{event}", {{}});
         said.push(text(node), text(other));
@@ -128,13 +140,51 @@ def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
         created("9", "KSampler");
         send("execution_start", {});
         send("executing", "3");
+        await settled();
         node.onExecuted({ text: ["two graphs"] });
         send("executing", "9");
         send("executing", null);
+        await settled();
         send("execution_interrupted", {});
         said.push(text(node));
     """
     assert play("node_report.js", scene) == ["two graphs"]
+
+
+def test_a_node_of_the_workflow_that_runs_tells_of_it_and_no_other_of_its_id():
+    """Two tabs of the page's own; a prompt may begin, and end, before the page knows how it is called."""
+    scene = """
+        const node = created("3", "TorchCompileKitWarmup");
+        const runs = async (workflow, open) => {
+          let answer;
+          app.graph.id = workflow;
+          host.queuePrompt = () => new Promise((resolve) => { answer = () => resolve({ prompt_id: workflow }); });
+          api.queuePrompt(0, { workflow: { id: workflow } });
+          send("execution_start", { prompt_id: workflow });
+          app.graph.id = open;
+          send("executing", "3");
+          answer();
+          await settled();
+          said.push(text(node));
+        };
+        await runs("open", "open");
+        node.onExecuted({ text: ["two graphs"] });
+        await settled();
+        await runs("another", "open");
+        node.onExecuted({ text: ["nine graphs"] });
+        send("execution_interrupted", {});
+        await settled();
+        said.push(text(node));
+        await runs("another", "open");
+        app.graph.id = "another"; // that tab is opened while it runs
+        api.fetchApi = async () => ({ ok: false });
+        extension.afterConfigureGraph();
+        await settled();
+        await new Promise((resolve) => setTimeout(resolve, 120));
+        said.push(text(node));
+    """
+    told = play("node_report.js", scene)
+    assert told == ["Running.", "two graphs", "two graphs", "two graphs", "Running."]
 
 
 COMPILING = '{ state: "compiling", says: ["forSeconds", ["compilingKinds", 2]], seconds: 2 }'
@@ -157,7 +207,8 @@ def test_the_model_node_says_how_it_goes():
         const lines = {{ 5: {{ state: "faster", says, seconds: null }}, 99: {{}} }};
         api.clientId = "me";
         api.fetchApi = async (path) => (asked.push(path), {{ ok: true, json: async () => lines }});
-        await extension.afterConfigureGraph();
+        extension.afterConfigureGraph();
+        await settled();
         said.push(text(outer), asked);
     """
     ready = "ready: 42% faster (0.059 -> 0.034 s a step)"
@@ -194,7 +245,8 @@ def test_a_line_of_another_workflow_is_not_shown():
           app.graph.id = "opened meanwhile";
           return {{ ok: true, json: async () => ({{ 3: {COMPILING} }}) }};
         }};
-        await extension.afterConfigureGraph();
+        extension.afterConfigureGraph();
+        await settled();
         said.push(text(node));
     """
     assert play("node_report.js", scene) == [EMPTY, EMPTY]
@@ -283,7 +335,6 @@ GRAPH = """
       extension.nodeCreated(node);
       return node;
     };
-    const settled = () => new Promise((resolve) => setTimeout(resolve, 5));
     const values = (node) => Object.fromEntries(node.widgets.map((widget) => [widget.name, widget.value]));
     const from = (node) => node.inputs.map((input) => links.get(input.link)?.origin_id ?? null);
     const compile = put(1, "TorchCompileKitModel", ["model"], ["MODEL"]);
@@ -422,6 +473,7 @@ def test_the_details_of_a_report_are_folded(engine):
     scene = f"""
         const node = created("7", "TorchCompileKitWarmup");
         node.onExecuted({{ text: [{report}] }});
+        await settled();
         said.push(text(node));
     """
     assert play("node_report.js", scene) == ["Ready for 64x64.\nInstall g++.details|Flux: inductor"]
@@ -432,12 +484,36 @@ def test_reports_come_back_with_the_outputs_of_another_tab():
         const node = created("7", "TorchCompileKitWarmup");
         created("8", "TorchCompileKitModel");
         api.fetchApi = async () => ({ ok: true, json: async () => ({}) });
-        await extension.afterConfigureGraph();
+        extension.afterConfigureGraph();
+        await settled();
+        app.extensionManager.workflow = { activeWorkflow: { activeState: { id: "of before" } } };
+        await new Promise((resolve) => setTimeout(resolve, 250));
         app.nodeOutputs = { 7: { text: ["Ready for 64x64."] }, 8: { text: ["of old"] }, 9: { text: ["gone"] }, 10: {} };
+        app.extensionManager.workflow.activeWorkflow.activeState.id = "open"; // another pack has taken a while
         await new Promise((resolve) => setTimeout(resolve, 150));
         said.push(text(node), text(nodes[8]));
     """
     assert play("node_report.js", scene) == ["Ready for 64x64.", EMPTY]
+
+
+def test_what_a_workflow_has_put_out_is_not_another_ones_report_when_that_is_opened_again():
+    scene = """
+        let node = created("7", "TorchCompileKitWarmup");
+        host.queuePrompt = async () => ({ prompt_id: "1" });
+        api.fetchApi = async () => ({ ok: false });
+        for (const runs of ["another", "open"]) {
+          await api.queuePrompt(0, { workflow: { id: runs } });
+          send("execution_start", { prompt_id: "1" });
+          app.nodeOutputs = { 7: { text: [`of ${runs}`] } }; // the page does so
+          send("executed", { node: "7" });
+          await settled();
+          node = created("7", "TorchCompileKitWarmup");
+          extension.afterConfigureGraph();
+          await new Promise((resolve) => setTimeout(resolve, 150));
+          said.push(text(node));
+        }
+    """
+    assert play("node_report.js", scene) == [EMPTY, "of open"]
 
 
 def test_texts_that_did_not_come_are_asked_for_again():
@@ -489,7 +565,6 @@ def test_presets_are_settings_of_the_node_and_in_its_help(engine):
 PANEL = """
     const COLORS = {}, waits = [], asked = [];
     const setTimeout = (go) => waits.push(go);
-    const settled = () => new Promise((resolve) => globalThis.setTimeout(resolve, 5));
     let sure = false;
     app.extensionManager.registerSidebarTab = (tab) => { app.tab = tab; };
     app.extensionManager.dialog = { confirm: async ({ message }) => (said.push(message), sure) };
@@ -539,6 +614,7 @@ def test_a_benchmark_begins_with_its_result_in_a_node_that_is_wide_enough():
         const node = created("3", "TorchCompileKitBenchmark");
         said.push(node.size[0]);
         node.onExecuted({ text: ["1.34x as fast\\nFlux\\n  a  b"] });
+        await settled();
         said.push(text(node));
     """
     assert play("node_report.js", scene) == [520, "1.34x as fast|Flux\n  a  b"]

@@ -97,7 +97,8 @@ class BlockCompiler:
             if not synchronous:  # the sampler has not waited
                 return
             info = call_info_of(base_model, settings, args, kwargs)
-            report_compilation(network, type(base_model).__name__, info, added, settings)
+            node = self.status.node if self.status is not None else None
+            report_compilation(network, type(base_model).__name__, info, added, settings, node)
 
 
 def _is_copy_for_another_device(base_model) -> bool:

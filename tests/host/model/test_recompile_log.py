@@ -180,15 +180,15 @@ def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
 
 def test_the_page_is_told(watched, engine):
     heard = []
-    engine("notices.recompile_log").listeners.append(lambda name, sentence, size: heard.append((name, sentence, size)))
+    engine("notices.recompile_log").listeners.append(lambda *told: heard.append(told))
     try:
         runs = watched(**SINGLE)
         runs.warm()
         runs.said(width=96)
     finally:
         engine("notices.recompile_log").listeners.pop()
-    ((name, sentence, size),) = heard
-    assert name == "Flux" and "width changed" in sentence and size == "96x64"
+    ((name, sentence, size, node),) = heard
+    assert node is None and name == "Flux" and "width changed" in sentence and size == "96x64"
 
 
 def test_many_runs_after_one_warmup_add_nothing(watched):

@@ -98,3 +98,25 @@ def test_the_shared_cache_of_the_users_settings_is_used(engine, monkeypatch, tmp
     (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps(settings))
     folder.open_users_cache()
     assert shared._Configured.cache.place == str(tmp_path / "volume")
+
+
+def test_a_notice_names_the_warmups_whose_model_comes_through_the_node_that_compiles(pack_module):
+    def warmup(source):
+        return {"class_type": "TorchCompileKitWarmup", "inputs": {"model": [source, 0], "latent_image": ["sampled", 0]}}
+
+    prompt = {
+        "high": {"class_type": "TorchCompileKitModel", "inputs": {"model": ["loader", 0]}},
+        "low": {"class_type": "TorchCompileKitModel", "inputs": {"model": ["loader", 0]}},
+        "lora": {
+            "class_type": "LoraLoader",
+            "inputs": {"model": ["high", 0], "clip": ["gone", 1], "strength": 1.0, "list": [[1]]},
+        },
+        "loader": {"class_type": "UNETLoader", "inputs": {"unet_name": "high"}},
+        "sampled": {"class_type": "KSampler", "inputs": {"model": ["high", 0]}},
+        "7:3": warmup("lora"),
+        "8": warmup("low"),
+        "9": {"class_type": "TorchCompileKitWarmup", "inputs": {"model": "not linked"}},
+    }
+    warmups_of = pack_module("nodes.routes").warmups_of
+    assert (warmups_of(prompt, "high"), warmups_of(prompt, "low")) == (["7:3"], ["8"])
+    assert warmups_of(prompt, None) == warmups_of(prompt, "12") == warmups_of({}, "high") == []

@@ -1,0 +1,37 @@
+// Which workflow runs: the server's events name nodes alone, and another open workflow may have nodes of the same ids.
+import { api } from "/scripts/api.js";
+import { isOpen } from "./graph.js";
+
+const workflows = new Map(); // of prompts that have not begun, by the prompt's id
+const unanswered = new Set(); // requests to queue a prompt, which may begin before the answer
+let workflowNow = Promise.resolve();
+
+const queuePrompt = api.queuePrompt;
+api.queuePrompt = function (_number, data) {
+  const answer = queuePrompt.apply(this, arguments);
+  const noted = Promise.resolve(answer).then(
+    (answered) => workflows.set(answered?.prompt_id, data?.workflow?.id),
+    () => {}, // refused
+  );
+  unanswered.add(noted);
+  noted.then(() => unanswered.delete(noted));
+  return answer;
+};
+
+async function workflowOf(prompt) {
+  if (!workflows.has(prompt)) await Promise.all(unanswered);
+  const workflow = workflows.get(prompt);
+  workflows.delete(prompt);
+  return workflow;
+}
+
+api.addEventListener("execution_start", ({ detail }) => { workflowNow = workflowOf(detail.prompt_id); });
+
+// Its id; none where the page was opened anew meanwhile.
+export const runningWorkflow = () => workflowNow;
+
+// Do something if the workflow that runs, as far as it is known, is what is open.
+export async function ifRunningIsOpen(act) {
+  const workflow = await workflowNow;
+  if (workflow == null || isOpen(workflow)) act();
+}
