@@ -3,6 +3,7 @@ import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { nodesOf, rootGraph } from "./graph.js";
 import { warn } from "./node_report.js";
+import { onLanguage } from "./words.js";
 import { say } from "./words.js";
 
 const FILLED = ["TorchCompileKitWarmup", "TorchCompileKitBenchmark"];
@@ -141,6 +142,7 @@ app.registerExtension({
 
   setup() {
     api.addEventListener("graphChanged", lookAtAll);
+    onLanguage(lookAtAll);
   },
 
   afterConfigureGraph: lookAtAll,

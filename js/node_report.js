@@ -164,6 +164,15 @@ function drawAll() {
   for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitLine)) draw(node);
 }
 
+// In another language: what the server has told, and what stands where it has told nothing. Reports stay as they came.
+function drawAnew() {
+  for (const node of nodesOf(rootGraph(), isOurs)) {
+    delete node.torchCompileKitShown;
+    show(node, node.torchCompileKitText);
+  }
+  drawAll();
+}
+
 // Show the lines that the server has for the open workflow, and no other: a server that was started anew has none.
 async function ask() {
   const workflow = rootGraph().id;
@@ -219,7 +228,7 @@ app.registerExtension({
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
     setInterval(drawAll, 1000);
-    onLanguage(() => (drawAll(), ask()));
+    onLanguage(() => (drawAnew(), ask()));
     api.addEventListener("reconnected", ask);
     api.addEventListener("executing", ({ detail }) => {
       executing = detail;

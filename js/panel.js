@@ -2,6 +2,7 @@
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { COLORS } from "./node_report.js";
+import { onLanguage } from "./words.js";
 import { say, wordsLoaded } from "./words.js";
 
 const EVERY = 2000; // milliseconds
@@ -182,6 +183,10 @@ app.registerExtension({
 
   async setup() {
     await wordsLoaded();
+    onLanguage(() => {
+      told = shown = "";
+      return refresh();
+    });
     app.extensionManager?.registerSidebarTab?.({
       id: "torch-compile-kit",
       icon: "pi pi-bolt",

@@ -573,6 +573,67 @@ PANEL = """
 """
 
 
+GERMAN = """
+    const speaks = async (german) => {
+      const others = api.fetchApi, all = { en: { torchCompileKit: words }, de: { torchCompileKit: german } };
+      api.fetchApi = async (path) => (path === "/i18n" ? { json: async () => all } : others(path));
+      const change = new Event("Comfy.Locale.change");
+      change.detail = { value: "de" };
+      app.ui.settings.dispatchEvent(change);
+      await settled();
+    };
+"""
+
+
+def test_another_language_is_seen_at_once_where_nothing_was_told_and_in_what_stands_beside_a_report():
+    scene = """
+        const [empty, offered] = ["3", "4"].map((id) => created(id, "TorchCompileKitWarmup"));
+        offered.onExecuted({ text: ["two graphs"] });
+        await settled();
+        offer(offered, "8x8");
+        said.push(text(offered));
+        api.fetchApi = async () => ({ ok: false });
+        await speaks({ statusHere: "Hier.", add: "Hinzu: %1" });
+        said.push(text(empty), text(offered));
+    """
+    told = play("node_report.js", GERMAN + scene)
+    assert told == ["two graphsAdd 8x8 to extra_sizes", "Hier.", "two graphsHinzu: 8x8"]
+
+
+def test_another_language_is_seen_in_warnings():
+    scene = """
+        warmup.connect(0, sampler, 0), prompt.connect(0, warmup, 1), negative.connect(0, warmup, 2);
+        latent.connect(0, warmup, 3);
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings);
+        await speaks({ differs: "%1: %2, dort %3 (%4)" });
+        said.push(warmup.torchCompileKitWarnings);
+    """
+    assert play("from_sampler.js", GRAPH + KSAMPLER + GERMAN + scene) == [
+        ["cfg is 1 here, 5 in KSampler."],
+        ["cfg: 1, dort 5 (KSampler)"],
+    ]
+
+
+def test_another_language_is_seen_in_the_panel_though_nothing_has_changed():
+    scene = """
+        api.fetchApi = async () => ({ json: async () => ({ models: [], error: "no folder" }) });
+        const drawn = [];
+        document.createElement = () => ({
+          style: {}, isConnected: true, querySelector() {}, append() {},
+          replaceChildren(...parts) { drawn.push(parts.map((part) => part.textContent)); },
+        });
+        app.tab.render({ replaceChildren() {} });
+        await settled();
+        await refresh();
+        said.push(drawn.length);
+        await speaks({ noModel: "Keine Modelle." });
+        said.push(drawn.length, drawn.at(-1).includes("Keine Modelle."));
+        app.tab.destroy();
+    """
+    assert play("panel.js", GERMAN + scene, PANEL) == [1, 2, True]
+
+
 def test_the_panel_asks_again_when_it_has_been_answered():
     scene = """
         let answer;
