@@ -304,6 +304,7 @@ class _Lowering:
         if shapes is not None and self._guards_before is None:
             # Before the first attempt: guards that it adds hold in the next attempt without being added again.
             self._guards_before = len(shapes.guards)
+        self._check_default_dtype()  # where it is always another one, to lower in vain takes a core for minutes
         with ExitStack() as scopes:
             scopes.enter_context(torch.set_grad_enabled(self._grad))
             if self._autocast:
@@ -311,11 +312,14 @@ class _Lowering:
             scopes.enter_context(private.tracing(self._context))
             self._use_one_fake_mode()
             code = self._lower(self._graph, self._fakes)
+        self._check_default_dtype()
+        added = shapes.guards[self._guards_before :] if shapes is not None else []
+        return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
+
+    def _check_default_dtype(self) -> None:
         if torch.get_default_dtype() is not self._default_dtype:
             # It is the process's: a loader of another node has changed it for a while, and the code may have its types.
             raise Postponed("the default dtype of PyTorch is another one than when the block was traced")
-        added = shapes.guards[self._guards_before :] if shapes is not None else []
-        return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
 
     def _use_one_fake_mode(self) -> None:
         """Before 2.10 PyTorch refuses inputs of another mode than the context's, which Dynamo has made anew for the backend."""

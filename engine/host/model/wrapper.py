@@ -155,13 +155,18 @@ class _Applied:
         self._patcher, self._key, self.original = patcher, key, original
 
     def __call__(self, *args: object, **kwargs: Any) -> object:
-        patcher, key, options = self._patcher, self._key, kwargs.get("transformer_options") or {}
+        patcher, key, by_position = self._patcher, self._key, len(args) > OPTIONS_AT
+        options: dict = (args[OPTIONS_AT] if by_position else kwargs.get("transformer_options")) or {}  # type: ignore[assignment]
         wrappers, base_model = options.get("wrappers", {}), patcher.model
         of_call = wrappers.get(WrappersMP.APPLY_MODEL, {})
         # Not while another patcher of the same model samples.
         if key not in of_call and getattr(base_model, "current_patcher", patcher) is patcher:
             ours = {**of_call, key: patcher.get_wrappers(WrappersMP.APPLY_MODEL, key)}
-            kwargs["transformer_options"] = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: ours}}
+            options = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: ours}}
+            if by_position:
+                args = (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
+            else:
+                kwargs["transformer_options"] = options
         if self.original is not None:
             return self.original(*args, **kwargs)
         return type(base_model).apply_model(base_model, *args, **kwargs)

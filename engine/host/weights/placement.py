@@ -7,6 +7,7 @@ buffers that it needs are the smallest.
 
 import functools
 import math
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -183,13 +184,28 @@ def _buffers_announced(patcher) -> Iterator[None]:
     free_bytes -= comfy.model_management.minimum_inference_memory()
     share_in_ram = min(1.0, max(0.0, 1 - free_bytes / max(1, patcher.model_size())))
     largest = max(map(comfy.model_management.module_size, modules_at(network, plan_for(network))), default=0)
-    original = base_model.memory_required
-
-    def memory_required(*args, **kwargs):
-        return original(*args, **kwargs) + 2 * share_in_ram * largest
-
-    base_model.__dict__["memory_required"] = memory_required
+    attributes, ours = base_model.__dict__, _MemoryRequired(base_model, 2 * share_in_ram * largest)
+    attributes["memory_required"] = ours
     try:
         yield
     finally:
-        del base_model.__dict__["memory_required"]
+        ours.extra = 0
+        if attributes.get("memory_required") is ours:  # else the host has loaded a patch of another pack meanwhile
+            del attributes["memory_required"]
+            if ours.original is not None:
+                attributes["memory_required"] = ours.original
+
+
+class _MemoryRequired:
+    """In place of the method of the model's instance. With no `extra` it is that method, wherever the host keeps it."""
+
+    def __init__(self, base_model: Any, extra: float):
+        self.extra, self._model = extra, weakref.ref(base_model)
+        self.original = base_model.__dict__.get("memory_required")
+        while isinstance(self.original, _MemoryRequired):
+            self.original = self.original.original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> float:
+        model: Any = self._model()
+        original = self.original or functools.partial(type(model).memory_required, model)
+        return original(*args, **kwargs) + self.extra

@@ -145,6 +145,21 @@ def test_what_a_loader_switches_meanwhile_stays(engine, compiled, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+def test_nothing_is_lowered_in_vain_while_the_default_type_is_another(engine, compiled, monkeypatch):
+    """A pack that sets it around each call of the model: the code would be thrown away, twenty times over."""
+    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.01)
+    backend = Held()
+    backend.go_on.set()
+    step, x = compiled(Net(), backend=backend), torch.randn(2, 4, 8)
+    try:
+        torch.set_default_dtype(torch.float16)
+        step(x)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    step.wait()
+    assert backend.calls == 0
+
+
 def test_what_a_loader_switches_meanwhile_is_not_in_the_code(engine, compiled, monkeypatch):
     monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.01)
 

@@ -1,6 +1,13 @@
 """A patch called outside of the graphs gets what the host's own options hold, and what it writes is there for later ones."""
 
+import gc
+import weakref
+
 import pytest
+
+
+class Held:
+    """A model, say."""
 
 
 class Told:
@@ -35,6 +42,26 @@ def test_it_gets_the_hosts_own_options(engine, block):
     assert kept["written"] == "by a patch" and "torch_compile_kit" not in host
     engine("options.filter").OptionsFilter.write_back(host, kept)
     assert host["optimized_attention_override"] is patch and "torch_compile_kit" not in host
+
+
+def test_what_options_hold_does_not_outlive_the_call(engine, block):
+    """Without a collection of garbage, which comes late: they hold models and tensors."""
+    host, kept, patch = block
+    host["held"] = kept["held"] = Held()
+    kept["patches"] = {"attn1_output_patch": [patch]}
+    held = weakref.ref(host["held"])
+    gc.disable()
+    try:
+        engine("options.outside").call_outside([patch], kept, host)
+        outside = kept["patches"]["attn1_output_patch"][0]
+        outside(1, transformer_options=kept)
+        host.clear()
+        kept.clear()
+        patch.options = None
+        assert held() is None
+    finally:
+        gc.enable()
+    assert outside(1, transformer_options={"of another call": 1})["written"] == "by a patch"
 
 
 def test_it_gets_a_copy_that_a_block_makes(engine, block):

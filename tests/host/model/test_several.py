@@ -133,6 +133,23 @@ def test_a_guider_of_two_models(flux, second):
         same(guided(dual_guider(flux.patcher, two, flux), flux), expected)
 
 
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+def test_a_call_that_has_the_options_by_position(flux, engine, mode):
+    """Of code that calls the model itself, as a wrapper of its function may."""
+
+    def by_position(_apply_model, call):
+        c = dict(call["c"])
+        options, context = {**c.pop("transformer_options"), "wrappers": {}}, c.pop("c_crossattn")
+        return flux.patcher.model.apply_model(call["input"], call["timestep"], None, context, None, options, **c)
+
+    compiled = flux.attach(flux.patcher, compile_when=mode)
+    compiled.set_model_unet_function_wrapper(by_position)
+    for _ in range(2):
+        same(flux.run(compiled), flux.plain())
+        assert engine("background.thread").compiler.wait(100)
+    assert flux.graphs == 2 and not flux.failures
+
+
 def test_the_second_model_of_a_guider_alone(flux, second):
     """Its wrapper is brought to the calls that the host makes with the first one's options, for that run."""
     expected = guided(dual_guider(flux.patcher, second.patcher, flux), flux)

@@ -3,6 +3,7 @@
 import copy
 import gc
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -364,6 +365,30 @@ def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers
     with placement._buffers_announced(patcher):
         assert model.memory_required(shape) - before == pytest.approx(buffers * largest, rel=1e-6)
     assert model.memory_required(shape) == before and "memory_required" not in model.__dict__
+
+
+def test_a_packs_patch_of_the_memory_that_is_required_comes_and_goes(flux, engine, monkeypatch):
+    """The host keeps what was there before it: that is ours, if it loads the model in a run."""
+    import comfy.model_management as management
+
+    model, placement = flux.patcher.model, engine("host.weights.placement")
+    shape, theirs, before = (1, 16, 64, 64), lambda *_args, **_kwargs: 7, flux.patcher.model.memory_required((1, 16, 64, 64))
+    patched = flux.patcher.clone()
+    patched.add_object_patch("memory_required", theirs)
+    for _ in range(2):
+        management.unload_all_models()
+        with ExitStack() as scopes:
+            with monkeypatch.context() as patch:
+                patch.setattr(management, "get_free_memory", lambda _device: 0)
+                scopes.enter_context(placement._buffers_announced(patched))
+            assert model.memory_required(shape) > before
+            management.load_models_gpu([patched])
+        assert model.memory_required is theirs
+        management.unload_all_models()
+        assert model.memory_required(shape) == before
+    with placement._buffers_announced(flux.patcher):
+        assert model.memory_required(shape) >= before
+    assert "memory_required" not in model.__dict__
 
 
 @pytest.mark.parametrize("ours", [False, True])
