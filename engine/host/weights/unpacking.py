@@ -82,7 +82,8 @@ class LayerWeight:
     def _dequantize(self, tensor: Any, dtype: torch.dtype, inner: Any = None) -> torch.Tensor:
         """In place of the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
         call, kind, whole = current.call, tensor.tensor_type, self._whole
-        if call is None or kind not in whole.__globals__["dequantize_functions"]:
+        is_known = inner in (None, "target") or isinstance(inner, torch.dtype)  # a development branch has its settings there
+        if call is None or not is_known or kind not in whole.__globals__["dequantize_functions"]:
             return whole(tensor, dtype, inner)
         packing, code = _code_of(whole, kind, dtype if inner == "target" else inner, dtype, self.settings)
         if packing.agrees is None:

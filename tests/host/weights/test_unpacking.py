@@ -144,6 +144,19 @@ def test_a_graph_that_is_captured_while_a_packings_code_is_made_is_captured_anew
     assert held.graphs and not set(map(id, graphs)) & set(map(id, held.graphs.values()))
 
 
+def test_a_pack_that_is_given_settings_unpacks_by_them(flux, engine, monkeypatch):
+    """As a branch of ComfyUI-GGUF, in place of the dtype (03e0e54, dequant.py)."""
+    whole = gguf_pack.dequantize_tensor
+
+    def dequantize_tensor(tensor, dtype=None, settings=None):
+        return whole(tensor, dtype, settings["dtype"])
+
+    named = types.FunctionType(dequantize_tensor.__code__, vars(gguf_pack), "f", (None, None), dequantize_tensor.__closure__)
+    monkeypatch.setattr(gguf_pack, "dequantize_tensor", named)
+    monkeypatch.setattr(GGMLLinear, "dequant_dtype", {"dtype": None})
+    check(flux, flux.attach(flux.patcher), engine)
+
+
 def test_a_fork_that_unpacks_in_another_way_is_believed(flux, engine, monkeypatch, caplog):
     """Its layers look like the pack's."""
     engine("host.weights.unpacking")._code_of.cache_clear()
