@@ -16,9 +16,9 @@ from .commands import ROOT
 REPORT = "report.json"
 # Names of inputs and values, which stay as they are in every language.
 KEPT = ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "auto", "true")
-# Sentences that may be ASCII in any language: they hold nothing but other sentences.
-FRAMES = ("cure", "or", "details")
-ROOMS = ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model")
+# Sentences that may be the same in any language: they hold nothing but other sentences.
+FRAMES = ("cure", "or", "details", "phase", "limit", "inEnglish", "cacheSaved")
+ROOMS = ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model", "engine/benchmark")
 
 
 def keys_said(code, function="say"):
@@ -59,7 +59,7 @@ def wrong_report(english, translated):
             continue
         if Counter(re.findall(r"%\d", text)) != Counter(re.findall(r"%\d", english[key])):
             lines.append(f"{REPORT}/{key}: has other places for values than English")
-        if text.isascii() and key not in FRAMES:
+        if text == english[key] and key not in FRAMES:
             lines.append(f"{REPORT}/{key}: is English")
         lines += [
             f"{REPORT}/{key}: {name} is in one of the languages only"
@@ -87,7 +87,7 @@ def unused_or_missing(root=ROOT):
 def wrong_files(folder=locales.FOLDER):
     """Languages and files that are missing or unknown, and files that are not written as the script writes them."""
     wanted = {f"{language}/{name}" for language in ("en", *locales.LANGUAGES) for name in locales.FILES}
-    wanted |= {f"{language}/{REPORT}" for language in ("en", *help_pages.LANGUAGES)}
+    wanted |= {f"{language}/{REPORT}" for language in ("en", *locales.LANGUAGES)}
     found = {file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()}
     lines = [f"{name}: is missing" for name in sorted(wanted - found)]
     lines += [f"{name}: is no file of a known language" for name in sorted(found - wanted)]
@@ -127,7 +127,6 @@ def check(schemas):
         found = incomplete(schemas, translation["nodeDefs.json"]) + same_names(language)
         if language != "en":
             found += locales.wrong(content, translation, values)
-        if language in help_pages.LANGUAGES:
             found += wrong_report(report("en"), report(language))
         lines += [f"{language}: {line}" for line in found]
     return lines + help_pages.check([schema.node_id for schema in schemas])

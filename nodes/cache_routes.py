@@ -10,6 +10,7 @@ from ..engine.cache.environment import limit_in_bytes
 from ..engine.errors import InvalidSetting
 from ..engine.host.model.user_folder import open_users_cache
 from ..engine.host.nodes.cache_files import cache_files, load_cache, save_all
+from ..engine.notices import words
 
 CACHE = "/torch-compile-kit/cache"
 
@@ -26,8 +27,11 @@ def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
             body = json.loads(await request.read() or b"{}")
         except (ValueError, RecursionError) as error:
             return web.json_response({"error": f"the body is no JSON in UTF-8: {error}"}, status=400)
+        body = body if isinstance(body, dict) else {}
+        if "language" in body:  # of the page, which shows the answer
+            words.speak(body["language"])
         try:
-            return web.json_response(await answer(body if isinstance(body, dict) else {}))
+            return web.json_response(await answer(body))
         except (InvalidSetting, CacheFileError) as error:
             return web.json_response({"error": str(error)}, status=400)
 

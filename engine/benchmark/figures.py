@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
+
+from ..notices.words import say
 
 # Share by which two medians must differ.
 CLEAR = 0.01
@@ -135,13 +138,15 @@ class BenchmarkResult:
     def _an_image(self) -> str:
         return "a video" if self.video else "an image"
 
-    def headline(self) -> str:
+    def headline(self, say: Callable[..., str] = say) -> str:
         if self.verdict == "faster":
-            paid = f", pays back after {self.images(self.break_even)}" if self.break_even and self.cost.graphs else ""
-            return f"{digits(self.speedup)}x as fast{paid}"
+            times = digits(self.speedup)
+            if not self.break_even or not self.cost.graphs:
+                return say("timesAsFast", times)
+            return say("paidOffByVideo" if self.video else "paidOffByImage", times, self.break_even)
         if self.verdict == "slower":
-            return f"Slower: {digits(1 / self.speedup)}x the time of uncompiled"
-        return "Too noisy: repeat with more steps" if self.is_noisy else "No clear difference"
+            return say("timesSlower", digits(1 / self.speedup))
+        return say("tooNoisy" if self.is_noisy else "noClearDifference")
 
     @property
     def is_noisy(self) -> bool:
@@ -150,7 +155,13 @@ class BenchmarkResult:
 
     def table(self) -> str:
         """All figures as text; the columns need a font of fixed width."""
-        lines = [self.headline(), f"{self.model}, {self.heading()}", f"{self.device}, {self.settings}", ""]
+        lines = [
+            self.headline(),
+            *filter(None, [say("figuresInEnglish")]),
+            f"{self.model}, {self.heading()}",
+            f"{self.device}, {self.settings}",
+            "",
+        ]
         lines += [*self._columns(), "", *self._conclusion(), *(["", *self.limits, ""] if self.limits else [])]
         lines += [*self._cost_lines(), self._error_line()]
         steps = len(self.eager.steps)

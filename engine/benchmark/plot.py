@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from PIL import Image, ImageDraw, ImageFont
 
+from ..notices.words import say_in_english
 from .figures import BenchmarkResult, duration
 
 # Pixels of the drawing. The finished picture has half of them, which smooths edges; a node shows it at half its size.
@@ -55,7 +56,7 @@ class Picture:
 
 def draw(result: BenchmarkResult) -> Picture:
     picture, color = Picture(), {"faster": COMPILED, "slower": SLOWER}.get(result.verdict, INK)
-    picture.text(MARGIN, 132, result.headline(), 88, color, bold=True)
+    picture.text(MARGIN, 132, result.headline(say_in_english), 88, color, bold=True)
     picture.text(MARGIN, 224, f"{result.model}, {result.heading()}", MIDDLE, INK)
     picture.text(MARGIN, 296, result.device, MIDDLE, MUTED)
     sides = {

@@ -160,8 +160,9 @@ def _differences(before: CallInfo, now: CallInfo, dynamic: str) -> Iterator[tupl
     if before.patches != now.patches:
         added = ", ".join(name for name in now.patches if name not in before.patches)
         yield say("patches", added) if added else say("patchesFewer"), say("behindPatches"), "", None
-    pairs = {name: (getattr(before, name), getattr(now, name)) for name in ("width", "height", "length")}
-    changes = [say("changed", name, old, new) for name, (old, new) in pairs.items() if old != new]
+    width, height = (say("width"), before.width, now.width), (say("height"), before.height, now.height)
+    sides = (width, height, (say("length"), before.length, now.length))
+    changes = [say("changed", name, old, new) for name, old, new in sides if old != new]
     if changes:
         set_true = "" if dynamic == "true" else say("setTrue")
         yield ", ".join(changes), _or(say("addSize", now.size()), set_true), set_true, now.size()

@@ -72,7 +72,7 @@ class CompileReport:
         return say("readyFor", named, done)
 
     def _to_do(self) -> list[str]:
-        lines = [group.failure.message() for group in self.groups if group.failure]
+        lines = [say("inEnglish", group.failure.message()) for group in self.groups if group.failure]
         lines += [say("limitReached", group.class_name) for group in self.groups if group.limit_reached]
         return list(dict.fromkeys(lines))
 
@@ -101,7 +101,7 @@ class CompileReport:
 
     def _problem_lines(self) -> list[str]:
         total = sum((group.stats for group in self.groups), CompileStats())
-        lines = [f"Graph breaks: {total.graph_breaks}"]
+        lines = [f"Graph breaks: {total.graph_breaks}"] if total.graph_breaks else []
         reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
         lines += [f"  {count} x {reason}" for reason, count in reasons]
         return lines

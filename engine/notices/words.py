@@ -6,18 +6,26 @@ import re
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "locales"
+LANGUAGES = tuple(folder.name for folder in FOLDER.iterdir())
 ENGLISH = "en"
 _spoken = [ENGLISH]
 
 
 def speak(language: object) -> None:
     """Use a language from now on: the value of ComfyUI's setting `Comfy.Locale`."""
-    _spoken[0] = language if isinstance(language, str) else ENGLISH
+    _spoken[0] = str(language) if language in LANGUAGES else ENGLISH
 
 
 def say(key: str, *values: object) -> str:
     """A sentence, or a part of one, with `values` in the places of %1, %2."""
-    text = _texts(_spoken[0]).get(key) or _texts(ENGLISH)[key]
+    return _filled(_texts(_spoken[0]).get(key) or _texts(ENGLISH)[key], values)
+
+
+def say_in_english(key: str, *values: object) -> str:
+    return _filled(_texts(ENGLISH)[key], values)
+
+
+def _filled(text: str, values: tuple[object, ...]) -> str:
     return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
 
 
@@ -29,5 +37,4 @@ def told(key: str, *values: object) -> list:
 
 @functools.cache
 def _texts(name: str) -> dict[str, str]:
-    file = FOLDER / Path(name).name / "report.json"
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json.loads((FOLDER / name / "report.json").read_text(encoding="utf-8"))

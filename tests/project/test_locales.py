@@ -147,7 +147,7 @@ def test_a_text_that_is_not_there_or_not_used_is_found(tmp_path):
     assert any(line.startswith("main.json: nothing uses") for line in texts.unused_or_missing(tmp_path))
 
 
-@pytest.mark.parametrize(("old", "new"), [("### mode\n", "### modus\n"), ("`auto`", "auto"), ("## ", "# "), ("<details>", "")])
+@pytest.mark.parametrize(("old", "new"), [("### mode ", "### modus "), ("`auto`", "auto"), ("## ", "# "), ("<details>", "")])
 def test_a_planted_difference_of_a_help_page_is_found(old, new):
     english = (help_pages.FOLDER / "TorchCompileKitModel.md").read_text(encoding="utf-8")
     page = (help_pages.FOLDER / "TorchCompileKitModel" / "ja.md").read_text(encoding="utf-8")
@@ -167,7 +167,8 @@ def test_a_help_page_that_is_missing_left_over_or_english_is_found(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("language", "expected"), [("ja", "準備完了"), ("de", "Warm"), ("../x", "Warm"), (None, "Warm"), (7, "Warm")]
+    ("language", "expected"),
+    [("ja", "準備完了"), ("de", "Bereit"), ("it", "Warm"), ("../x", "Warm"), (None, "Warm"), (7, "Warm")],
 )
 def test_a_language_that_is_not_there_is_english(engine, language, expected):
     words = engine("notices.words")

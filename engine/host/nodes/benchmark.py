@@ -36,7 +36,6 @@ from .warmup_plan import Size
 
 ROUNDS = 3
 MAX_STEPS = 10_000
-NOT_COMPILED = "Nothing to compare: put Torch Compile (backend other than none) before this node."
 
 
 def benchmark(

@@ -20,12 +20,12 @@ from ...errors import InvalidSetting, shown
 from ...log import logger
 from ...notices.recompile_log import CallInfo, watch_of
 from ...notices.report import groups_for
+from ...notices.words import say, say_in_english
 from ...user_input import check_model, check_text
 from ..model.attach import attached_settings, diffusion_model, model_name
 from ..model.user_folder import kit_folder, open_users_cache
 
 NO_FILE = "none"
-NOTHING_TO_SAVE = "Nothing to save: put Torch Compile (backend inductor) and Torch Compile Warmup before this node."
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
 
 
@@ -70,15 +70,15 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     name = plain_name(filename)
     settings = attached_settings(patcher)
     if settings is None or settings.backend != "inductor":
-        logger.info("%s", NOTHING_TO_SAVE)
-        return None, NOTHING_TO_SAVE
+        logger.info("%s", say_in_english("nothingToSave"))
+        return None, say("nothingToSave")
     network = diffusion_model(patcher)
     groups = groups_for(network, settings)
     if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(
             "model",
             model_name(patcher),
-            "nothing has been compiled for it by inductor; put this node behind Torch Compile Warmup.",
+            "nothing has been compiled for it by inductor; put this node after Torch Compile Warmup.",
         )
     infos = watch_of(network).compiled_for.get(settings.settings_key(), [])
     return _write(name, [(model_name(patcher), network, groups)], infos)
@@ -121,13 +121,13 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     folders |= {folder_of(network) for _name, network, _groups in models}  # the attention kernel they are compiled for
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, cache, folders, pack_version(), titles, sizes)
-    return path, f"{path}: {count} files, {path.stat().st_size / 1024**2:.1f} MiB; {', '.join([*titles, *sizes])}"
+    return path, say("cacheSaved", path, count, f"{path.stat().st_size / 1024**2:.1f}", ", ".join([*titles, *sizes]))
 
 
 def load_cache(filename: str) -> str:
     """Unpack a file of the user's folder into the cache; says what was loaded, or why blocks compile without it."""
     if filename == NO_FILE:
-        return "No file chosen: blocks compile as ever."
+        return say("noFileChosen")
     cache = open_users_cache()
     try:
         if filename not in cache_files():
@@ -138,13 +138,11 @@ def load_cache(filename: str) -> str:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
         header = _load(kit_folder() / filename, cache)
     except (CacheFileError, OSError) as error:
-        text = f"Compile cache not loaded, blocks compile as ever: {error}"
-        logger.warning("%s", text)
-        return text
+        logger.warning("%s", say_in_english("cacheNotLoaded", error))
+        return say("cacheNotLoaded", error)
     what = "; ".join(filter(None, (", ".join(header.models), ", ".join(header.sizes))))  # some code has no sizes
-    text = f"{filename}: {len(header.members)} files for {what}"
-    logger.info("%s", text)
-    return text
+    logger.info("%s", say_in_english("cacheLoaded", filename, len(header.members), what))
+    return say("cacheLoaded", filename, len(header.members), what)
 
 
 def _load(file: Path, cache: DiskCache) -> CacheFile:

@@ -56,7 +56,7 @@ def warm_up(
     check_sampling(positive, negative, cfg, latent)
     settings = attached_settings(patcher)
     if settings is None:
-        return "Nothing to warm up: put Torch Compile (backend other than none) before this node."
+        return say("nothingToWarm")
     for size in sizes[latent is not None :]:  # before the first run, so that a wrong size costs no waiting
         latent_shape(patcher, size)
     return _Warmup(patcher, settings, (positive, negative), cfg).run(sizes, latent, node_id)

@@ -89,7 +89,7 @@ def test_what_the_rounds_do_not_show_is_not_claimed(result, eager, compiled):
     for figures in (result(eager, compiled), result(compiled, eager)):
         assert (figures.verdict, figures.break_even) == ("no clear difference", None)
         assert figures.headline() in ("No clear difference", "Too noisy: repeat with more steps")
-        assert "Break-even" not in figures.table() and "pays back" not in figures.table()
+        assert "Break-even" not in figures.table() and "paid off" not in figures.table()
 
 
 def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
@@ -104,7 +104,7 @@ def test_table_names_what_was_measured_in_aligned_columns(result, engine):
     trace = engine("benchmark.figures").Trace("CUDA kernels", 1843, 612, ("out/a.json", "out/b.json"))
     limits = ["What limits this workflow", "2.61 s: matrix products"]
     lines = result(0.1752, 0.1384, trace=trace, late_graphs=1, notes=["Attention: cudnn."], limits=limits).table().splitlines()
-    assert lines[0].startswith("1.27x as fast, pays back after ") and lines[0].endswith(" images")
+    assert lines[0] == f"1.27x as fast, paid off by image {result(0.1752, 0.1384).break_even}"
     assert lines[1] == "Flux, 1024x1024 batch 1, 20 steps, cfg 1"
     start = lines.index("") + 1
     columns = lines[start : lines.index("", start)]
@@ -237,8 +237,21 @@ def test_plot_draws_the_values(plotted, result, engine):
     for wanted in ("NVIDIA H200, PyTorch 2.11.0", "175 ms", "138 ms", "uncompiled", "compiled"):
         assert wanted in words
     even = result(0.1752, 0.1384).break_even
-    assert words[0] == f"1.27x as fast, pays back after {even} images" and words[1].startswith("Flux, 1024x1024")
+    assert words[0] == f"1.27x as fast, paid off by image {even}" and words[1].startswith("Flux, 1024x1024")
     assert f"Break-even: {even} images" in words
+
+
+def test_the_first_line_is_in_the_users_language_and_the_rest_says_that_it_is_english(plotted, result, engine):
+    words = engine("notices.words")
+    words.speak("ja")
+    try:
+        headline, note, *figures = result(0.1752, 0.1384).table().splitlines()
+        _, texts = plotted(eager=0.1752, compiled=0.1384)
+    finally:
+        words.speak(words.ENGLISH)
+    assert headline.startswith("1.27 倍の速さ") and "英語" in note and any("median" in line for line in figures)
+    assert texts[0][0].startswith("1.27x as fast"), "the font of the plot has no other letters"
+    assert "英語" not in result().table() and result().table().splitlines()[1].startswith("Flux")
 
 
 def test_bars_are_as_high_as_their_values(plotted, engine):

@@ -1,6 +1,7 @@
 """The routes of the cache leave the server's event loop free while they use the drive."""
 
 import asyncio
+import json
 import threading
 import types
 
@@ -50,3 +51,21 @@ def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatc
         return (await asyncio.gather(handler(request), goes_on()))[0]
 
     assert asyncio.run(both()).status == 200 and ran == [True]
+
+
+@pytest.mark.parametrize(("sent", "expected"), [({"language": "ja"}, "ファイルが選ばれていません"), ({}, "No file chosen")])
+def test_what_a_page_asks_for_is_answered_in_its_language(pack_module, engine, sent, expected):
+    from aiohttp import web
+
+    routes, words = web.RouteTableDef(), engine("notices.words")
+    pack_module("nodes.cache_routes").register_cache_routes(routes)
+    (handler,) = (route.handler for route in routes if route.path == f"{CACHE}/load")
+
+    async def read():
+        return json.dumps({"file": "none", **sent}).encode()
+
+    try:
+        answer = asyncio.run(handler(types.SimpleNamespace(content_type="application/json", read=read)))
+        assert expected in json.loads(answer.text)["text"]
+    finally:
+        words.speak(words.ENGLISH)
