@@ -14,6 +14,8 @@ const FARTHEST = 50; // nodes
 const linkOf = (graph, id) => (id == null ? undefined : (graph.getLink?.(id) ?? graph.links?.get?.(id) ?? graph.links?.[id]));
 const inputOf = (node, name) => node?.inputs?.find((input) => input.name === name);
 const widgetOf = (node, name) => node?.widgets?.find((widget) => widget.name === name);
+// An input's name in the page's language.
+const called = (node, name) => inputOf(node, name)?.localized_name ?? name;
 const isLinked = (node, name) => inputOf(node, name)?.link != null;
 // What a widget holds; nobody knows where it is linked.
 const valueOf = (node, name) => (isLinked(node, name) ? undefined : widgetOf(node, name)?.value);
@@ -108,11 +110,11 @@ function differences(node) {
   for (const name of SLOTS) {
     const ours = originOf(node, name);
     const theirs = sampler.origins[name];
-    if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(say("another", name, sampler.name));
+    if (ours && theirs && (ours.id !== theirs.id || ours.slot !== theirs.slot)) found.push(say("another", called(node, name), sampler.name));
   }
   const compare = (name, theirs, whose) => {
     const ours = valueOf(node, name);
-    if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(say("differs", name, ours, theirs, whose));
+    if (ours !== undefined && theirs !== undefined && ours !== theirs) found.push(say("differs", called(node, name), ours, theirs, whose));
   };
   compare("cfg", sampler.widgets.cfg, sampler.name);
   const latent = sampler.origins.latent_image && node.graph.getNodeById(sampler.origins.latent_image.id);

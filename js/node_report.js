@@ -3,7 +3,7 @@ import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { ifRunningIsOpen, runningWorkflow } from "./running.js";
-import { inWords, onLanguage, say, wordsLoaded } from "./words.js";
+import { inWords, locale, onLanguage, say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
 const VAE = "TorchCompileKitVAEChannelsLast";
@@ -177,8 +177,7 @@ function drawAnew() {
 async function ask() {
   const workflow = rootGraph().id;
   const before = Array.from(nodesOf(rootGraph(), (node) => node.torchCompileKitLine), (node) => [node, node.torchCompileKitLine]);
-  const language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "";
-  const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow, language });
+  const asked = new URLSearchParams({ client_id: api.clientId ?? api.initialClientId ?? "", workflow, language: locale() ?? "" });
   const answer = await api.fetchApi(`/torch-compile-kit/status?${asked}`);
   if (!answer.ok) return;
   const lines = await answer.json();

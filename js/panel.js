@@ -2,8 +2,7 @@
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { COLORS } from "./node_report.js";
-import { onLanguage } from "./words.js";
-import { say, wordsLoaded } from "./words.js";
+import { locale, onLanguage, say, wordsLoaded } from "./words.js";
 
 const EVERY = 2000; // milliseconds
 const STYLE = `
@@ -36,7 +35,7 @@ function bytes(count) {
 }
 
 async function ask(path, given) {
-  const sent = given && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(given) };
+  const sent = given && { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ ...given, language: locale() }) };
   const answer = await api.fetchApi(`/torch-compile-kit/${path}`, sent);
   return await answer.json();
 }
@@ -81,7 +80,7 @@ function card(model) {
     const gained = model.seconds_gained;
     made.append(part("div", say(gained < 0 ? "lost" : "gained", Math.abs(gained).toFixed(1))));
   }
-  for (const { message } of model.failures) made.append(part("div", message, "quiet"));
+  for (const { message } of model.failures) made.append(part("div", say("inEnglish", message), "quiet"));
   const [heading, limit, ...others] = model.limits;
   if (heading) made.append(part("h3", say("limits")), part("div", heading, "quiet"), part("b", limit));
   for (const line of others) made.append(part("div", line, "quiet"));
@@ -102,13 +101,13 @@ async function save() {
   const filename = await dialog().prompt({ title: say("save"), message: say("saveName"), defaultValue: "compile_cache" });
   if (!filename) return undefined;
   const { text, error } = await ask("cache/save", { filename });
-  return text ?? error;
+  return text ?? say("inEnglish", error);
 }
 
 async function loadFile(file) {
   if (!(await dialog().confirm({ title: `${say("load")}: ${file}`, message: say("loadSure") }))) return undefined;
   const { text, error } = await ask("cache/load", { file });
-  return text ?? error;
+  return text ?? say("inEnglish", error);
 }
 
 function cacheOnDisk(cache) {
@@ -131,7 +130,7 @@ function cacheOnDisk(cache) {
 // What compiling needs and this machine lacks, each with its cure.
 async function check() {
   const { here, missing } = await ask("machine");
-  return [here, ...(missing.length ? missing : [say("machineReady")])].join("\n\n");
+  return [say("inEnglish", here), ...(missing.length ? missing.map((cure) => say("inEnglish", cure)) : [say("machineReady")])].join("\n\n");
 }
 
 async function refresh() {

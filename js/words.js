@@ -4,7 +4,9 @@ import { api } from "/scripts/api.js";
 
 let words;
 
-async function load(language = app.extensionManager?.setting?.get("Comfy.Locale") ?? "en") {
+export const locale = () => app.extensionManager?.setting?.get("Comfy.Locale");
+
+async function load(language = locale() ?? "en") {
   const all = await (await api.fetchApi("/i18n")).json();
   words = { ...all.en?.torchCompileKit, ...all[language]?.torchCompileKit };
 }
