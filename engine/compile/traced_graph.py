@@ -342,7 +342,7 @@ class _Lowering:
                 code(*inputs)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # the first real run does it
-            logger.debug("kernels were not loaded beforehand: %s", error)
+            logger.debug("kernels were not loaded in advance: %s", error)
 
     def _zeros(self, cached: int) -> list | None:
         """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
