@@ -38,7 +38,7 @@ function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
   const text = document.createElement("pre");
-  text.style.cssText = "margin:0; padding:6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
+  text.style.cssText = "margin:0; padding:5px 6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
   text.className = REPORT;
   text.textContent = say("statusHere");
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
