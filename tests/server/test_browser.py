@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from devtools import prompts
+from devtools import help_pages, locales, prompts, texts
 from devtools.server import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -26,6 +26,7 @@ PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
 README = {
     "use": ("test_the_node_stands_between_the_loader_and_the_sampler[classic]", (60, 88, 960, 335)),
 }
+KIT_NODES = ("Model", "Warmup", "Benchmark", "ControlNet", "VAEChannelsLast", "BlockSwap", "SaveCache", "LoadCache", "FixKeys")
 _takes = itertools.count(1)
 # Where the renderer makes no difference to our scripts: the second one is for `dev.py test --rest`.
 TWINS = pytest.mark.parametrize("opened", ["classic", pytest.param("nodes 2.0", marks=pytest.mark.rest)], indirect=True)
@@ -261,6 +262,43 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
     page.until_shown("Model", "^ready")
 
 
+@BOTH
+def test_a_new_node_shows_its_line_in_whole_and_its_inputs_in_order(page):
+    """One short line, whatever the node's width; workflows store values by the place of their inputs."""
+    page.load({str(at): {"class_type": f"TorchCompileKit{name}", "inputs": {}} for at, name in enumerate(KIT_NODES, 1)})
+    page.js(
+        """async () => {
+            app.graph._nodes.forEach((node, at) => { node.pos = [350 * (at % 5), at < 5 ? 0 : 500]; });
+            Object.assign(app.canvas.ds, { scale: 0.7, offset: [80, 100] });
+            app.canvas.setDirty(true, true);
+            await kit.frames();
+            await kit.frames();
+        }"""
+    )
+    cut = page.js("""() => app.graph._nodes.map((node) => {
+        const { element } = kit.widget(node.comfyClass, "torch_compile_kit_report");
+        const whole = element.scrollHeight <= element.clientHeight && element.scrollWidth <= element.clientWidth;
+        return [node.comfyClass, element.isConnected && whole && element.textContent];
+    })""")
+    assert dict(cut) == {f"TorchCompileKit{name}": "Status appears here." for name in KIT_NODES}
+    assert page.js("() => kit.node('Model').widgets.map(({ name }) => name)") == [
+        *("mode", "compile_when", "backend", "dynamic", "fullgraph", "cache_limit", "block_swap", "attention", "on_failure"),
+        *("allow_tf32", "cudnn_benchmark", "only_blocks", "torch_compile_kit_report"),
+    ]
+
+
+@CLASSIC
+def test_a_bypassed_node_loses_its_line(page, prompt):
+    page.load(only_model(prompt))
+    page.run()
+    page.until_shown("Model", "^ready")
+    page.js("() => { kit.node('Model').mode = 4; }")
+    page.until_shown("Model", "^Status appears here")
+    page.set("KSampler", "seed", 9)
+    page.run()
+    assert page.text("Model") == "Status appears here."
+
+
 def set_and_reopen(page, mode, limit, **settings):
     """Set the node's mode and a cache limit that no other test has, open the page anew, and see that they are still there."""
     page.set("Model", "mode", mode)
@@ -446,6 +484,9 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt):
     panel.get_by_text("128x128").first.wait_for()
     panel.get_by_text("MiB of 2 GiB").wait_for()
     assert "Flux ready" in panel.inner_text(), panel.inner_text()
+    assert re.match(
+        r"Torch Compile\s+Blocks are the repeated parts.*?\s+Check this machine\s+Models in memory", panel.inner_text()
+    )
     panel.get_by_role("button", name="Check this machine").click()
     panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*Everything that compiling needs is here", re.S)).wait_for()
     panel.get_by_role("button", name="Clear").click()
@@ -505,6 +546,8 @@ def test_the_settings_of_the_pack(page, prompt):
     page.window.get_by_role("button", name="Settings").first.click()
     page.window.get_by_text("Torch Compile Kit", exact=True).first.click()
     page.window.get_by_text("Size limit of the cache on disk, in GiB").wait_for()
+    chosen = page.window.get_by_role("dialog").get_by_text("in background", exact=True)
+    assert chosen.evaluate("(text) => text.scrollWidth <= text.clientWidth"), "it is cut"
     try:
         cache_limit_becomes(3)
         page.js("() => app.extensionManager.setting.set('TorchCompileKit.CompileWhen', 'before first image')")
@@ -551,6 +594,178 @@ def test_the_help_of_each_node_fits_its_panel(page):
     assert more.evaluate("(found) => found.closest('details').open")
     shown = more.evaluate_handle("(found) => found.closest('.node-help-content, .overflow-y-auto')")
     assert shown.evaluate("(box) => box.scrollWidth - box.clientWidth") <= 0
+
+
+# What stays as it is in Japanese: products, technical names, units, models. A token with "_", "." or "/" is a name in code.
+KEPT = """
+    Torch Compile Kit torch compile torch-compile-kit ComfyUI TorchCompileModel PyTorch Triton CUDA cuDNN TF fp NVIDIA RTX AMD
+    Apple Linux Windows macOS OS PC Python Visual Studio Build Tools Redis redis GPU CPU VRAM RAM GB GiB MB MiB ms zip
+    VAE CLIP LoRA ControlNet Control UNet Transformer GGUF SD SDXL Flux cfg channels last Channels Last NAME sage xformers
+    cudaMallocAsync InvalidCxxCompiler CppCompileError TritonMissing DoubleStreamBlock SingleStreamBlock KSampler true false
+    safetensors sha
+"""
+IN_ENGLISH = "\uff08英語\uff09"  # what is said to be
+NOT_READ = re.compile(  # code, quotes with their translation, tags, addresses, flags, names in code
+    rf"{IN_ENGLISH}.*|`[^`]*`|\*[^*\n]+\*(?=\uff08)|<[^>]*>|\w+://\S*|--[\w-]+|%\d|(?<=x)\d+x?\d*|[\w-]*[_./][\w./-]+", re.ASCII
+)
+CLASSIC_DRAWS = """
+    window.drawn = new Set();
+    const draw = CanvasRenderingContext2D.prototype.fillText;
+    CanvasRenderingContext2D.prototype.fillText = function (text) { drawn.add(text); return draw.apply(this, arguments); };
+"""
+
+
+def english_in(text, kept=frozenset()):
+    return set(re.findall(r"[A-Za-z][A-Za-z-]+", NOT_READ.sub(" ", text))) - set(KEPT.split()) - kept
+
+
+def choices_of(server):
+    """The values of the nodes' choices, by words, and those that are phrases."""
+    nodes = [server.get(f"/object_info/{node}")[node] for node in locales.read("en")["nodeDefs.json"]]
+    given = [one for node in nodes for one in prompts.inputs_in_order(node)]
+    values = {value for _, kind, options in given for value in (kind if isinstance(kind, list) else options.get("options", []))}
+    return {word for value in values for word in value.split()}, {value for value in values if " " in value}
+
+
+def names_in_code():
+    nodes = locales.read("en")["nodeDefs.json"].values()
+    return {name for node in nodes for name in (*node["inputs"], *(given["name"] for given in node["outputs"].values()))}
+
+
+@contextlib.contextmanager
+def in_japanese(page):
+    try:
+        yield page.open(Locale="ja")
+    finally:
+        page.picture(f"japanese {page.js('() => LiteGraph.vueNodesMode')} {next(_takes)}")
+        page.open(Locale="en")
+
+
+def queue(page):
+    """As `run`, whose button has another name in each language."""
+    before = page.js("() => kit.ended")
+    page.js("() => app.queuePrompt(0)")
+    page.until(f"() => kit.ended > {before}")
+
+
+@BOTH
+def test_japanese_nodes_show_no_english(page, server):
+    """All nine, with all inputs: what the canvas draws, or the elements of Nodes 2.0, and the values to choose from."""
+    words, phrases = choices_of(server)
+    page.context.add_init_script(CLASSIC_DRAWS)
+    with in_japanese(page):
+        page.load({str(at): {"class_type": f"TorchCompileKit{name}", "inputs": {}} for at, name in enumerate(KIT_NODES, 1)})
+        page.js(
+            """async () => {
+                app.graph._nodes.forEach((node, at) => {
+                    node.showAdvanced = true;
+                    for (const widget of node.widgets) widget.hidden = false;
+                    node.pos = [320 * (at % 5), at < 5 ? 0 : 500];
+                    node.setSize([310, node.computeSize()[1]]);
+                });
+                Object.assign(app.canvas.ds, { scale: 0.75, offset: [80, 100] });
+                drawn.clear();
+                app.canvas.setDirty(true, true);
+                await kit.frames();
+                await kit.frames();
+            }"""
+        )
+        shown = page.js("""() => (LiteGraph.vueNodesMode
+            ? [...document.querySelectorAll("[data-node-id]")].map((node) => node.innerText)
+            : [...drawn, ...[...document.querySelectorAll(".torch-compile-kit-report")].map((text) => text.innerText)]
+        ).join("\\n")""")
+        labels = page.js("""() => app.graph._nodes.flatMap((node) => node.widgets.flatMap(({ options }) =>
+            options?.getOptionLabel ? options.values.map((value) => options.getOptionLabel(value)) : []))""")
+        assert "コンパイルの時期" in shown and "バックグラウンドで" in shown and "コンパイルなしで実行" in labels, shown
+        shown = re.sub(r"^(T|I|N|V|FPS): ?[\d.]+.*$", "", "\n".join([shown, *labels]), flags=re.MULTILINE)  # ComfyUI's counters
+        assert not english_in(shown, words) and not [phrase for phrase in phrases if phrase in shown], shown
+        page.js("() => { kit.widget('Model', 'compile_when').value = 'before first image'; }")
+        assert page.js("async () => (await app.graphToPrompt()).output")["1"]["inputs"]["compile_when"] == "before first image"
+    page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
+    assert page.js("() => kit.widget('Model', 'compile_when').options.getOptionLabel('in background')") == "in background"
+
+
+@CLASSIC
+def test_the_japanese_page_shows_no_english(page, prompt, server):
+    """After a run: reports, lines, a notice, menus, the tab, the settings; what follows a line that says so is in English."""
+    words, _ = choices_of(server)
+    prompt = prompts.with_benchmark(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
+    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")
+    loader, model, warmup = (prompts.find(prompt, name) for name in ("UNETLoader", prompts.MODEL_NODE, prompts.WARMUP_NODE))
+    prompt["81"] = {"class_type": "TorchCompileKitBlockSwap", "inputs": {"model": [loader, 0], "blocks_to_swap": 1}}
+    prompt[model]["inputs"]["model"] = ["81", 0]
+    prompt["82"] = {"class_type": "TorchCompileKitSaveCache", "inputs": {"model": [warmup, 0], "filename": "japanese"}}
+    prompt["83"] = {"class_type": "TorchCompileKitLoadCache", "inputs": {"model": [warmup, 0], "file": "none"}}
+    prompt["84"] = {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
+    prompt = prompts.change(prompt, "VAEDecode", vae=["84", 0])
+    seen = {}
+    with in_japanese(page):
+        page.load(prompt)
+        queue(page)
+        page.until_shown("Model", "^準備完了")
+        for name in ("Model", "Warmup", "Benchmark", "BlockSwap", "SaveCache", "LoadCache", "VAEChannelsLast"):
+            seen[name] = page.js(
+                """(name) => {
+                    const copy = kit.widget(name, "torch_compile_kit_report").element.cloneNode(true);
+                    for (const fold of copy.querySelectorAll("details")) {
+                        fold.replaceWith("\\n" + fold.querySelector("summary").textContent);
+                    }
+                    return copy.textContent;
+                }""",
+                name,
+            )
+        headline, figures = seen["Benchmark"].split("以下の数値の見出しは英語です。")
+        assert "median" in figures
+        seen["Benchmark"] = headline
+        page.set("EmptySD3LatentImage", "width", 192)
+        page.js(
+            """() => {
+                for (const node of [kit.node("Warmup"), kit.node("Benchmark")]) {
+                    node.disconnectInput(node.findInputSlot("latent_image"));
+                }
+            }"""
+        )
+        queue(page)
+        page.window.get_by_text("幅 が 128 から 192").first.wait_for()
+        seen["notice"] = page.js("() => document.querySelector('.p-toast-message').innerText")
+        seen["warnings"] = page.js("() => kit.node('Warmup').torchCompileKitWarnings?.join('\\n') ?? ''")
+        seen["menus"] = page.js(
+            """() => {
+                const menus = ["Model", "Warmup"].flatMap((name) => kit.node(name).getExtraMenuOptions(app.canvas, []) ?? []);
+                const extension = app.extensions.find(({ name }) => name === "torch-compile-kit.presets");
+                const presets = extension.getNodeMenuItems(kit.node("Model"));
+                const below = presets.flatMap(({ submenu }) => submenu.options);
+                return [...menus, ...presets, ...below].map((entry) => entry?.content).join("\\n");
+            }"""
+        )
+        assert "プリセット" in seen["menus"] and "詳細な入力を表示" in seen["menus"]
+        page.window.get_by_role("button", name="Torch Compile Kit").first.click()
+        panel = page.window.locator(".torch-compile-kit")
+        panel.get_by_role("button", name="このマシンを確認").click()
+        panel.get_by_text(IN_ENGLISH).first.wait_for()
+        seen["tab"] = panel.inner_text()
+        page.picture("japanese tab")
+        page.js("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
+        page.window.get_by_text("Torch Compile Kit", exact=True).first.click()
+        page.window.get_by_text("ディスク上のキャッシュの上限").wait_for()
+        seen["settings"] = page.js(
+            """() => [...document.querySelectorAll("[role=dialog] *")].map((part) => part.innerText ?? "").filter((text) =>
+                text.includes("ディスク上のキャッシュの上限") && text.includes("コンパイルを待ったとき")).at(-1)"""
+        )
+        page.picture("japanese settings")
+    kept = words | names_in_code()
+    assert {where: found for where, text in seen.items() if (found := english_in(text, kept))} == {}, seen
+    assert all(re.search("[ぁ-んァ-ヶ一-龠]", text) for text in seen.values() if text), seen
+
+
+def test_japanese_texts_and_help_pages_hold_no_english(server):
+    """Also those that no test has seen in the page."""
+    words, _ = choices_of(server)
+    kept = words | names_in_code() | {"batch"}  # as a line of extra_sizes has it
+    found = locales.texts({**locales.read("ja"), "report.json": texts.report("ja")})
+    found |= {page.parent.name: page.read_text(encoding="utf-8") for page in help_pages.FOLDER.glob("*/ja.md")}
+    found = {where: english_in(text, kept) for where, text in found.items()}
+    assert {where: english for where, english in found.items() if english} == {}
 
 
 @pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
