@@ -403,6 +403,18 @@ def test_what_the_user_has_connected_stays_and_is_compared():
     ]
 
 
+def test_a_warning_names_an_input_as_the_page_does():
+    scene = """
+        for (const input of warmup.inputs) input.localized_name = `the ${input.name}`;
+        latent.connect(0, warmup, 1), prompt.connect(0, warmup, 2);
+        warmup.connect(0, sampler, 0);
+        send("graphChanged");
+        said.push(warmup.torchCompileKitWarnings.slice(0, 2));
+    """
+    ((positive, negative),) = play("from_sampler.js", GRAPH + KSAMPLER + scene)
+    assert positive == "the positive is another than that of KSampler." and negative.startswith("the negative is another")
+
+
 def test_guiders_and_samplers_apart_and_a_size_without_a_latent():
     scene = """
         const guider = put(6, "BasicGuider", ["model", "conditioning"], ["GUIDER"]);
