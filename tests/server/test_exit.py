@@ -1,0 +1,41 @@
+"""A real server that is told to end while code is compiled in the background."""
+
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from devtools import inprocess, prompts
+from devtools.server import Server, wait_until
+
+pytestmark = [pytest.mark.server, pytest.mark.rest]
+
+
+@pytest.mark.parametrize(("told", "code"), [(signal.SIGINT, 0), (signal.SIGTERM, -signal.SIGTERM)])
+def test_it_ends_as_without_the_pack(told, code, model_files, tmp_path, monkeypatch):
+    """After a prompt: beside one that runs ComfyUI's own thread aborts the process."""
+    models = Path(next(iter(model_files.values()))).parents[1]
+    (tmp_path / "models").symlink_to(models, target_is_directory=True)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")  # PyTorch waits for one process after the other
+    with Server(inprocess.host_folder(), tmp_path, inprocess.has_gpu()) as server:
+        shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
+        prompt = prompts.shrink(shipped, width=64, height=64, steps=2)
+        warmup = prompts.find(prompt, prompts.WARMUP_NODE)
+        model = prompt.pop(warmup)["inputs"]["model"]
+        for node in prompt.values():
+            node["inputs"] = {name: model if value == [warmup, 0] else value for name, value in node["inputs"].items()}
+        server.queue(prompt)
+
+        def is_compiling():
+            return any(model["being_compiled"] for model in server.get("/torch-compile-kit/report")["models"])
+
+        wait_until(is_compiling, "code is compiled in the background")
+        process = psutil.Process(server.process.pid)
+        started = wait_until(lambda: process.children(recursive=True), "PyTorch has started a process")
+        assert is_compiling()
+        server.process.send_signal(told)
+        assert server.process.wait(60) == code, server.log()[-3000:]
+        _, left = psutil.wait_procs(started, 30)
+        assert not left
