@@ -146,12 +146,16 @@ def paused() -> Iterator[None]:
 
 
 def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy)."""
+    """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy) to write
+    back: an expanded image, whose elements share memory, cannot be written to.
+    """
     if not _active.modes:
         return args, []
     copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
     by_id = {id(image): copy for image, copy in copies}
-    return tuple(by_id.get(id(a), a) for a in args), [(image, copy) for image, copy in copies if image is not copy]
+    return tuple(by_id.get(id(a), a) for a in args), [
+        (image, copy) for image, copy in copies if image is not copy and not _is_expanded(image)
+    ]
 
 
 def result_channels_last(result: Any) -> object:
@@ -170,6 +174,10 @@ def _is_image(x: object, dimensions: int = 4) -> bool:
     if not isinstance(x, torch.Tensor) or x.dim() != dimensions or x.dtype not in DTYPES:
         return False
     return min(x.shape[1], *x.shape[-2:]) > 1
+
+
+def _is_expanded(image: torch.Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(image.stride(), image.shape, strict=True))
 
 
 def _as_image(x: torch.Tensor) -> torch.Tensor:

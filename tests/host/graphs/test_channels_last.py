@@ -12,7 +12,7 @@ import torch
 import zoo
 from paging import paged
 from reference_kernels import Reference
-from support import TESTS, compile_settings, eager_blocks, relative_error
+from support import TESTS, Block, CompiledNet, Net, compile_settings, eager_blocks, relative_error
 from torch import nn
 from torch.nn import functional
 
@@ -254,6 +254,32 @@ def test_a_block_that_works_in_place_does_so_on_the_callers_image(engine, refere
     for image, copy in copies:
         image.copy_(copy)
     assert number == 3 and turned.is_contiguous(memory_format=torch.channels_last) and copies and not x.any()
+
+
+class Guided(Block):
+    def forward(self, x, image):
+        return super().forward(x) * image.mean((1, 2, 3))[:, None, None]
+
+
+class GuidedNet(Net):
+    def forward(self, x, image):
+        for block in self.blocks:
+            x = block(x, image)
+        return x
+
+
+@pytest.mark.parametrize("compile_when", ["in background", "at once"])
+def test_an_expanded_image_is_not_written_to(engine, reference, compile_when):
+    """PyTorch refuses to write to a tensor whose elements share memory."""
+    net, x = GuidedNet(Guided), torch.randn(2, 4, 8)
+    step, image = CompiledNet(engine, net), torch.randn(1, 8, 4, 4).expand(2, -1, -1, -1)
+    expected, before = net(x, image), image.clone()
+    for _ in range(2):
+        with engine("blocks.channels_last").ChannelsLast(reference):
+            result = step.at_once(x, image) if compile_when == "at once" else step(x, image)[0]
+        step.wait()
+        assert torch.allclose(result, expected, atol=1e-6) and torch.equal(image, before)
+    assert step.graphs == 1 and not step.failures
 
 
 def test_compiled_code_does_not_see_it(engine, reference):
