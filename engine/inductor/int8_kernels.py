@@ -84,6 +84,8 @@ def product(x, x_scales, weight, w_scales, bias, dtype: torch.dtype) -> torch.Te
     """
     (m, k), n = x.shape, weight.shape[0]
     out = torch.empty(m, n, device=x.device, dtype=dtype)
+    if m == 0:  # CUDA describes no matrix without rows
+        return out
     size = _LARGE if _tiles(_LARGE, m, n) >= _multiprocessors(x.device) else _SMALL
     inputs = (_in_tiles(x, size[0], size[2]), _in_tiles(weight, size[1], size[2]), out, x_scales, w_scales)
     _product[(_tiles(size, m, n),)](*inputs, w_scales if bias is None else bias, m, n, k, **_tiling(size, bias is not None))

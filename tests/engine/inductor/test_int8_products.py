@@ -79,3 +79,12 @@ def test_a_layer_of_another_meaning_stays_kitchens(engine, monkeypatch):
     assert module._agrees.__wrapped__()
     monkeypatch.setattr(module, "int8_linear", lambda x, weight, *_: x @ weight.float().t())
     assert not module._agrees.__wrapped__()
+
+
+def test_a_matrix_without_rows_launches_no_kernel(engine, monkeypatch):
+    """CUDA refuses to describe such a matrix to the kernel."""
+    pytest.importorskip("triton")
+    kernels = engine("inductor.int8_kernels")
+    monkeypatch.setattr(kernels, "_product", {})
+    rows, weight = torch.zeros(0, 16, dtype=torch.int8), torch.zeros(32, 16, dtype=torch.int8)
+    assert kernels.product(rows, torch.zeros(0, 1), weight, torch.ones(32), None, torch.half).shape == (0, 32)
