@@ -2,7 +2,7 @@
 
     python fleet_worker.py FOLDER
 
-Its cache on disk is FOLDER; the shared one is that of the environment. Two models with `Plain` blocks make two graphs.
+Its cache on disk is in FOLDER; the shared one is that of the environment. Two models with `Plain` blocks make two graphs.
 """
 
 import importlib
@@ -29,7 +29,7 @@ def main(folder):
 
     os.environ["TORCH_COMPILE_KIT_CACHE"] = folder
     cache = engine("cache.disk").open_cache(Path(folder))
-    assert str(cache.root) == folder
+    assert cache.root == Path(folder, "torch-compile-kit")
     engine("cache.shared").configure("", Path(folder) / "shared.key")
     engine("background.thread").RETRY_SECONDS = 1.0
     torch.manual_seed(0)

@@ -75,7 +75,7 @@ def write_cache_file(
     partial = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(list(path.parent.glob("torch-compile-kit-*.partial")))
+        remove_leftovers(path.parent.glob("torch-compile-kit-*.partial"))
         with tempfile.NamedTemporaryFile(dir=path.parent, prefix="torch-compile-kit-", suffix=".partial", delete=False) as out:
             partial = Path(out.name)
             with zipfile.ZipFile(out, "w", strict_timestamps=False) as archive:

@@ -22,6 +22,7 @@ from ..threads import started
 from ..torch_settings import folder_scope
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder, users_triton_folder
 from .folders import (
+    IN_GROUP,
     KIND,
     WRITTEN_SECONDS,
     comes_from,
@@ -36,6 +37,7 @@ from .folders import (
 
 ABOUT = "about.json"
 CHOICES = "choices.json"
+OF_GROUP = (ABOUT, CHOICES, "fxgraph", "aotautograd", "triton")  # at least one is in a group's folder
 # Another ComfyUI of the same user may be compiling into a folder that was used in these last seconds.
 IN_USE_SECONDS = 600
 # From a compilation to the look at the size.
@@ -133,8 +135,8 @@ class DiskCache:
 
     def folders(self) -> list[Path]:
         """The groups' folders, least recently used first; also those that have lost their description."""
-        folders = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name) and folder.is_dir()]
-        return sorted(folders, key=_last_used)
+        named = [folder for folder in self.root.glob("*") if KIND.fullmatch(folder.name)]
+        return sorted((f for f in named if any(os.path.exists(f / entry) for entry in OF_GROUP)), key=_last_used)
 
     def has_current(self) -> bool:
         """Whether a folder was written by the same versions on the same device."""
@@ -164,11 +166,11 @@ class DiskCache:
             return excess - total
 
     def _remove_leftovers(self) -> None:
-        remove_leftovers(list(self.root.glob("*")) + list(self.root.parent.glob("torch-compile-kit-*.partial")))
+        remove_leftovers([*self.root.glob("*"), *self.root.parent.glob("torch-compile-kit-*.partial")])
         for folder in self.folders():
             if folder.name not in self._compiling:
                 for parent, folders, files in os.walk(folder):  # another server may remove them meanwhile
-                    remove_leftovers([Path(parent, name) for name in (*folders, *files)])
+                    remove_leftovers((Path(parent, name) for name in (*folders, *files)), IN_GROUP)
 
     def _look_later(self, seconds: float) -> None:
         """Trim once after `seconds`, for all that is compiled until then."""

@@ -41,9 +41,13 @@ def limit_in_bytes(setting: object = None) -> int:
 
 
 def users_folder() -> Path | None:
-    """TORCH_COMPILE_KIT_CACHE, or a folder in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default."""
+    """A folder in TORCH_COMPILE_KIT_CACHE, or in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default.
+
+    What a variable names can hold files of the user or of others: only a folder with the pack's name is closed and cleaned.
+    """
     if folder := os.environ.get(FOLDER):
-        return Path(folder).absolute()
+        place = Path(folder).absolute()
+        return place if place.name == KIT else place / KIT
     value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
     with contextlib.suppress(KeyError, OSError):  # it holds the user's name, and a container's user may have none
         default = private.default_cache_dir()

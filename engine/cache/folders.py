@@ -9,7 +9,7 @@ import stat
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,8 +27,10 @@ UNTRUSTED = ".untrusted"  # appended to the name of a cache file that others cou
 KIND = re.compile(r"[0-9a-f]{12}")  # the folder of a group of blocks, see `disk.folder_name`
 # The bits of a mode that let group and others write.
 OTHERS = stat.S_IWGRP | stat.S_IWOTH
-# What inductor, Triton and this pack write under before they rename it.
-_LEFTOVER = re.compile(r".*\.tmp|tmp\.pid_.*|torch-compile-kit-.*\.partial|incoming-.*")
+# Names under which files are written at first: in a group's folder those of inductor, Triton and this pack, ...
+IN_GROUP = re.compile(r".*\.tmp|tmp\..*")
+# ... elsewhere, where the user may keep files too, those of this pack as `tempfile` makes them.
+ELSEWHERE = re.compile(r"torch-compile-kit-[a-z0-9_]{8}\.partial|incoming-[a-z0-9_]{8}")
 
 
 class NoRightsError(PermissionError):
@@ -154,11 +156,11 @@ def comes_from(error: BaseException, folder: Path) -> bool:
     return False
 
 
-def remove_leftovers(paths: Iterator[Path] | list[Path]) -> None:
+def remove_leftovers(paths: Iterable[Path], names: re.Pattern = ELSEWHERE) -> None:
     """Of these, remove what a process had not finished when it was killed, an hour ago or earlier."""
     for path in paths:
         try:
-            if _LEFTOVER.fullmatch(path.name) and time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
+            if names.fullmatch(path.name) and time.time() - path.lstat().st_mtime > LEFTOVER_SECONDS:
                 remove(path)
         except OSError:  # gone meanwhile
             continue

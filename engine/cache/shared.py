@@ -57,6 +57,7 @@ KEPT_SECONDS = 30 * 24 * 3600
 CLAIM_SECONDS = 120
 # The choices of autotuning, which PyTorch writes beside a kernel's source (torch/_inductor/runtime/autotune_cache.py).
 _TUNED = re.compile(r"[a-z0-9]+/[a-z0-9]+\.best_config")
+_OF_FOLDER = re.compile(r"[0-9a-f]{64}(\.claim)?|[0-9a-f]{32}\.tmp")  # names that `_Folder` gives
 
 
 class CompiledElsewhere(BaseException):
@@ -95,7 +96,7 @@ class _Folder:
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         # On a network volume each look takes milliseconds: this worker sees to some of what there is, others to more.
-        files = [file for file in self._folder.iterdir() if re.fullmatch(r"[0-9a-f]{64}(\.claim)?|.*\.tmp", file.name)]
+        files = [file for file in self._folder.iterdir() if _OF_FOLDER.fullmatch(file.name)]
         random.Random().shuffle(files)
         until = time.monotonic() + CLEANING_SECONDS
         for file in itertools.takewhile(lambda _: time.monotonic() < until, files):

@@ -8,6 +8,7 @@ import shutil
 import threading
 import time
 import unittest.mock
+import uuid
 from pathlib import Path
 
 import pytest
@@ -141,8 +142,11 @@ def test_nothing_goes_that_is_in_use(three):
 def test_clearing_leaves_other_files_alone(three):
     (three.root / "notes").mkdir()
     (three.root / "notes" / "mine.txt").write_text("mine")
+    shutil.copytree(three.root / "notes", three.root / "deadbeefcafe")
     three.clear()
-    assert (three.root / "notes" / "mine.txt").read_text() == "mine"
+    assert names(three) == set()
+    for name in ("notes", "deadbeefcafe"):
+        assert (three.root / name / "mine.txt").read_text() == "mine"
 
 
 def test_what_windows_holds_on_to_stays_known_and_goes_with_the_next(three, monkeypatch):
@@ -389,17 +393,25 @@ def test_folders_dated_in_the_future_go_first(three):
 def test_what_killed_processes_leave_goes_after_an_hour(cache, tmp_path):
     folder = filled(cache, a_so=ELF)
     old = [
-        tmp_path / "torch-compile-kit-1.partial", folder / "ab" / ".12.34.tmp", folder / "triton" / "tmp.pid_1_2" / "k.cubin",
-        cache.root / "incoming-1" / "entry", cache.root / "x.tmp",
+        tmp_path / "torch-compile-kit-a1_b2c3d.partial", folder / "ab" / ".12.34.tmp", folder / "x.tmp",
+        folder / "triton" / "tmp.pid_1_2" / "k.cubin", folder / "triton" / "0" / f"tmp.{uuid.uuid4()}" / "k.cubin",
+        cache.root / "incoming-a1_b2c3d" / "entry",
     ]  # fmt: skip
-    young = [tmp_path / "torch-compile-kit-2.partial", folder / "ab" / ".56.78.tmp", cache.root / "incoming-2" / "entry"]
-    others = [tmp_path / "mine.partial", tmp_path / "mine.tmp", folder / "ab" / "a.so", cache.root / "notes" / "mine.tmp"]
+    young = [
+        tmp_path / "torch-compile-kit-young234.partial", folder / "ab" / ".56.78.tmp",
+        cache.root / "incoming-young234" / "entry",
+    ]  # fmt: skip
+    others = [
+        tmp_path / "mine.partial", tmp_path / "mine.tmp", folder / "ab" / "a.so", cache.root / "notes" / "mine.tmp",
+        cache.root / "notes.tmp", cache.root / "incoming-photos" / "1.jpg", tmp_path / "torch-compile-kit-mine.partial",
+    ]  # fmt: skip
     for file in old + young + others:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("left")
     for file in old + others:
         os.utime(file, (0, 0))
         os.utime(file.parent, (0, 0)) if file.parent.name.startswith(("incoming", "tmp.")) else None
+    os.utime(young[-1].parent)
     cache.trim()
     assert [file for file in old if file.exists()] == []
     assert [file for file in young + others if not file.exists()] == []
@@ -528,19 +540,41 @@ def test_a_user_without_a_name_and_home_has_a_cache_too(opened, tmp_path, monkey
 def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     assert opened().root == tmp_path / "inductor" / "torch-compile-kit"
-    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume" / "compiled"))
-    assert opened().root == tmp_path / "volume" / "compiled"
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume"))
+    assert opened().root == tmp_path / "volume" / "torch-compile-kit"
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume" / "torch-compile-kit"))
+    assert opened().root == tmp_path / "volume" / "torch-compile-kit", "it is named already"
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_KIT_CACHE", "TORCHINDUCTOR_CACHE_DIR"])
+def test_what_else_is_in_the_folder_that_the_user_names_is_left_alone(opened, tmp_path, monkeypatch, variable):
+    """As /workspace of a pod, which holds everything."""
+    volume = tmp_path / "volume"
+    theirs = [
+        volume / name for name in ("incoming-20260101/1.jpg", "notes.tmp", "deadbeefcafe/1.txt", "deadbeefcafe/fxgraph/1")
+    ]
+    for file in theirs:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+    for path in (*theirs, *(file.parent for file in theirs[::2])):
+        os.utime(path, (0, 0))
+    volume.chmod(0o777)
+    mode = volume.stat().st_mode
+    monkeypatch.setenv(variable, str(volume))
+    cache = opened()
+    filled(cache)
+    cache.trim()
+    assert cache.clear() > 0
+    assert all(file.exists() for file in theirs) and volume.stat().st_mode == mode
 
 
 @posix
 def test_a_named_folder_on_a_drive_without_rights_is_not_used_and_what_can_be_done_is_said(
     opened, tmp_path, monkeypatch, caplog, no_rights
 ):
-    (tmp_path / "volume").mkdir()
-    os.chmod(tmp_path / "volume", 0o777)
-    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume"))
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "kit" / "volume"))
     assert opened().root == tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache"
-    assert f"others may write into {tmp_path / 'volume'}" in caplog.text and "docs/fleet.md" in caplog.text
+    assert f"others may write into {tmp_path / 'kit' / 'volume'}" in caplog.text and "docs/fleet.md" in caplog.text
 
 
 @posix

@@ -6,6 +6,7 @@ import types
 import pytest
 
 NAME = "0" * 12
+LEFT = "torch-compile-kit-a1_b2c3d.partial"
 
 
 def test_what_a_killed_save_has_left_beside_the_file_goes_with_the_next(engine, tmp_path):
@@ -16,12 +17,12 @@ def test_what_a_killed_save_has_left_beside_the_file_goes_with_the_next(engine, 
     (cache.root / NAME / "entry").write_bytes(b"graph")
     there = tmp_path / "elsewhere"
     there.mkdir()
-    for name in ("torch-compile-kit-old.partial", "torch-compile-kit-young.partial", "mine.partial"):
+    for name in (LEFT, "torch-compile-kit-young234.partial", "mine.partial"):
         (there / name).write_text("left")
-    for name in ("torch-compile-kit-old.partial", "mine.partial"):
+    for name in (LEFT, "mine.partial"):
         os.utime(there / name, (0, 0))
     engine("cache.archive").write_cache_file(there / "saved.tckcache", cache, [NAME], "0.1.0", [], [])
-    assert {file.name for file in there.iterdir()} == {"torch-compile-kit-young.partial", "mine.partial", "saved.tckcache"}
+    assert {file.name for file in there.iterdir()} == {"torch-compile-kit-young234.partial", "mine.partial", "saved.tckcache"}
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")

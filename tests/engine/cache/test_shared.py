@@ -447,6 +447,19 @@ def test_a_folder_with_many_entries_is_cleaned_for_a_second_only(configure, shar
     assert 5 < len(looks) < 15
 
 
+def test_what_is_old_in_a_folder_goes_if_it_is_an_entry(configure, shared, tmp_path):
+    """The user may have named a folder with other files in it."""
+    cache = configure(tmp_path / "volume")
+    cache.put(NAME, b"content")
+    left, mine = tmp_path / "volume" / f"{'0a' * 16}.tmp", tmp_path / "volume" / "notes.tmp"
+    for file in (left, mine):
+        file.write_text("left")
+    for file in (tmp_path / "volume").iterdir():
+        os.utime(file, (0, 0))
+    shared._Folder(cache.place)
+    assert list((tmp_path / "volume").iterdir()) == [mine]
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
 def test_workers_of_other_users_can_read_what_is_in_a_folder(cache):
     before = os.umask(0o022)
