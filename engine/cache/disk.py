@@ -40,7 +40,7 @@ CHOICES = "choices.json"
 OF_GROUP = (ABOUT, CHOICES, "fxgraph", "aotautograd", "triton")  # at least one is in a group's folder
 # Another ComfyUI of the same user may be compiling into a folder that was used in these last seconds.
 IN_USE_SECONDS = 600
-# From a compilation to the look at the size.
+# From the opening, or a compilation, to the look at the size.
 LOOK_SECONDS = 60
 # The page asks for the sizes again and again, and all folders are walked for them.
 USAGE_SECONDS = 5
@@ -151,19 +151,20 @@ class DiskCache:
 
         Folders stay that this process compiles into, or (used in the last ten minutes) another may. Returns the bytes removed.
         """
-        with _lock:
-            self._walked = None
-            self._remove_leftovers()
-            sizes = {folder: size_of(folder) for folder in self.folders()}
-            total = excess = sum(sizes.values())
-            for folder, size in sizes.items():
-                if total <= self.limit:
-                    break
+        self._remove_leftovers()
+        # Without the lock, which lowering needs: on a slow drive the walk takes a minute.
+        sizes = {folder: size_of(folder) for folder in self.folders()}
+        total = excess = sum(sizes.values())
+        for folder, size in sizes.items():
+            if total <= self.limit:
+                break
+            with _lock:
                 if folder.name not in self._compiling and time.time() - _last_used(folder) > IN_USE_SECONDS:
                     total -= size - _remove_group(folder)
-            if total != excess:
-                logger.info("compile cache: %d MiB removed, %d MiB kept in %s", (excess - total) >> 20, total >> 20, self.root)
-            return excess - total
+        self._walked = None
+        if total != excess:
+            logger.info("compile cache: %d MiB removed, %d MiB kept in %s", (excess - total) >> 20, total >> 20, self.root)
+        return excess - total
 
     def _remove_leftovers(self) -> None:
         remove_leftovers([*self.root.glob("*"), *self.root.parent.glob("torch-compile-kit-*.partial")])
@@ -185,19 +186,19 @@ class DiskCache:
             self.trim()
         finally:
             self._later = None
-        with _lock:
-            if self.size() > self.limit:  # the rest is in use
+        if self.size() > self.limit:  # the rest is in use
+            with _lock:
                 self._look_later(IN_USE_SECONDS)
 
     def clear(self) -> int:
         """Remove all folders but those that are being compiled into; returns the bytes removed. Loaded code goes on working."""
-        with _lock:
-            self._walked = None
-            before = self.size()
-            for folder in self.folders():
+        before = self.size()
+        for folder in self.folders():
+            with _lock:
                 if folder.name not in self._compiling:
                     _remove_group(folder)
-            return before - self.size()
+        self._walked = None
+        return before - self.size()
 
     def usage(self) -> dict:
         """Folder, sizes and entries for the page and for scripts; up to `USAGE_SECONDS` old."""
@@ -226,7 +227,7 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     Where the folder cannot be made private (`folders.make_private`) or written, use another folder of this user, and say so in
     the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
     """
-    if _Current.opened:  # without the lock: `trim` holds it for as long as a slow drive takes, and the event loop asks, too
+    if _Current.opened:  # without the lock: a removal holds it for as long as a slow drive takes, and the event loop asks, too
         return _Current.cache
     with _lock:
         if not _Current.opened:
@@ -240,6 +241,7 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
                     refused.append(f"{place[-1]} cannot be used: {error}")
                 else:
                     _Current.cache = DiskCache(place[-1], limit_in_bytes(limit))
+                    _Current.cache._look_later(LOOK_SECONDS)
                     break
             if refused:
                 logger.warning(

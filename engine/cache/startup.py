@@ -12,7 +12,6 @@ from collections.abc import Callable
 from ..log import logger
 from ..threads import started
 from ..torch_compat import private
-from .disk import current
 
 LONGEST_WAIT = 300.0
 _thread: threading.Thread | None = None
@@ -70,9 +69,3 @@ def import_inductor() -> None:
         getattr(private, module)
     private.torch_key()  # kept for the process (functools.cache), as is the next
     private.get_system()
-
-
-def trim_cache() -> None:
-    cache = current()
-    if cache is not None:
-        cache.trim()

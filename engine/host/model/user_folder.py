@@ -9,7 +9,7 @@ from ...background.isolation import warm_up_dynamo
 from ...cache.disk import DiskCache, open_cache, was_opened_before
 from ...cache.environment import compile_for
 from ...cache.shared import configure
-from ...cache.startup import import_inductor, prepare, start_workers, trim_cache
+from ...cache.startup import import_inductor, prepare, start_workers
 from ...settings import CompileSettings
 from ..adapter import device_type
 
@@ -54,4 +54,4 @@ def get_ready(settings: CompileSettings) -> None:
 
 
 def _prepare() -> None:
-    prepare(*([start_workers] if device_type() == "cuda" else []), warm_up_dynamo, import_inductor, trim_cache)
+    prepare(*([start_workers] if device_type() == "cuda" else []), warm_up_dynamo, import_inductor)

@@ -383,6 +383,43 @@ def test_a_look_that_failed_is_not_the_last(three, timers, monkeypatch):
     assert len(timers) == 1
 
 
+@pytest.mark.parametrize("walks", ["trim", "clear", "_look"])
+def test_a_block_is_lowered_while_the_folders_are_walked(three, disk_cache, monkeypatch, walks):
+    """On a network volume or a hard disk that takes a minute."""
+    entered, size_of = [], disk_cache.size_of
+
+    def compile_block():
+        three.enter("f" * 12, "Block")
+        three.exit("f" * 12)
+        entered.append(True)
+
+    def walk(folder):
+        entered.clear()
+        thread = threading.Thread(target=compile_block, daemon=True)
+        thread.start()
+        thread.join(10)
+        assert entered
+        return size_of(folder)
+
+    monkeypatch.setattr(disk_cache, "size_of", walk)
+    getattr(three, walks)()
+
+
+def test_what_begins_to_compile_while_the_folders_are_walked_stays(three, disk_cache, monkeypatch):
+    three.limit, size_of = 0, disk_cache.size_of
+
+    def walk(folder):
+        if not three._compiling:
+            three.enter(NAMES[0], "Block")
+            os.utime(three.root / NAMES[0] / "about.json", (0, 0))
+        return size_of(folder)
+
+    monkeypatch.setattr(disk_cache, "size_of", walk)
+    three.trim()
+    assert names(three) == {NAMES[0]}
+    three.exit(NAMES[0])
+
+
 def test_folders_dated_in_the_future_go_first(three):
     os.utime(three.root / NAMES[2] / "about.json", (time.time() + 10**8,) * 2)
     three.limit += MIB // 2
@@ -431,7 +468,7 @@ def test_folders_of_code_are_this_users_alone(cache):
 
 
 @pytest.fixture
-def opened(disk_cache, engine, monkeypatch, tmp_path):
+def opened(disk_cache, engine, monkeypatch, tmp_path, timers):
     """open_cache as in a process that has opened none; the cache it gives."""
 
     def opened():
@@ -455,6 +492,17 @@ def test_a_cache_that_is_open_is_found_while_another_thread_walks_its_folders(op
         asks.start()
         asks.join(5)
         assert found == [cache]
+
+
+def test_a_cache_that_was_opened_is_trimmed_a_minute_later(opened, timers):
+    """Not before: while this process prepares to compile, nothing is traced."""
+    cache = opened()
+    assert [timer.interval for timer in timers] == [60]
+    filled(cache)
+    cache.limit = 0
+    os.utime(cache.root / NAMES[0] / "about.json", (0, 0))
+    ring(timers)
+    assert names(cache) == set()
 
 
 def modes(*paths):

@@ -7,7 +7,7 @@ import pytest
 def prepare(engine, monkeypatch):
     """The module with its steps noted instead of done, as in a process that has prepared nothing."""
     module, done = engine("cache.startup"), []
-    for name in ("start_workers", "import_inductor", "trim_cache"):
+    for name in ("start_workers", "import_inductor"):
         monkeypatch.setattr(module, name, lambda name=name: done.append(name))
     monkeypatch.setattr(module, "_thread", None)
     monkeypatch.setattr(module, "_begun", set())
@@ -18,9 +18,9 @@ def test_each_step_once_a_process(prepare):
     module, done = prepare
     module.prepare(module.import_inductor)
     for _ in range(2):
-        module.prepare(module.start_workers, module.import_inductor, module.trim_cache)
+        module.prepare(module.start_workers, module.import_inductor)
         module.wait_until_prepared()
-    assert done == ["import_inductor", "start_workers", "trim_cache"]
+    assert done == ["import_inductor", "start_workers"]
 
 
 def test_the_log_says_what_each_step_took(prepare, caplog):
@@ -37,9 +37,9 @@ def test_the_log_says_what_each_step_took(prepare, caplog):
 def test_a_step_that_fails_stops_nothing(prepare, monkeypatch):
     module, done = prepare
     monkeypatch.setattr(module, "import_inductor", lambda: 1 / 0)
-    module.prepare(module.start_workers, module.import_inductor, module.trim_cache)
+    module.prepare(module.import_inductor, module.start_workers)
     module.wait_until_prepared()
-    assert done == ["start_workers", "trim_cache"]
+    assert done == ["start_workers"]
 
 
 def test_pytorch_is_asked_to_start_its_workers_and_not_waited_for(engine, monkeypatch):
