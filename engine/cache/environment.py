@@ -87,12 +87,10 @@ def environment() -> dict[str, str]:
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
         "device": _device_name(),
-        "comfy-kitchen": _version_of("comfy-kitchen"),
-        "code of the pack": version_of_pack(),
+        **LOADED,
     }
 
 
-@functools.cache
 def version_of_pack() -> str:
     engine = Path(__file__).parent.parent
     files = sorted(file for pattern in SOURCES for file in engine.glob(pattern))
@@ -120,3 +118,10 @@ def _version_of(package: str) -> str:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return "none"
+
+
+# Of the code that this process has loaded: an update while it runs changes the files alone.
+LOADED = {
+    "comfy-kitchen": _version_of("comfy-kitchen"),
+    "code of the pack": version_of_pack(),
+}

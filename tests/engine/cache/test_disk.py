@@ -5,6 +5,8 @@ import json
 import os
 import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 import unittest.mock
@@ -652,7 +654,6 @@ def depends(engine):
     """What the disk cache depends on, without what other tests have it remember."""
     found = engine("cache.environment")
     yield found
-    found.version_of_pack.cache_clear()
     found.environment.cache_clear()
 
 
@@ -668,9 +669,22 @@ def test_code_of_ours_that_decides_what_is_compiled_is_part_of_the_key(depends, 
     for name in ("inductor/backend.py", "inductor/rotary_norms.py"):
         with (tmp_path / "engine" / name).open("a") as file:
             file.write("# changed\n")
-        depends.version_of_pack.cache_clear()
         seen.add(depends.version_of_pack())
     assert len(seen) == 3
+
+
+def test_code_that_is_updated_while_the_server_runs_changes_nothing_until_the_restart(engine, tmp_path):
+    """Else graphs of the code that runs would be stored under the new version, and used after the restart."""
+    shutil.copytree(Path(engine("cache.environment").__file__).parent.parent, tmp_path / "kit" / "engine")
+    code = """
+from pathlib import Path
+from kit.engine.cache import environment
+with Path("kit/engine/inductor/backend.py").open("a") as file:
+    file.write("# an update")
+print(environment.environment()["code of the pack"] != environment.version_of_pack())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stdout + done.stderr
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,7 @@ def test_a_changed_rewrite_is_a_miss(configure, worker, engine, tmp_path, monkey
     configure(tmp_path / "volume")
     images(worker("one"))
     environment = engine("cache.environment")
-    monkeypatch.setattr(environment, "version_of_pack", lambda: "with another rewrite")
+    monkeypatch.setitem(environment.LOADED, "code of the pack", "with another rewrite")
     environment.environment.cache_clear()
     try:
         assert images(worker("two")).graphs == 1
