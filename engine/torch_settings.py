@@ -216,22 +216,12 @@ def libdevice() -> dict[str, str]:
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
 
 
-def precision_of(owner: Any) -> bool | str:
-    """Whether fp32 products of a backend may run in TF32.
-
-    Its `fp32_precision` where somebody has set that: PyTorch's newer setting, after which the older one cannot be read.
-    """
-    try:
-        return owner.allow_tf32
-    except RuntimeError:
-        return owner.fp32_precision
-
-
 def numerics() -> tuple:
     """Settings of PyTorch on which results on a GPU depend; other nodes change some of them for a while."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return (
-        *(precision_of(cuda.matmul), precision_of(cudnn), cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
+        *(cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision),
+        *(cudnn.enabled, cudnn.benchmark, cudnn.deterministic),
         *(getattr(cuda.matmul, f"allow_{name}", None) for name in _REDUCTIONS),
         *(cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()),
         torch.are_deterministic_algorithms_enabled(),
@@ -241,17 +231,39 @@ def numerics() -> tuple:
 _REDUCTIONS = "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"
 
 
-def _precision(owner: Any) -> tuple:
-    def write(value: bool | str) -> None:
-        setattr(owner, "fp32_precision" if isinstance(value, str) else "allow_tf32", value)
+def _precision(owner: Any, *operations: Any) -> tuple:
+    """(read, write) of the precision of fp32 products: PyTorch's `allow_tf32` and each operation's newer `fp32_precision`.
 
-    return functools.partial(precision_of, owner), write
+    PyTorch raises where somebody asks for the older setting after only the newer was changed, so both are: the older where it
+    can be read. "none" follows the setting of the operations above, and is what is written where that has the same value.
+    """
+
+    def older() -> bool | None:
+        try:
+            return owner.allow_tf32
+        except RuntimeError:
+            return None
+
+    def read() -> tuple:
+        return older(), [operation.fp32_precision for operation in operations]
+
+    def write(value: Any) -> None:
+        before = older()
+        allow, precisions = (None if before is None else True, ["tf32"] * len(operations)) if value is True else value
+        if changes := allow not in (None, before):  # else a precision of "medium" would become "high"
+            owner.allow_tf32 = allow
+        for operation, precision in zip(operations, precisions, strict=True):
+            if changes or operation.fp32_precision != precision:
+                above = torch.backends.cudnn.fp32_precision
+                operation.fp32_precision = "none" if precision == above else precision
+
+    return read, write
 
 
 sampling_scope = SharedScope(
     {
-        "matmul_tf32": _precision(torch.backends.cuda.matmul),
-        "cudnn_tf32": _precision(torch.backends.cudnn),
+        "matmul_tf32": _precision(torch.backends.cuda.matmul, torch.backends.cuda.matmul),
+        "cudnn_tf32": _precision(torch.backends.cudnn, torch.backends.cudnn.conv, torch.backends.cudnn.rnn),
         "cudnn_benchmark": attribute(torch.backends.cudnn, "benchmark"),
     }
 )

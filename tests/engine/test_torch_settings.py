@@ -86,27 +86,81 @@ def test_a_switch_that_cannot_be_written_leaves_the_others_as_they_were(engine):
     assert values["first"] == 1
 
 
+def ask(question):
+    try:
+        return question()
+    except RuntimeError:  # PyTorch's older setting and its newer one do not agree
+        return "raises"
+
+
+def precisions():
+    cuda, cudnn, mkldnn = torch.backends.cuda, torch.backends.cudnn, torch.backends.mkldnn
+    owners = torch.backends, cuda.matmul, cudnn, cudnn.conv, cudnn.rnn, mkldnn.matmul
+    older = lambda: cuda.matmul.allow_tf32, lambda: cudnn.allow_tf32, torch.get_float32_matmul_precision
+    return [owner.fp32_precision for owner in owners] + [ask(question) for question in older]
+
+
+def reset_precisions():
+    """As PyTorch begins."""
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = True
+    for owner in (torch.backends, torch.backends.cuda.matmul, torch.backends.cudnn, torch.backends.mkldnn.matmul):
+        owner.fp32_precision = "none"
+
+
 @pytest.fixture
-def newer_setting():
-    """Somebody has allowed TF32 by PyTorch's newer setting, after which the older one cannot be read."""
-    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.allow_tf32
-    matmul.fp32_precision = "tf32"
-    with pytest.raises(RuntimeError):
-        _ = matmul.allow_tf32
-    yield matmul
-    matmul.fp32_precision = "none"
-    matmul.allow_tf32 = before
+def untouched():
+    reset_precisions()
+    yield precisions()
+    reset_precisions()
 
 
-def test_tf32_where_somebody_has_used_pytorchs_newer_setting(newer_setting, engine):
-    settings = engine("torch_settings")
+def newer(*owner, value):
+    return lambda: setattr(functools.reduce(getattr, owner, torch.backends), "fp32_precision", value)
+
+
+CHOICES = {
+    "nothing": lambda: None,
+    "medium": lambda: torch.set_float32_matmul_precision("medium"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "older setting, off": lambda: setattr(torch.backends.cudnn, "allow_tf32", False),
+    "older setting, on": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+    "all ieee": newer(value="ieee"),
+    "all tf32": newer(value="tf32"),
+    "cudnn ieee": newer("cudnn", value="ieee"),
+    "cudnn tf32": newer("cudnn", value="tf32"),
+    "convolutions ieee": newer("cudnn", "conv", value="ieee"),
+    "rnn ieee": newer("cudnn", "rnn", value="ieee"),
+    "products ieee": newer("cuda", "matmul", value="ieee"),
+    "products tf32": newer("cuda", "matmul", value="tf32"),
+}
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+def test_a_run_in_tf32_leaves_each_precision_as_somebody_has_chosen_it(untouched, engine, choice):
+    """By PyTorch's older settings or its newer ones; an older one that can be read before can be read during the run too."""
+    CHOICES[choice]()
+    settings, before = engine("torch_settings"), precisions()
     with settings.sampling_scope.applied(**settings.sampling_switches(True, False)):
-        assert newer_setting.allow_tf32
-    assert newer_setting.fp32_precision == "tf32"
-    newer_setting.fp32_precision = "ieee"
-    with settings.sampling_scope.applied(**settings.sampling_switches(True, False)):
-        assert newer_setting.allow_tf32
-    assert newer_setting.fp32_precision == "ieee"
+        cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+        assert {cuda.matmul.fp32_precision, cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision} == {"tf32"}
+        during = precisions()
+        assert [after for was, after in zip(before, during, strict=True) if was != "raises"].count("raises") == 0
+        assert (before[-1], during[-1]) in {(was, was) for was in ("high", "medium", "raises")} | {("highest", "high")}
+    assert precisions() == before
+    if choice == "all ieee":
+        torch.backends.fp32_precision = "tf32"
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32", "it goes on following that of all"
+
+
+@pytest.mark.parametrize("operation", ["matmul", "conv", "rnn"])
+def test_the_precision_of_each_operation_is_part_of_what_results_depend_on(untouched, engine, operation):
+    owner = torch.backends.cuda if operation == "matmul" else torch.backends.cudnn
+    seen = {engine("torch_settings").numerics()}
+    for value in ("ieee", "tf32"):
+        getattr(owner, operation).fp32_precision = value
+        seen.add(engine("torch_settings").numerics())
+    assert len(seen) == (3 if operation == "matmul" else 2)
 
 
 has_libdevice_key = pytest.mark.skipif(
