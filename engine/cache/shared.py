@@ -244,20 +244,28 @@ class SharedCache:
 
 
 class _Configured:
-    where: tuple[str, str | None] = "", None
+    where: tuple = ()
     cache: SharedCache | None = None
 
 
 def configure(setting: object, key_file: Path) -> None:
     """Use the shared cache that the environment or, without it, the user's setting names; say in the log why if that is off."""
     place = os.environ.get(SHARED) or (setting if isinstance(setting, str) else "")
-    where = place.strip(), os.environ.get(KEY)
+    where = place.strip(), os.environ.get(KEY), _version_of(key_file)  # the file may be written, or closed, when the log asks
     if where != _Configured.where:
         _Configured.where, _Configured.cache = where, None
         try:
             _Configured.cache = _open(where[0], key_file) if where[0] else None
         except (ValueError, OSError) as error:
             logger.warning("the shared cache is off: %s", error)
+
+
+def _version_of(file: Path) -> tuple:
+    try:
+        status = file.stat()
+    except OSError:
+        return ()
+    return status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
 
 
 def _open(place: str, key_file: Path) -> SharedCache:

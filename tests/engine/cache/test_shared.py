@@ -531,16 +531,29 @@ def test_without_a_key_it_is_off_and_says_why(configure, caplog):
     assert configure("redis://127.0.0.1/0", key="short") is None
 
 
+def test_a_key_that_is_written_when_the_log_asks_for_it_is_read_without_a_restart(configure, tmp_path, caplog):
+    file = tmp_path / "shared.key"
+    for _run in range(2):
+        assert configure(tmp_path / "volume", key=None, file=file) is None
+    assert caplog.text.count(f"in {file} (mode 600)") == 1
+    file.write_text(SECRET)
+    file.chmod(0o600)
+    assert configure(tmp_path / "volume", key=None, file=file) is not None
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
 def test_a_key_that_others_can_read_is_refused(configure, tmp_path, caplog):
     file = tmp_path / "shared.key"
     file.write_text(f"{SECRET}\n")
     file.chmod(0o640)
-    assert configure(tmp_path / "volume", key=None, file=file) is None and f"chmod 600 {file}" in caplog.text
+    for _run in range(2):
+        assert configure(tmp_path / "volume", key=None, file=file) is None
+    assert caplog.text.count(f"chmod 600 {file}") == 1
     file.chmod(0o600)
-    configure(None)
     cache = configure(tmp_path / "volume", key=None, file=file)
+    assert cache is not None, "without a restart"
     cache.put(NAME, b"content")
+    assert configure(tmp_path / "volume", key=None, file=file) is cache
     assert configure(tmp_path / "volume", key=SECRET).get(NAME) == b"content"
 
 
