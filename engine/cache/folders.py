@@ -139,13 +139,14 @@ def is_damaged(folder: Path, age: float = 0.0) -> bool:
 
 
 def comes_from(error: BaseException, folder: Path) -> bool:
-    """Whether loading a truncated library, module or pickle in `folder` raised the error.
+    """Whether loading a truncated library, module or pickle in `folder`, or a kernel for another GPU, raised the error.
 
-    A compiler's error names files in the folder, too, and a full disk raises OSError; neither counts.
+    A compiler's error names files in the folder, too, and a full disk raises OSError; neither counts. A folder is for the
+    current GPU by name, and so are PyTorch's keys: of another in the machine, exchanged since, kernels are found again.
     """
     below = str(folder) + os.sep
     for cause in chain(error):
-        if isinstance(cause, EOFError | pickle.UnpicklingError):
+        if isinstance(cause, EOFError | pickle.UnpicklingError) or "no kernel image is available" in str(cause):
             return True
         loads = isinstance(cause, ImportError | SyntaxError) or (isinstance(cause, OSError) and cause.errno is None)
         if (loads or "Failed to import " in str(cause)) and below in f"{cause} {getattr(cause, 'filename', '')}":

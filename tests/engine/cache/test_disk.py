@@ -292,6 +292,10 @@ def raised(action):
     raise AssertionError("nothing was raised")
 
 
+def fail(error):
+    raise error
+
+
 def load_library(file):
     import ctypes
 
@@ -329,6 +333,15 @@ def test_an_empty_file_is_reason_enough(cache):
     """A cubin: the driver's error names no file."""
     filled(cache, a_cubin=b"")
     assert cache.drop_if_corrupt(NAMES[0], RuntimeError("Triton Error [CUDA]: device kernel image is invalid"))
+
+
+def test_kernels_for_a_gpu_that_was_exchanged_are_compiled_once_more(cache):
+    """The second of two: folders are named after the first."""
+    folder = filled(cache, a_cubin=ELF)
+    message = "Triton Error [CUDA]: no kernel image is available for execution on the device"
+    assert cache.drop_if_corrupt(NAMES[0], raised(functools.partial(fail, RuntimeError(message))))
+    assert not (folder / "ab").exists()
+    assert not cache.drop_if_corrupt(NAMES[0], RuntimeError(message)), "PyTorch itself is not made for this GPU"
 
 
 def test_a_folder_that_is_gone_is_as_good_as_emptied(cache):
