@@ -18,7 +18,7 @@ SECONDS_BETWEEN_TEXTS = 1.0
 
 
 class WarmupProgress:
-    """A context in which the node shows what the warmup is doing, at which size of how many, and for how long.
+    """A context in which the node shows what the warmup is doing, at which size of how many, and for how long at that size.
 
     The bar has a part for each step of a size and for each class of blocks. The text goes only to the page that has queued the
     prompt: another workflow may have a node of the same id.
@@ -31,7 +31,7 @@ class WarmupProgress:
         self._send = getattr(server, "send_progress_text", None) if node_id is not None and client is not None else None
         self._page = node_id, client
         self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
-        self._began = time.perf_counter()
+        self._began = self._size_began = time.perf_counter()
         self._classes, self._inductor = classes, inductor
         self._size, self._stepped, self._part, self._graphs = "", False, 0, 0
         self._seen: list[str] = []
@@ -51,12 +51,13 @@ class WarmupProgress:
         if self._ticker.ident is not None:
             self._ticker.join()
         compiled = say("graphsCompiled", self._graphs) if self._graphs > 1 else say("graphCompiled")
-        self._say(say("stopped" if exc[0] is not None else "warm"), compiled if self._graphs else say("noGraph"))
+        how = compiled if self._graphs else say("noGraph")
+        self._say(say("stopped" if exc[0] is not None else "warm"), how, self._began)
 
     def begin(self, label: str, index: int) -> None:
         # Without "(latent_image)": the page has room for two lines.
         self._size = say("sizeOf", label.partition(" (")[0], index + 1, self._sizes)
-        self._seen, self._part = [], 0
+        self._seen, self._part, self._size_began = [], 0, time.perf_counter()
         self._bar.update_absolute(index * self._in_each)
         self._tell()
 
@@ -96,8 +97,8 @@ class WarmupProgress:
             how = say("loadingCompiler")
         else:
             how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))
-        self._say(self._size, how)
+        self._say(self._size, how, self._size_began)
 
-    def _say(self, what: str, how: str) -> None:
+    def _say(self, what: str, how: str, since: float) -> None:
         if self._send is not None:
-            self._send(say("phase", what, how, f"{time.perf_counter() - self._began:.0f}"), *self._page)
+            self._send(say("phase", what, how, f"{time.perf_counter() - since:.0f}"), *self._page)

@@ -1,6 +1,7 @@
 """What a warmup covers, and what it does not run again. The backend traces only: graphs are counted, not timed."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -384,3 +385,21 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
     same(runs.run(runs.compiled), expected)
     assert SKIPPED not in runs.warm((64, 64), (96, 64))
     assert runs.sampled() == 0 == runs.sampled(width=96)
+
+
+def test_seconds_in_the_node_are_those_of_the_size_at_work_and_at_the_end_those_of_all(engine, monkeypatch):
+    progress_of, clock, lines = engine("host.nodes.progress"), [0.0], []
+    monkeypatch.setattr(progress_of, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    progress = progress_of.WarmupProgress(2, 4, ["Block"], False, None)
+    progress._send = lambda text, *_page: lines.append(text)
+    progress.begin("64x64", 0)
+    clock[0] = 50.0
+    progress.begin("96x64", 1)
+    clock[0] = 54.0
+    progress._tell()
+    progress.__exit__(None, None, None)
+    assert lines[1:] == [
+        "96x64 (2 of 2): loading the model, 0 s",
+        "96x64 (2 of 2): loading the model, 4 s",
+        "Warm: nothing to compile, 54 s",
+    ]
