@@ -142,6 +142,11 @@ def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
     return measured, sources
 
 
+def _variants(measured: list[tuple[Setup, dict[str, dict]]]) -> list[str]:
+    """Those that a run has measured: older runs lack some."""
+    return [variant for variant in PEERS_AND_OURS if any(variant in of for _, of in measured)]
+
+
 def _setup_title(setup: Setup) -> str:
     parts = (NAMES[setup.model].partition(",")[0], FORMATS.get(setup.weights), OPTIONS.get(setup.option))
     return ", ".join(part for part in parts if part)
@@ -174,7 +179,7 @@ def table_table() -> str:
                 _ratio_cell(first, eager_first, "seconds", 1),
                 _ratio_cell(row, of["eager"], "seconds", 2),
                 _ratio_cell(row, of["eager"], "step", 4),
-                {"eager": "-", "kjnodes": "in the first"}.get(variant) or str(row.get("ready") or "-"),
+                {"eager": "-", "core": "in the first", "kjnodes": "in the first"}.get(variant) or str(row.get("ready") or "-"),
                 *(str(row.get(key, "-")) for key in ("graphs", "breaks", "cuda_graphs")),
                 f"{row['error']:.4f}" if "error" in row else "-",
                 "-" if noise is None else f"{noise:.4f}",
@@ -209,7 +214,7 @@ def gains_table() -> str:
     measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
     if not measured:
         return ""
-    variants = [variant for variant in PEERS_AND_OURS if any(variant in of for _, of in measured)]
+    variants = _variants(measured)
     lines = []
     for setup, of in measured:
         title = f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")
@@ -311,19 +316,19 @@ def short_table() -> str:
     measured, sources = _measured()
     if not measured:
         return ""
-    lines = []
+    variants, lines = _variants(measured), []
     for setup, of in measured:
         cells = [f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")]
         for key, digits in (("seconds", 1), ("step", 3)):
             eager = of["eager"]
             cells.append(f"{eager[key]:.{digits}f}" if key in eager else "-")
-            for variant in PEERS_AND_OURS[1:]:
+            for variant in variants[1:]:
                 row = of.get(variant) or {}
                 share = f"{row[key] / eager[key]:.2f}" if key in row and key in eager else "dies" if "died" in row else "-"
                 cells.append(f"**{share}**" if variant == "ours" else share)
-        firsts = [_first(of[variant]) if variant in of else None for variant in PEERS_AND_OURS]
+        firsts = [_first(of[variant]) if variant in of else None for variant in variants]
         cells.append(", ".join(f"{seconds:.1f}" if seconds else "-" for seconds in firsts))
         lines.append(f"| {' | '.join(cells)} |")
-    peers = [VARIANTS[variant] for variant in PEERS_AND_OURS[1:]]
+    peers = [VARIANTS[variant] for variant in variants[1:]]
     head = ["", "a prompt, uncompiled, s", *peers, "a step, uncompiled, s", *peers]
     return lines_of([*head, f"first prompt, s: uncompiled, {', '.join(peers)}"], lines, sources)

@@ -1,4 +1,4 @@
-"""Measure what people run today, eager beside KJNodes beside ours: whole prompts and steps on a real ComfyUI server.
+"""Measure what people run today, eager beside core's node, KJNodes and ours: whole prompts and steps on a real ComfyUI server.
 
     python -m benchmarks.table --host COMFYUI --kjnodes KJNODES --gguf COMFYUI-GGUF --out FILE [--setups flux flux-int8]
     python -m benchmarks.table --host COMFYUI --tiny --out FILE      # small models on the CPU
@@ -33,7 +33,7 @@ from devtools.server import ServerError
 from . import results
 from .sessions import COMPILERS, ELSEWHERE, EMPTY_LATENTS, KEPT, Bench, OutOfTimeError, settings_for, widgets
 
-VARIANTS = ("eager", "kjnodes", "ours")
+VARIANTS = ("eager", "core", "kjnodes", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
 STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
 TINY_STEPS = 4

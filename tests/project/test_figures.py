@@ -346,3 +346,25 @@ def test_a_session_sends_only_inputs_that_the_servers_node_has(benchmark):
     assert prompts.widgets(node) == {"mode": "default", "threads": 4, "old": "a"}
     given = {"mode": "other", "compile_when": "before first image"}
     assert prompts.settings_for({prompts.MODEL_NODE: node}, given) == {"mode": "other"}
+
+
+def test_the_tables_have_a_column_for_cores_node_where_a_run_has_measured_it_and_else_none(benchmark, monkeypatch):
+    tables_of = benchmark("session_tables")
+    everything, sources = tables_of.rows("table", "table")
+    # Tables are made of the newest run of each set-up: one has core's node, the other lacks it.
+    only = {"source": "a run of all four", "setup": "sdxl", "device": "a GPU", "command": "table"}
+    known = [row for row in everything if row["setup"] == "flux"]
+    new = [
+        {**only, "kind": "table", "variant": variant, "seconds": seconds, "step": seconds / 25, "prompts": [{"seconds": first}]}
+        for variant, seconds, first in (("eager", 2.0, 5.0), ("core", 3.0, 30.0), ("kjnodes", 1.5, 20.0), ("ours", 1.0, 6.0))
+    ]
+    made = (tables_of.gains_table, tables_of.short_table, tables_of.table_table)
+    monkeypatch.setattr(tables_of, "rows", lambda *_: (known, sources))
+    for table in made:
+        assert "core" not in table(), table.__name__
+    monkeypatch.setattr(tables_of, "rows", lambda *_: ([*known, *new], sources))
+    gains, short, whole = (table() for table in made)
+    assert "| SDXL, 25 steps | 2.0 | 3.0 | 1.5 | **1.0** (-50 %) | 5.0 | 30.0 | 20.0 | 6.0 |" in gains
+    assert "| SDXL, 25 steps | 2.0 | 1.50 | 0.75 | **0.50** |" in short and "| 5.0, 30.0, 20.0, 6.0 |" in short
+    assert "|  | core | 30.0 (6.00) | 3.00 (1.50) | 0.1200 (1.50) | in the first |" in whole
+    assert "| Flux-dev 12B, 20 steps | 4.0 | - | " in gains, "a run that lacks it"
