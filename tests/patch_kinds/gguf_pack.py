@@ -85,16 +85,20 @@ class GGMLLinear(nn.Linear):
         return nn.functional.linear(input, self.get_weight(self.weight.to(input.device), input.dtype), bias)
 
 
+def packed(weight, kind):
+    """Blocks of numbers in a byte each, after half a float that scales them; `kind`: how that float is meant."""
+    blocks = weight.detach().reshape(-1, BLOCK)
+    scale = blocks.abs().amax(1, keepdim=True) / 100
+    kept = (scale if kind is Kind.TIMES else 1 / scale).half()
+    data = torch.cat([kept.view(torch.uint8), (blocks / scale).round().to(torch.int8).view(torch.uint8)], 1)
+    tensor = GGMLTensor(data.reshape(weight.shape[0], -1), tensor_type=kind, tensor_shape=weight.shape)
+    return nn.Parameter(tensor, requires_grad=False)
+
+
 def pack(patcher, kinds=(Kind.TIMES, Kind.OVER)):
     """The Linear layers of each single block, in turn of these kinds."""
     for number, block in enumerate(patcher.model.diffusion_model.single_blocks):
-        kind = kinds[number % len(kinds)]
         for layer in (block.linear1, block.linear2):
-            blocks = layer.weight.detach().reshape(-1, BLOCK)
-            scale = blocks.abs().amax(1, keepdim=True) / 100
-            kept = (scale if kind is Kind.TIMES else 1 / scale).half()
-            data = torch.cat([kept.view(torch.uint8), (blocks / scale).round().to(torch.int8).view(torch.uint8)], 1)
-            weight = GGMLTensor(data.reshape(layer.weight.shape[0], -1), tensor_type=kind, tensor_shape=layer.weight.shape)
+            layer.__class__, layer.weight = GGMLLinear, packed(layer.weight, kinds[number % len(kinds)])
             bias = GGMLTensor(layer.bias.detach().float(), tensor_type=Kind.F32, tensor_shape=layer.bias.shape)
-            layer.__class__ = GGMLLinear
-            layer.weight, layer.bias = nn.Parameter(weight, requires_grad=False), nn.Parameter(bias, requires_grad=False)
+            layer.bias = nn.Parameter(bias, requires_grad=False)

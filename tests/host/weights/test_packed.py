@@ -4,10 +4,10 @@ import functools
 
 import pytest
 import torch
-from patch_kinds.packed import Packed, PackedLinear, StubbornLinear, pack, packed
+from patch_kinds.gguf_pack import GGMLTensor, Kind, packed
+from patch_kinds.packed import PackedLinear, StubbornLinear, pack
 from patching import Runs
 from support import compile_settings, relative_error
-from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -98,12 +98,12 @@ def test_a_lora_that_such_a_tensor_carries(flux):
         for weight in weights:
             height, width = weight.shape
             down, up = (torch.randn(size, generator=generator) * 0.1 for size in ((4, width), (height, 4)))
-            weight.lora = ((down, up, strength),)
+            weight.patches = ((down, up, strength),)
         expected = flux.run(flux.patcher)
         assert relative_error(flux.run(compiled), expected) < 1e-6 and relative_error(plain, expected) > 1e-3
         graphs.append(flux.graphs)
     for weight in weights:
-        weight.lora = ()
+        weight.patches = ()
     assert relative_error(flux.run(compiled), plain) < 1e-6
     assert graphs[1:] == [graphs[1]] * 3 and flux.graphs == graphs[1], "no graph by strength and by another LoRA"
     assert breaks(flux) == 0 and not flux.failures
@@ -111,11 +111,11 @@ def test_a_lora_that_such_a_tensor_carries(flux):
 
 def test_what_is_elsewhere_arrives_as_packed_as_it_is(engine):
     layer = PackedLinear(64, 8)
-    layer.weight = nn.Parameter(packed(layer.weight.detach(), "over"), requires_grad=False)
+    layer.weight = packed(layer.weight, Kind.OVER)
     weights = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("meta"), compile_settings(engine))
     ((module, found),) = weights.resolve()
-    assert weights.move and module is layer and isinstance(found["weight"], Packed)
-    assert found["weight"].is_meta and found["weight"].kind == "over" and found["weight"].shape == (8, 64)
+    assert weights.move and module is layer and isinstance(found["weight"], GGMLTensor)
+    assert found["weight"].is_meta and found["weight"].tensor_type is Kind.OVER and found["weight"].shape == (8, 64)
     assert found["weight"].untyped_storage().nbytes() == layer.weight.untyped_storage().nbytes()
     here = engine("host.weights.traceable_layers").PackedWeights([layer], torch.device("cpu"), compile_settings(engine))
     assert not here.move and here.resolve() == []
@@ -124,10 +124,10 @@ def test_what_is_elsewhere_arrives_as_packed_as_it_is(engine):
 def test_a_cuda_graph_knows_what_a_packed_tensor_carries(engine):
     state = engine("cuda_graphs.model_state").ModelState()
     layer, forgotten = PackedLinear(64, 8), []
-    layer.weight = nn.Parameter(packed(layer.weight.detach(), "over"), requires_grad=False)
+    layer.weight = packed(layer.weight, Kind.OVER)
     for changes in (False, True, False):
         if changes:
-            layer.weight.lora = ((torch.ones(4, 64), torch.ones(8, 4), 1.0),)
+            layer.weight.patches = ((torch.ones(4, 64), torch.ones(8, 4), 1.0),)
         before = len(forgotten)
         state.new_run()
         state.look_at(layer, torch.device("cpu"), None, lambda: forgotten.append(1))
