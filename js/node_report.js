@@ -14,13 +14,13 @@ const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 // Pixels, at the least: a table has columns, a plot text, and a title is to be read.
 const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
-const PLOT = 440;
+const PLOT = 330;
 const WIDGET = "torch_compile_kit_report";
 const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
 const isOurs = (node) => OURS.includes(node?.comfyClass);
 
 const RULE = "\n------------------------\n"; // engine/notices/report.py
-const TALLEST = 400; // pixels of text; more is scrolled
+const TALLEST = 150; // pixels of text; more is scrolled, so that a node does not grow over those below
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, TorchCompileKitFixKeys: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 // Green is faster and nothing else.
 export const COLORS = { compiling: "#e0b040", ready: "#a0a0a0", faster: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
@@ -43,7 +43,7 @@ function reportWidget(node) {
   text.textContent = say("statusHere");
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
-    getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? 110,
+    getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? TALLEST + 20,
     getValue: () => text.textContent,
     setValue: (value) => { text.textContent = value; },
   });
@@ -66,6 +66,7 @@ function show(node, text) {
   if (size) element.append(adding(node, size));
   if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;
+  element.style.maxHeight = globalThis.LiteGraph?.vueNodesMode ? `${TALLEST}px` : ""; // in the classic renderer the node bounds it
   fit(node, widget);
 }
 
