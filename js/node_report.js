@@ -15,6 +15,7 @@ const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
 // Pixels, at the least: a table has columns, a plot text, and a title is to be read.
 const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 330;
+const PREVIEW = 220;
 const WIDGET = "torch_compile_kit_report";
 const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
 const isOurs = (node) => OURS.includes(node?.comfyClass);
@@ -120,7 +121,8 @@ function fit(node, widget) {
 function makeRoom(node) {
   if (node.torchCompileKitRoom) return;
   node.torchCompileKitRoom = true;
-  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1] + PLOT)]);
+  const preview = node.widgets.some((widget) => widget.name === "$$canvas-image-preview"); // the page has added room of its own
+  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1] + (preview ? PLOT - PREVIEW : PLOT))]);
 }
 
 // Lines above a node's text.

@@ -9,6 +9,7 @@ Guards compare classes by identity. Some models make a class anew for each insta
 which would need a graph of its own: `unify_classes` gives all of these the first one's.
 """
 
+import functools
 import types
 import weakref
 from collections.abc import Hashable, Iterator, MutableMapping
@@ -16,7 +17,7 @@ from typing import Any
 
 from torch import nn
 
-from ..forwards import contents_of, given_forward
+from ..forwards import contents_of, given_forward, is_of_class
 from ..per_model import Same, SameObjects
 
 
@@ -92,7 +93,7 @@ def _functions(cls: type) -> list[types.FunctionType]:
     return [function for base in cls.__mro__ if base not in _COMMON for function in functions_in(base)]
 
 
-Code = types.CodeType | type
+Code = types.CodeType | type | Same
 
 
 class BlockState:
@@ -107,12 +108,14 @@ class BlockState:
 
     def __init__(self, block: nn.Module, now: MethodsNow):
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
+        self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []
         self._alive = []
         for path, module in block.named_modules():
             self._alive.append(weakref.ref(module, self._freed.append))
+            self.forwards += tuple((f"{path}.{name}", (method,)) for name, method in _given_methods(module))
             if module is block:
                 continue
             code = _given_code(module)
@@ -120,20 +123,30 @@ class BlockState:
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
-        self._looked_at = _look_at(block, now)
+        self._given = _given_in(block)
+        self._looked_at = _look_at(block, now, self._sizes)
         self.methods = tuple(methods.key for methods in dict.fromkeys(self._looked_at[1]))
 
     def holds(self, block: nn.Module, now: MethodsNow) -> bool:
         """Whether nothing in the block has changed; asked for each block before each call of the model."""
-        return not self._freed and _look_at(block, now) == self._looked_at
+        sizes: list[int] = []
+        if self._freed or _look_at(block, now, sizes) != self._looked_at:
+            return False
+        # To list what each module holds takes ten times as long as the rest.
+        if (sizes != self._sizes or self._given) and _given_in(block) != self._given:
+            return False
+        self._sizes = sizes
+        return True
 
 
-def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods], list[tuple]]:
-    """List the modules in a block by `id`, the methods of their classes, and the modules with a replaced forward or with hooks.
+def _look_at(block: nn.Module, now: MethodsNow, sizes: list[int]) -> tuple[list[int], list[Methods], list[tuple]]:
+    """List the modules in a block by `id`, the methods of their classes, and the modules with a replaced forward or with hooks;
+    `sizes` gets how many attributes each has.
 
     Written with plain dicts and one loop, since the walk visits 2,000 modules of SDXL in each step.
     """
     ids, methods, special = [], [now[block.__class__]], []
+    sizes.append(len(block.__dict__))
     waiting = [*block._modules.values()]
     while waiting:
         module = waiting.pop()
@@ -142,6 +155,7 @@ def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods
             continue
         methods.append(now[module.__class__])
         entries = module.__dict__
+        sizes.append(len(entries))
         if entries["_modules"]:
             waiting.extend(entries["_modules"].values())
         if "forward" in entries or entries["_forward_hooks"] or entries["_forward_pre_hooks"]:
@@ -149,6 +163,25 @@ def _look_at(block: nn.Module, now: MethodsNow) -> tuple[list[int], list[Methods
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
     return ids, methods, special
+
+
+def _given_in(block: nn.Module) -> list[tuple]:
+    return [(id(module), *given) for module in block.modules() for given in _given_methods(module)]
+
+
+def _given_methods(module: nn.Module) -> list[tuple[str, Same]]:
+    """Methods beside `forward` that another node has put over those of the module's class: PyTorch sets no guards on them.
+
+    The class's own, which the host leaves there, are removed: another one in such a place would leave as many attributes.
+    """
+    given = []
+    for name, value in [*module.__dict__.items()]:
+        if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and name != "forward":
+            if is_of_class(module, name, value):
+                del module.__dict__[name]
+            elif hasattr(type(module), name):
+                given.append((name, Same(getattr(value, "__func__", value))))
+    return given
 
 
 def _given_code(module: nn.Module) -> tuple[Code, ...] | None:

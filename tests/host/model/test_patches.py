@@ -1,6 +1,7 @@
 """Patches of the host that act inside a model: compiled equals eager with each, without it, and with it added again."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -67,6 +68,35 @@ def test_after_another_nodes_compiling_the_blocks_are_compiled(runs, engine, mod
         same(flux.run(compiled), expected, mode)
         wait_until_compiled(engine)
     assert flux.graphs == 2 and not flux.failures
+
+
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+def test_another_method_than_forward_put_on_a_layer_and_taken_off(runs, engine, mode):
+    """PyTorch does not look at a module's own methods again. The host leaves the class's method where the patch was."""
+    sd3 = runs("sd3", steps=2)
+
+    def patched(factor):
+        patcher = sd3.patcher.clone()
+        for i, block in enumerate(patcher.model.diffusion_model.joint_blocks):
+
+            def quieter(self, *args, **kwargs):
+                (q, k, v), rest = type(self).pre_attention(self, *args, **kwargs)
+                return (q, k, v * factor), rest
+
+            patcher.add_object_patch(
+                f"diffusion_model.joint_blocks.{i}.x_block.pre_attention", types.MethodType(quieter, block.x_block)
+            )
+        return patcher
+
+    patchers = [sd3.patcher, patched(0.3), patched(0.6)]
+    expected = [sd3.run(patcher) for patcher in patchers]
+    assert not any(torch.allclose(expected[0], other, rtol=1e-3) for other in expected[1:])
+    for which in (0, 1, 2, 0, 1):
+        compiled = sd3.attach(patchers[which], compile_when=mode)
+        for _ in range(2):
+            same(sd3.run(compiled), expected[which], which)
+            wait_until_compiled(engine)
+    assert not sd3.failures
 
 
 def test_a_patch_put_on_and_off_downstream(runs):
