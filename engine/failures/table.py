@@ -99,6 +99,8 @@ _LONG_PATH = (
 )
 # One of inductor's templates holds a character that is not in every encoding (pytorch#189342).
 _UTF8 = "PyTorch reads its own files in the encoding of this system: set the variable PYTHONUTF8=1 before ComfyUI starts."
+# PyTorch before 2.15 needs it as it imports inductor; at the second try the half of it that is there says the latter.
+_NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
 _CPP_FAILED = "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete."
@@ -127,6 +129,7 @@ TROUBLES: tuple[tuple[str, str, Cure], ...] = (
     ("No such file or directory", r"No such file or directory: '[A-Za-z]:[^'\n]{200,}'|WinError 206", _LONG_PATH),
     ("UnicodeDecodeError", r"UnicodeDecodeError: 'utf-8' codec can't decode", _LANGUAGE),
     ("codec can't decode", r"UnicodeDecodeError: '[\w-]+' codec can't decode", _UTF8),
+    ("already registered", r"getpwuid\(\)|No username set in|Artifact of type=\w+ already registered", _NAMELESS),
     ("CalledProcessError", r"CalledProcessError: [^\n]*\.c(pp)?'", _LINUX_COMPILER),
     ("", r"^OutOfMemoryError:", "There was too little memory to compile the block; the next run tries again."),
     ("", r"^Postponed:", "The next run tries again."),

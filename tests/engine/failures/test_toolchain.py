@@ -142,6 +142,10 @@ LONG_PATH = FileNotFoundError(
 # comfyui-sdnq#12, WanVideoWrapper#1802
 CHINESE = UnicodeDecodeError("utf-8", b"\xd3", 0, 1, "invalid continuation byte")
 KOREAN = UnicodeDecodeError("cp949", b"\xe2\x80", 0, 1, "illegal multibyte sequence")
+# vllm-project/vllm#2633 and the next two lines of Python, of a user without a name
+NAMELESS = KeyError("getpwuid(): uid not found: 1000")
+NAMELESS_313 = OSError("No username set in the environment")
+NAMELESS_AGAIN = AssertionError("Artifact of type=inductor already registered in mega-cache artifact factory")
 
 
 @pytest.fixture
@@ -214,6 +218,9 @@ CURES = [
     (LONG_PATH, {}, r"LongPathsEnabled"),
     (KOREAN, {}, r"PYTHONUTF8=1 before ComfyUI starts"),
     (CHINESE, {}, r"English"),
+    (NAMELESS, {"system": "Linux"}, r"set the variable USER before"),
+    (NAMELESS_313, {"system": "Linux"}, r"docker run -e USER=me"),
+    (NAMELESS_AGAIN, {"system": "Linux"}, r"docker run -e USER=me"),
     (torch.OutOfMemoryError("CUDA out of memory."), {}, r"^There was too little memory to compile the block"),
     (Postponed("no memory"), {}, r"^The next run tries again\.$"),
     (GPUTooOldForTriton("Found GTX 1080"), {}, r"^This GPU is too old for Triton"),
