@@ -142,7 +142,7 @@ LONG_PATH = FileNotFoundError(
 # comfyui-sdnq#12, WanVideoWrapper#1802
 CHINESE = UnicodeDecodeError("utf-8", b"\xd3", 0, 1, "invalid continuation byte")
 KOREAN = UnicodeDecodeError("cp949", b"\xe2\x80", 0, 1, "illegal multibyte sequence")
-# vllm-project/vllm#2633 and the next two lines of Python, of a user without a name
+# Of a user without a name: Python's, its from 3.13 on, and PyTorch's at the second try
 NAMELESS = KeyError("getpwuid(): uid not found: 1000")
 NAMELESS_313 = OSError("No username set in the environment")
 NAMELESS_AGAIN = AssertionError("Artifact of type=inductor already registered in mega-cache artifact factory")
