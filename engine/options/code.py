@@ -81,7 +81,7 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
     """The code of `modules`, which are in `block`, and of the functions it names; each with its globals."""
     seen: dict[types.CodeType, dict] = {}
     modules = list(modules)
-    functions = [function for module in modules for function in _functions_given_to(module, module is block)]
+    functions = [*_forwards_given_to(module for module in modules if module is not block)]
     for cls in dict.fromkeys(map(type, modules)):
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
@@ -92,17 +92,14 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
     return seen
 
 
-def _functions_given_to(module: nn.Module, is_block: bool) -> Iterator[types.FunctionType]:
-    """Functions among the attributes of a module, such as an attention; not the forward of a block, which runs around it."""
-    given = [value for name, value in vars(module).items() if name[0] != "_" and name != "forward"]
-    for value in given if is_block else [given_forward(module), *given]:
-        while isinstance(value, functools.partial):
-            value = value.func
-        function = getattr(value, "__func__", None) if isinstance(value, types.MethodType) else value
+def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionType]:
+    for module in modules:
+        replaced = given_forward(module)
+        function = getattr(replaced, "__func__", replaced)
         if isinstance(function, types.FunctionType):
             yield function
-        if isinstance(value, types.MethodType) and not isinstance(value.__self__, nn.Module):
-            methods = vars(type(value.__self__)).values()
+        if isinstance(replaced, types.MethodType):
+            methods = vars(type(replaced.__self__)).values()
             yield from (member for member in methods if isinstance(member, types.FunctionType))
 
 

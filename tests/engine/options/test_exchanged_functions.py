@@ -58,18 +58,6 @@ class Nested(Block):
         return x + self.outer(self.layer(self.inner(x), transformer_options))
 
 
-class Holding(Block):
-    def __init__(self, width):
-        super().__init__(width)
-        self.attention = attention
-
-    def helped(self, x, transformer_options):
-        return x
-
-    def forward(self, x, transformer_options={}):
-        return self.helped(x + self.outer(self.attention(self.inner(x), transformer_options)), transformer_options)
-
-
 class OfAModule(Block):
     def forward(self, x, transformer_options={}):
         return x + self.outer(elsewhere.attention(self.inner(x), transformer_options))
@@ -163,14 +151,6 @@ def test_a_forward_that_closes_over_another_function(check, host):
         for block in net.blocks:
             block.layer.forward = host.around(attention)
         assert check(net) == count
-
-
-@pytest.mark.parametrize("name", ["attention", "helped"])
-def test_a_function_in_the_place_of_an_attribute_or_of_a_method(check, host, name):
-    net = Net(host.Holding)
-    for block in net.blocks:
-        setattr(block, name, needs_the_step)
-    check(net)
 
 
 def test_exchanged_functions_are_freed(check, host, monkeypatch):
