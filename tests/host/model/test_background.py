@@ -6,6 +6,7 @@ From outside: a model is sampled; looked at are its image, the report's counters
 import itertools
 import logging
 import re
+import threading
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from paging import paged
 from patch_kinds import conditions, options
 from patch_kinds.weights import load_partly, lora_file
 from patching import Runs, patched
-from support import relative_error
+from support import compile_settings, relative_error
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -139,6 +140,25 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     key, *steps = status.lines_of()["12"].says
     # Code may be there before a step ran eager.
     assert key == "readyBut" and steps[0][0] in ("aStep", "noDifference", "faster", "slower")
+
+
+def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compared_with(tiny, engine):
+    flux, goes_on = Behind(tiny, engine, "flux", cfg=1.0, steps=8), threading.Event()
+
+    def backend(graph, _inputs):
+        goes_on.wait(100)
+        return graph.forward
+
+    settings = compile_settings(engine, backend=backend, compile_when="in background")
+    compiled = engine("host.model.attach").attach(flux.patcher, settings, "13")
+    flux.run(compiled)
+    goes_on.set()
+    for _ in range(2):
+        flux.made()
+        flux.run(compiled)
+    flux.made()
+    key, (what, *_) = engine("notices.status").lines_of()["13"].says
+    assert (key, what) == ("readyBut", "aStep"), "a compiler slows uncompiled steps down"
 
 
 def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
