@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from devtools import help_pages, locales, prompts, texts
+from devtools.pictures import FEW_FRAMES
 from devtools.server import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
@@ -28,12 +29,6 @@ _takes = itertools.count(1)
 TWINS = pytest.mark.parametrize("opened", ["classic", pytest.param("nodes 2.0", marks=pytest.mark.rest)], indirect=True)
 CLASSIC = pytest.mark.parametrize("opened", ["classic"], indirect=True)
 BOTH = pytest.mark.parametrize("opened", ["classic", "nodes 2.0"], indirect=True)
-# At most ten frames a second: without a GPU each is drawn by the CPU, while a test waits for the server.
-FEW_FRAMES = """
-    const soon = window.requestAnimationFrame.bind(window);
-    window.requestAnimationFrame = (draw) => setTimeout(() => soon(draw), 100);
-    window.cancelAnimationFrame = (id) => clearTimeout(id);
-"""
 HELPERS = """
     window.kit = {
       node: (name) => app.graph._nodes.find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
