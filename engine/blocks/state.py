@@ -104,18 +104,22 @@ class BlockState:
     Attributes:
         groups: what the block runs, by settings.
         methods: those of each class in the block, its own class first.
+        forwards: by path, what other nodes have put over forwards and other methods of the classes.
     """
 
     def __init__(self, block: nn.Module, now: MethodsNow):
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
         self._sizes: list[int] = []
+        self._overrides: list[tuple] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []
         self._alive = []
         for path, module in block.named_modules():
             self._alive.append(weakref.ref(module, self._freed.append))
-            self.forwards += tuple((f"{path}.{name}", (method,)) for name, method in _given_methods(module))
+            for name, method in _overrides_of(module):
+                self._overrides.append((id(module), name, method))
+                self.forwards += ((f"{path}.{name}", (method,)),)
             if module is block:
                 continue
             code = _given_code(module)
@@ -123,7 +127,6 @@ class BlockState:
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
-        self._given = _given_in(block)
         self._looked_at = _look_at(block, now, self._sizes)
         self.methods = tuple(methods.key for methods in dict.fromkeys(self._looked_at[1]))
 
@@ -133,7 +136,7 @@ class BlockState:
         if self._freed or _look_at(block, now, sizes) != self._looked_at:
             return False
         # To list what each module holds takes ten times as long as the rest.
-        if (sizes != self._sizes or self._given) and _given_in(block) != self._given:
+        if (sizes != self._sizes or self._overrides) and _overrides_in(block) != self._overrides:
             return False
         self._sizes = sizes
         return True
@@ -165,23 +168,23 @@ def _look_at(block: nn.Module, now: MethodsNow, sizes: list[int]) -> tuple[list[
     return ids, methods, special
 
 
-def _given_in(block: nn.Module) -> list[tuple]:
-    return [(id(module), *given) for module in block.modules() for given in _given_methods(module)]
+def _overrides_in(block: nn.Module) -> list[tuple]:
+    return [(id(module), *override) for module in block.modules() for override in _overrides_of(module)]
 
 
-def _given_methods(module: nn.Module) -> list[tuple[str, Same]]:
+def _overrides_of(module: nn.Module) -> list[tuple[str, Same]]:
     """Methods beside `forward` that another node has put over those of the module's class: PyTorch sets no guards on them.
 
     The class's own, which the host leaves there, are removed: another one in such a place would leave as many attributes.
     """
-    given = []
+    overrides = []
     for name, value in [*module.__dict__.items()]:
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and name != "forward":
             if is_of_class(module, name, value):
                 del module.__dict__[name]
             elif hasattr(type(module), name):
-                given.append((name, Same(getattr(value, "__func__", value))))
-    return given
+                overrides.append((name, Same(getattr(value, "__func__", value))))
+    return overrides
 
 
 def _given_code(module: nn.Module) -> tuple[Code, ...] | None:

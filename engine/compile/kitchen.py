@@ -41,13 +41,13 @@ def _operator(name: str) -> Callable[..., torch.Tensor] | None:
         return None
 
     def product(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        return _choose(registry, name, kwargs=given)(**given).contiguous()
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        return _choose(registry, name, kwargs=arguments)(**arguments).contiguous()
 
     def fake(*args: Any, **kwargs: Any) -> torch.Tensor:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        x = given["x"]
-        return x.new_empty((*x.shape[:-1], given[weight].shape[0]), dtype=given.get("out_dtype"))
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        x = arguments["x"]
+        return x.new_empty((*x.shape[:-1], arguments[weight].shape[0]), dtype=arguments.get("out_dtype"))
 
     operator = torch.library.custom_op(f"torch_compile_kit::kitchen_{name}", product, mutates_args=(), schema=schema)
     operator.register_fake(fake)
