@@ -5,14 +5,13 @@ The thread is started by the first job and exits when the queue is empty.
 
 import atexit
 import collections
-import ctypes
 import functools
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 import torch
@@ -158,18 +157,15 @@ class Compiler:
             thread = self._thread
         gate.stop()
         if thread is not None:
-            # Between two calls of the gate PyTorch may wait for one compiler process after the other.
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(Stopped))
             thread.join(EXIT_SECONDS)
 
     def _run(self) -> None:
-        with suppress(Stopped):
-            while (job := self._next()) is not None:
-                self._work(job)
-                try:
-                    self.after_work()
-                except Exception:
-                    logger.exception("the page could not be updated")
+        while (job := self._next()) is not None:
+            self._work(job)
+            try:
+                self.after_work()
+            except Exception:
+                logger.exception("the page could not be updated")
 
     def _next(self) -> Job | None:
         with self._changed:

@@ -1,10 +1,8 @@
 """The worker thread and its queue, and what lowering on it leaves alone."""
 
-import contextlib
 import subprocess
 import sys
 import threading
-import time
 import weakref
 
 import pytest
@@ -114,43 +112,21 @@ def test_nothing_is_queued_when_the_process_ends(engine, queue, monkeypatch):
     monkeypatch.setattr(queue, "gate", engine("background.gate").Gate())
     monkeypatch.setattr(queue, "EXIT_SECONDS", 0.0)
     monkeypatch.setattr(queue, "RETRY_SECONDS", 0.0)
-    compiler, begun, attempts = queue.Compiler(), threading.Event(), []
+    compiler, begun, ends, attempts = queue.Compiler(), threading.Event(), threading.Event(), []
 
     def action():
         begun.set()
-        with contextlib.suppress(queue.Stopped):
-            while True:
-                time.sleep(0.01)
-        attempts.append(True)
+        attempts.append(ends.wait(60))
         raise queue.Postponed
 
     running, late = job(queue, action), job(queue, lambda: attempts.append("late"))
     compiler.submit(running)
     assert begun.wait(60)
     compiler.stop()
+    ends.set()
     compiler.submit(late)
     compiler.finish(late, lambda: None)
     assert compiler.wait(60) and running.over and late.over and attempts == [True]
-
-
-def test_work_that_does_not_come_to_the_gate_is_stopped_when_the_process_ends(engine, queue, monkeypatch):
-    monkeypatch.setattr(queue, "gate", engine("background.gate").Gate())
-    monkeypatch.setattr(queue, "EXIT_SECONDS", 10.0)
-    compiler, begun, ends = queue.Compiler(), threading.Event(), threading.Event()
-
-    def action():
-        begun.set()
-        while not ends.wait(0.01):
-            pass
-
-    running = job(queue, action)
-    compiler.submit(running)
-    assert begun.wait(60)
-    thread = compiler._thread
-    compiler.stop()
-    stopped = not thread.is_alive()
-    ends.set()
-    assert compiler.wait(60) and stopped and running.over
 
 
 def test_who_waits_is_told_at_once_that_memory_is_short(queue):
