@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 from ...background.gate import gate
+from ...background.isolation import warm_up_dynamo
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
+from ...cache.startup import prepare
 from ...compile.binding import Binding
 from ...compile.kitchen import products_as_operators
 from ...compile.registry import code_of
@@ -60,6 +62,7 @@ class NetworkCalls:
             way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
             if way is Way.MEASURED:
                 return eager(network, functools.partial(measure, network, run))
+            prepare(warm_up_dynamo)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:

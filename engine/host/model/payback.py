@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...cache.startup import is_preparing
+from ...background.isolation import warm_up_dynamo
+from ...cache.startup import is_preparing, prepare
 from ...compile.registry import code_of
 from ...per_model import PerModel
 from ..graphs.policy import recall
@@ -29,6 +30,8 @@ SAVED, SAVED_UNET = 0.2, 0.4
 PROMPTS = 10
 # The first calls of the sampler load weights and kernels; the shortest between these two counts.
 CALLS = 2, 4
+# From so many steps on most models pay back: compiling is prepared while the first step loads the weights.
+MANY_STEPS = 15
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
@@ -70,6 +73,8 @@ class Payback:
         if any(group.code.has_code for group in code_of(network).groups.values()):
             self._is_decided, self.after = True, None  # by a warmup
             return True
+        if len(all_steps) > MANY_STEPS:
+            prepare(warm_up_dynamo)
         if sigmas is not self._sigmas:
             self._sigmas, self._calls = sigmas, self._calls + 1
             self._measure(network, x, len(all_steps) - 1)

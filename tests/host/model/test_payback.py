@@ -65,6 +65,19 @@ def a_call_takes(monkeypatch, engine):
     return of_a_call
 
 
+def test_tracing_is_prepared_when_it_is_likely(flux, engine, monkeypatch):
+    """It slows the first image, which few steps may never get back."""
+    asked, traces = [], engine("background.isolation").warm_up_dynamo
+    for module in ("payback", "network_calls"):
+        monkeypatch.setattr(engine(f"host.model.{module}"), "prepare", asked.append)
+    flux.cost(1e6)
+    assert flux(steps=14)[0] == 0 and not asked
+    assert flux(steps=15)[0] == 0 and asked[0] is traces
+    asked.clear()
+    flux.cost(0.0)
+    assert flux()[0] == 2 and asked[0] is traces
+
+
 def test_one_large_prompt_is_no_reason_to_compile(flux, a_call_takes):
     flux.cost(2.0)
     for a_call_takes[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s
