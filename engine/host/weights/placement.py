@@ -109,12 +109,12 @@ def even_ranks(base_model) -> dict[str, tuple[int, int]]:
 
     Between layers of one rank the blocks come in bit-reversed order, so that neighbours are far apart.
     """
-    ranks = {}
-    blocks = plan_for(base_model.diffusion_model).blocks
+    ranks, network = {}, base_model.diffusion_model
+    names = {module: ".".join(filter(None, ("diffusion_model", name))) for name, module in network.named_modules()}
+    blocks = list(modules_at(network, plan_for(network)))  # not by path: a patch may have removed blocks
     bits = max(1, (len(blocks) - 1).bit_length())
-    for index, block in enumerate(blocks):
-        module = base_model.diffusion_model.get_submodule(block.path)
-        prefix = ".".join(part for part in ("diffusion_model", block.path) if part)
+    for index, module in enumerate(blocks):
+        prefix = names[module]
         turn = int(format(index, f"0{bits}b")[::-1], 2)
         sizes = {name: sum(p.nbytes for p in layer.parameters(recurse=False)) for name, layer in module.named_modules()}
         left = sum(sizes.values())

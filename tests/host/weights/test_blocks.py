@@ -267,6 +267,20 @@ def test_blocks_that_another_pack_moves_are_compiled_as_they_arrive(flux):
     assert all(p.isnan().all() for p in kept)
 
 
+def test_a_node_that_removes_blocks(flux):
+    """By an object patch, which is on the model when the host asks for the order of its weights."""
+    shorter = torch.nn.ModuleList(list(flux.patcher.model.diffusion_model.single_blocks)[:2])
+
+    def pruned(patcher):
+        patcher = patcher.clone()
+        patcher.add_object_patch("diffusion_model.single_blocks", shorter)
+        return patcher
+
+    result = flux.run(pruned(flux.attach(flux.patcher)))
+    assert flux.graphs == 2 and not flux.failures
+    assert torch.allclose(result, flux.run(pruned(flux.patcher)), atol=1e-4)
+
+
 def test_weights_are_spread_evenly_over_the_blocks(flux, engine):
     """Whatever prefix of the order stays, every block that moves at all has as many bytes to move, to within a layer."""
     ranks = engine("host.weights.placement").even_ranks(flux.patcher.model)
