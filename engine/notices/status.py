@@ -40,7 +40,7 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 
 @dataclass
 class Steps:
-    """Seconds of the steps of one shape, newest last."""
+    """Seconds of steps that computed the same, newest last."""
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -122,7 +122,8 @@ class Status(Line):
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
-        self._shape: Hashable = None
+        self._inputs: list[Hashable] = []
+        self._last: tuple = ()
         self._step: object = None
         self._began = 0.0
         self._eager: bool | None = None
@@ -135,22 +136,28 @@ class Status(Line):
         self._register()
         self._step = self._sent = None
 
-    def begins(self, network: nn.Module, step: object, shape: Hashable) -> None:
+    def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
         """Note the begin of a call of the model.
 
         Args:
             step: the same object for all calls of one step.
-            shape: of the call's input.
+            inputs: shapes of what the call gets; steps are compared if all their calls get the same.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
-        if step is None or step is self._step:
+        if step is None:
             return
-        if self._step is not None and self._eager is not None and shape == self._shape:
-            self._steps.setdefault(shape, Steps()).add(now - self._began, self._eager, watch_of(network))
+        if step is self._step:
+            self._inputs.append(inputs)
+            return
+        if self._inputs[:1] != [inputs]:
+            self._last = ()
+        elif self._step is not None and self._eager is not None:
+            self._last = tuple(self._inputs)
+            self._steps.setdefault(self._last, Steps()).add(now - self._began, self._eager, watch_of(network))
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
-        self._step, self._shape = step, shape
+        self._step, self._inputs = step, [inputs]
 
     def ends(self, eager: bool, one_off: bool) -> None:
         """Note the end of a call.
@@ -207,7 +214,7 @@ class Status(Line):
         if not any(group.stats.graphs for group in groups):
             put_off = watch_of(network).put_off
             return News() if put_off is None else News("unclear", told("putOff", put_off))
-        state, steps = self._steps.get(self._shape, Steps()).compared()
+        state, steps = self._steps.get(self._last, Steps()).compared()
         return News(state, told("readyBut", steps) if steps else told("ready"))
 
 

@@ -46,7 +46,8 @@ class BlockCompiler:
         network = executor.class_obj.diffusion_model
         code, graphs = code_of(network), graphs_of(network)
         options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
-        self.status.begins(network, options.get("sigmas"), args[0].shape)  # the sampler's object: one a step
+        inputs = shapes_of((args[0], *args[2:4]), kwargs), len(args) > 4 and args[4] is not None, _patches_in(options)
+        self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
         try:
             result = self._call(executor, *args, **kwargs)
@@ -116,7 +117,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
     prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
-    context, kinds = args[3] if len(args) > 3 else None, ("patches", "patches_replace")
+    context = args[3] if len(args) > 3 else None
     inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
     shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in sizes) for name, sizes in shapes.items()}
@@ -129,9 +130,14 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
         controlnet=len(args) > 4 and args[4] is not None,
         inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
-        patches=tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch})),
+        patches=_patches_in(options),
         layers=_exchanged_layers(base_model.diffusion_model, settings),
     )
+
+
+def _patches_in(options: dict) -> tuple[str, ...]:
+    kinds = ("patches", "patches_replace")
+    return tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch}))
 
 
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:

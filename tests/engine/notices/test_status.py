@@ -38,13 +38,13 @@ def node(engine, clock, monkeypatch):
     return found
 
 
-def run(node, clock, seconds, eager=False, other=False, calls=1):
+def run(node, clock, seconds, eager=False, other=False, calls=1, inputs=SHAPE):
     """A sampling run with steps of so many seconds; the first loads the weights."""
     node.new_run()
     for taken in (5.0, *seconds):
         step = object()
-        for _ in range(calls):
-            node.begins(node.network, step, SHAPE)
+        for number in range(calls):
+            node.begins(node.network, step, inputs if number == 0 else SHAPE)
             clock(taken / calls)
             node.ends(eager, other)
 
@@ -104,6 +104,28 @@ def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, e
     run(node, clock, [0.1] * 6)
     run(node, clock, [0.3] * 2)
     assert use.gained == pytest.approx(5 * 0.1 - 0.1)
+
+
+@pytest.mark.parametrize("uncompiled, compiled", [((0.4, 2), (0.2, 1)), ((0.2, 1), (0.4, 2)), ((0.4, 3), (0.2, 2))])
+def test_steps_that_compute_more_are_not_compared(node, clock, engine, uncompiled, compiled):
+    """CFG 1 beside 4, where the negative prompt is a call of its own."""
+    node.group.stats.graphs = 1
+    (before, calls), (now, calls_now) = uncompiled, compiled
+    run(node, clock, [before] * 6, eager=True, calls=calls)
+    run(node, clock, [now] * 6, calls=calls_now)
+    assert said(node) == ("ready", ["readyBut", ["aStep", f"{now:.3f}"]])
+    assert engine("notices.recompile_log").watch_of(node.network).gained is None
+    run(node, clock, [before / 2] * 6, calls=calls)
+    assert said(node)[1][1][:2] == ["faster", "50%"]
+
+
+def test_steps_with_other_inputs_are_not_compared(node, clock):
+    node.group.stats.graphs = 1
+    run(node, clock, [0.4] * 6, eager=True, inputs="a ControlNet")
+    run(node, clock, [0.2] * 6)
+    assert said(node)[1][1] == ["aStep", "0.200"]
+    run(node, clock, [0.2] * 6, inputs="a ControlNet")
+    assert said(node)[1][1][:2] == ["faster", "50%"]
 
 
 def test_nothing_is_claimed_that_has_not_run(node, clock):

@@ -278,6 +278,26 @@ def test_a_step_that_is_split_is_one_step_and_keeps_the_compiling_thread_waiting
     assert watched == {True}
 
 
+def test_steps_that_compute_more_are_not_compared(flux):
+    """A negative prompt of another length is a call of its own with the same latent; without CFG there is none."""
+    flux.steps = 4
+    compiled = flux.engine("host.model.attach").attach(
+        flux.patcher, flux.engine("settings").CompileSettings(backend="eager"), "cfg"
+    )
+    tokens, values = flux.negative[0]
+    flux.negative = [[torch.cat([tokens, tokens[:, :3]], 1), values]]
+    lines = flux.engine("notices.status").live_lines
+    (steps,) = [line._steps for line in lines() if line.node == "cfg"]
+    for flux.cfg in (3.0, 1.0, 3.0):
+        flux.run(compiled)
+        assert flux.engine("background.thread").compiler.wait(100)
+    assert sorted(len(kind) for kind in steps) == [1, 2]
+    flux.positive = flux.negative
+    flux.cfg = 1.0
+    flux.run(compiled)
+    assert sorted(len(kind) for kind in steps) == [1, 1, 2], "a longer prompt takes longer too"
+
+
 def test_a_compiled_model_inside_hooks(flux, second):
     """One conditioning runs under a LoRA hook, the other without, in both models in turn."""
     import comfy.hooks
