@@ -7,6 +7,7 @@ PyTorch's folder. When all folders together are too large, the least recently us
 import hashlib
 import json
 import os
+import re
 import tempfile
 import threading
 import time
@@ -262,10 +263,14 @@ def was_opened_before(folder: Path) -> bool:
 def _places(folder: Path) -> list[list[Path]]:
     """Folders for the cache, best first, each behind those above it that must be private too."""
     users, user = users_folder(), os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
-    places = [[users]] if users else [[folder.parent, folder]]
     # Of this user alone, on drives that keep rights; a container's user may have no home.
     local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
-    return places + [[above, above / "cache"] for above in local if above.is_absolute()]
+    places = [[above, above / "cache"] for above in local if above.is_absolute()]
+    if users:
+        return [[users], *places]
+    # Elsewhere than on Windows PyTorch passes a path to the C++ compiler unquoted (torch/_inductor/cpp_builder.py).
+    splits = r"[\s'\"\\]" if os.name != "nt" else "$^"
+    return sorted([[folder.parent, folder], *places], key=lambda place: re.search(splits, str(place[-1])) is not None)
 
 
 def folder_name(block: str, structure: tuple) -> str:

@@ -486,10 +486,10 @@ def test_folders_of_code_are_this_users_alone(cache):
 def opened(disk_cache, engine, monkeypatch, tmp_path, timers):
     """open_cache as in a process that has opened none; the cache it gives."""
 
-    def opened():
+    def opened(folder=tmp_path / "kit" / "cache"):
         monkeypatch.setattr(disk_cache._Current, "opened", False)
         monkeypatch.setattr(disk_cache._Current, "cache", None)
-        return disk_cache.open_cache(tmp_path / "kit" / "cache")
+        return disk_cache.open_cache(folder)
 
     monkeypatch.setattr(engine("cache.folders"), "_private_group", lambda: None)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
@@ -598,6 +598,14 @@ def test_a_user_without_a_name_and_home_has_a_cache_too(opened, tmp_path, monkey
     (tmp_path / "inductor" / "torch-compile-kit").rmdir()
     (tmp_path / "inductor" / "torch-compile-kit").write_text("no folder can be made here")
     assert opened().root == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "cache"
+
+
+@posix
+@pytest.mark.parametrize("name, used", [("plain", True), ("gr\u00fcn", True), ("AI stuff", False), ("Ann's", False)])
+def test_a_folder_whose_path_a_c_compiler_would_split_is_not_used(opened, tmp_path, name, used):
+    """With ComfyUI in such a folder no graph that has C++ in it could be compiled: on a CPU none."""
+    root = opened(tmp_path / name / "cache").root
+    assert root == (tmp_path / name / "cache" if used else tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache")
 
 
 def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):
