@@ -1,9 +1,11 @@
 """Tell what a module runs: the `forward` in its `__dict__`, and what closures hold."""
 
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -31,6 +33,20 @@ def given_forward(module: nn.Module) -> object | None:
     forward = module.__dict__.get("forward")
     ours = forward is None or isinstance(forward, OwnForward) or is_of_class(module, "forward", forward)
     return None if ours else forward
+
+
+def named_origin(function: Any) -> str:
+    """A function of another node, by its name and the pack or file that it is from; empty for None."""
+    if function is None:
+        return ""
+    if hasattr(function, "_torchdynamo_orig_callable"):  # another node compiles; PyTorch does not tell which
+        return "torch.compile"
+    function = getattr(function, "func", function)  # of functools.partial
+    named = function if hasattr(function, "__qualname__") else type(function)
+    name, place = named.__qualname__.rpartition("<locals>.")[2], named.__module__ or "?"  # None: made by `exec`
+    parts = Path(getattr(sys.modules.get(place), "__file__", None) or place).parts
+    pack = parts[parts.index("custom_nodes") + 1] if "custom_nodes" in parts[:-1] else parts[-1]
+    return f"{name} ({pack})"
 
 
 @contextmanager

@@ -85,7 +85,7 @@ def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module
     for container in model.modules():
         if not isinstance(container, nn.ModuleList | nn.ModuleDict):
             continue
-        members = [m for m in map(_unwrapped, container.children()) if can_be_block(m)]
+        members = [m for m in map(unwrapped, container.children()) if can_be_block(m)]
         classes = Counter(type(m) for m in members)
         if classes and max(classes.values()) >= 2 and sum(map(size_of, members)) >= minimum:
             listed.update(id(m) for m in members)
@@ -106,7 +106,7 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
         child
         for container in model.modules()
         if isinstance(container, nn.ModuleList | nn.ModuleDict | nn.Sequential) and id(container) not in inside
-        for child in map(_unwrapped, container.children())
+        for child in map(unwrapped, container.children())
         if can_be_block(child) and id(child) not in inside
     ]
     holders = {type(m) for m in members if id(m) in around}
@@ -116,14 +116,14 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
 
 def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
-        child, child_path = _unwrapped(child), f"{path}.{name}" if path else name
+        child, child_path = unwrapped(child), f"{path}.{name}" if path else name
         if can_be_block(child) and wanted(child_path, child):
             yield child_path, child
         else:
             yield from _outermost(child, child_path, wanted)
 
 
-def _unwrapped(module: nn.Module) -> nn.Module:
+def unwrapped(module: nn.Module) -> nn.Module:
     """Without PyTorch's wrapper, which another node's compiling leaves around a block until the host loads the model again."""
     return getattr(module, "_orig_mod", module)
 

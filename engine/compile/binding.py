@@ -15,9 +15,9 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose
-from ..blocks.discovery import BlockPlan, find_blocks
+from ..blocks.discovery import BlockPlan, find_blocks, unwrapped
 from ..blocks.state import MethodsNow
-from ..forwards import exchanged, given_forward
+from ..forwards import exchanged, given_forward, named_origin
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .eager import Eager
@@ -45,11 +45,14 @@ class Binding:
     ):
         self._model, self.settings, self.call = model, settings, call or ModelCall()
         self._blocks = blocks_of(model, settings)
+        given = {block: given_forward(block) for block in self._blocks}
         # Blocks that run the forward of their class.
-        self._free = [block for block in self._blocks if given_forward(block) is None]
+        self._free = [block for block, forward in given.items() if forward is None]
+        code, taken = code_of(model), [(block, forward) for block, forward in given.items() if forward is not None]
+        code.look(model, lambda: code.note_taken((type(unwrapped(b)).__name__, named_origin(f)) for b, f in taken), None)
         self._weights: Any = None
         if weights_of is not None:
-            self._weights = code_of(model).look(model, lambda: weights_of(self._free), None)
+            self._weights = code.look(model, lambda: weights_of(self._free), None)
 
     @property
     def plain(self) -> bool:

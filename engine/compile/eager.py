@@ -1,12 +1,12 @@
 """Decide which calls of blocks run eager, and why; `ModelCode.eager_in_words` says it in reports.
 
-Before a call of the model, `choose` (blocks/convolutions.py) leaves out blocks, and a block that cannot be looked at gets no
-group (`ModelCode.look`). In the call `why_eager` decides. Not decided here: while a graph has no code yet, it runs operator by
-operator (traced_graph.py).
+Before a call of the model, `Binding` leaves out blocks that another node has given a forward (`Taken`), `choose`
+(blocks/convolutions.py) leaves out others, and a block that cannot be looked at gets no group (`ModelCode.look`). In the call
+`why_eager` decides. Not decided here: while a graph has no code yet, it runs operator by operator (traced_graph.py).
 """
 
 import enum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,21 @@ class Eager(enum.Enum):
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
     PREPARING = enum.auto()  # the process prepares for compiling (cache/startup.py), beside which a trace is slow
+
+
+class Taken(NamedTuple):
+    """Blocks of one class that run another node's forward."""
+
+    class_name: str
+    forward: str  # of `named_origin`
+    blocks: int
+
+    @property
+    def block(self) -> str:
+        return f"{self.blocks} {self.class_name}"
+
+    def message(self) -> str:
+        return f"{self.block} run uncompiled: another node has replaced their forward by {self.forward}."
 
 
 def why_eager(

@@ -4,7 +4,7 @@ import functools
 import types
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
 from torch import nn
@@ -20,7 +20,7 @@ from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
 from .compiled_code import BlockCode, free_unused
-from .eager import Eager
+from .eager import Eager, Taken
 from .group import BlockGroup
 
 
@@ -30,6 +30,7 @@ class ModelCode:
     Attributes:
         warm: the guards that there were after each warmup, see `host/nodes/warmup.py`.
         eager: blocks that run eager, by class, as far as that is decided for a whole call of the model.
+        taken: blocks that ran another node's forward in the last call.
         parts: what is compiled of blocks that are not compiled whole, by class.
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
@@ -41,12 +42,14 @@ class ModelCode:
         self._groups: dict[tuple, BlockGroup] = {}
         self.warm: dict[Hashable, set[Same]] = {}
         self.eager: defaultdict[Eager, Counter[str]] = defaultdict(Counter)
+        self.taken: list[Taken] = []
         self.parts: Counter[str] = Counter()
         self.uncalled: Counter[str] | None = None
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
         self.packings: frozenset[BlockCode] = frozenset()
         self._generation = 0, False
+        self._said_taken: set[Taken] = set()
         self._local_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
@@ -104,8 +107,16 @@ class ModelCode:
             self.uncalled = blocks
             logger.warning("%s", _UNCALLED.format(_counted(blocks)))
 
+    def note_taken(self, blocks: Iterable[tuple[str, str]]) -> None:
+        """Called before each call of the model with the blocks that run another node's forward: (class, the forward's name)."""
+        self.taken = [Taken(*block, number) for block, number in Counter(blocks).items()]
+        for taken in self.taken:
+            if taken not in self._said_taken:
+                self._said_taken.add(taken)
+                logger.warning("%s", taken.message())
+
     def eager_in_words(self) -> list[str]:
-        """Which blocks run eager, and why, but for failures of blocks."""
+        """Which blocks run eager, and why, but for failures of groups."""
         convolutions, small = self.eager[Eager.CONVOLUTIONS], self.eager[Eager.SMALL]
         lines = []
         if convolutions:
@@ -118,7 +129,7 @@ class ModelCode:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
         caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
         lines += [f"{name}: {_FILLS_CACHE}" for name in caching]
-        return lines + [failure.message() for failure in self.failed_packings]
+        return lines + [failure.message() for failure in self.failures]
 
     def _not_looked_at_in_words(self, name: str) -> str:
         return f"{name} runs uncompiled: this pack could not look at it ({self.not_looked_at[name]})."
@@ -128,8 +139,9 @@ class ModelCode:
         return any(code.is_being_lowered for code in self._codes())
 
     @property
-    def failed_packings(self) -> list[Failure]:
-        return [code.failure for code in self.packings if code.failure is not None]
+    def failures(self) -> list[Failure | Taken]:
+        """Why blocks, or code that unpacks weights, run eager, but for failures of groups."""
+        return [*self.taken, *(code.failure for code in self.packings if code.failure is not None)]
 
     def _codes(self) -> list[BlockCode]:
         return [*(group.code for group in self.groups.values()), *self.packings]

@@ -1,12 +1,14 @@
 """Report what was compiled, what it cost and what stayed eager, in words and as JSON."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
 
 from ..blocks.discovery import BlockPlan
 from ..compile.binding import plan_for
+from ..compile.eager import Taken
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
@@ -45,6 +47,7 @@ class CompileReport:
     sizes: list[WarmedSize] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     parts: Counter[str] = field(default_factory=Counter)  # classes inside the blocks that are compiled in place of the blocks
+    taken: Sequence[Taken] = ()
 
     def text(self) -> str:
         """What the user can run now and should do, and below a rule the details."""
@@ -60,7 +63,7 @@ class CompileReport:
             named = say("more", named, len(sizes) - SIZES_NAMED)
         graphs, from_disk = (sum(getattr(size.added, name) for size in self.sizes) for name in ("graphs", "from_disk"))
         seconds = sum(size.added.seconds for size in self.sizes)
-        if self.groups and all(group.failure for group in self.groups):
+        if self._compiles_nothing():
             return say("nothingCompiled", named)
         if not graphs:
             done = say("nothingToDo")
@@ -71,10 +74,15 @@ class CompileReport:
             done = say("compiledInSome", taken, from_disk, graphs) if from_disk else say("compiledIn", taken)
         return say("readyFor", named, done)
 
+    def _compiles_nothing(self) -> bool:
+        if self.taken and sum(taken.blocks for taken in self.taken) >= len(self.plan.blocks):
+            return True
+        return bool(self.groups) and all(group.failure for group in self.groups)
+
     def _to_do(self) -> list[str]:
         lines = [say("inEnglish", group.failure.message()) for group in self.groups if group.failure]
         lines += [say("limitReached", group.class_name) for group in self.groups if group.limit_reached]
-        return list(dict.fromkeys(lines))
+        return list(dict.fromkeys([*given_in_words(self.taken), *lines]))
 
     def _block_lines(self) -> list[str]:
         plan = self.plan
@@ -92,7 +100,8 @@ class CompileReport:
         lines = []
         for size in self.sizes:
             graphs = size.added.graphs
-            compiled = f"{_count(graphs, 'graph')} compiled" if graphs else "already warm"
+            warm = "nothing compiled" if self._compiles_nothing() else "already warm"
+            compiled = f"{_count(graphs, 'graph')} compiled" if graphs else warm
             if size.added.from_disk:
                 compiled += f" ({size.added.from_disk} read from the cache on disk)"
             run = "already warm, not run again" if size.skipped else f"{size.seconds:.1f} s, {compiled}"
@@ -105,6 +114,12 @@ class CompileReport:
         reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
         lines += [f"  {count} x {reason}" for reason, count in reasons]
         return lines
+
+
+def given_in_words(taken: Sequence[Taken]) -> list[str]:
+    """A sentence about the blocks that run another node's forward, if there are any."""
+    forwards = dict.fromkeys(t.forward for t in taken)
+    return [say("limitGiven", sum(t.blocks for t in taken), ", ".join(forwards))] if taken else []
 
 
 def sizes_of(model: nn.Module) -> list[str]:
@@ -126,7 +141,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     blocks = plan_for(model).blocks
     graphs = _graphs_by_class(groups)
     gained = watch_of(model).gained
-    failures = [group.failure for group in groups if group.failure] + code_of(model).failed_packings
+    failures = [*(group.failure for group in groups if group.failure), *code_of(model).failures]
     return {
         "name": type(model).__name__,
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),

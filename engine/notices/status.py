@@ -208,7 +208,7 @@ class Status(Line):
             return self._sent
         self._compiling_since = None
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
-        failed |= dict.fromkeys(failure.block for failure in code.failed_packings)
+        failed |= dict.fromkeys(failure.block for failure in code.failures)
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not any(group.stats.graphs for group in groups):

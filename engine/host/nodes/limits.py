@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import comfy.ldm.modules.attention as host_attention
 from comfy.patcher_extension import WrappersMP
@@ -15,12 +12,12 @@ from comfy.patcher_extension import WrappersMP
 from ...benchmark import step_profile as profiling
 from ...benchmark.figures import duration
 from ...benchmark.step_profile import StepProfile
-from ...compile.binding import modules_at, plan_for
+from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
-from ...forwards import given_forward
+from ...forwards import named_origin
 from ...inductor.attention_kernels import KERNELS, in_words
-from ...notices.report import groups_for
+from ...notices.report import given_in_words, groups_for
 from ...notices.words import say
 from ...options.patches import OVERRIDE
 from ...settings import CompileSettings
@@ -92,10 +89,7 @@ class Cures:
         if self.profile is not None:
             share = f"{self.profile.compiled_share:.0%}"
             lines.append(say("limitGraphs", share) if self._has_graphs else say("limitCompiled", share))
-        blocks = modules_at(self._network, plan_for(self._network))
-        replaced = [name for block in blocks if (name := _origin(given_forward(block)))]
-        if replaced:
-            lines.append(say("limitGiven", len(replaced), ", ".join(dict.fromkeys(replaced))))
+        lines += given_in_words(code_of(self._network).taken)
         caches = self._wrappers(*_AROUND_MODEL)
         if times.skipped or any("cache" in name.lower() for name in caches):
             lines.append(say("limitStepCache", ", ".join(caches), times.skipped, times.steps))
@@ -109,7 +103,7 @@ class Cures:
         replaced = override or host_attention.optimized_attention
         chosen = chosen_kernel(self._network, self._settings.attention)
         if override is not None or not str(getattr(replaced, "__module__", "")).startswith("comfy."):
-            return say("limitAttentionNode", _origin(replaced))
+            return say("limitAttentionNode", named_origin(replaced))
         if chosen in KERNELS:
             return say("limitAttentionOurs", in_words(chosen))
         name = getattr(replaced, "__name__", "")
@@ -136,17 +130,5 @@ class Cures:
         wrapped = [
             f for kind in kinds for key, some in self._patcher.wrappers.get(kind, {}).items() if key != KEY for f in some
         ]
-        names = [_origin(function) for function in (*wrapped, self._patcher.model_options.get("model_function_wrapper"))]
+        names = [named_origin(function) for function in (*wrapped, self._patcher.model_options.get("model_function_wrapper"))]
         return list(dict.fromkeys(filter(None, names)))
-
-
-def _origin(function: Any) -> str:
-    """A function of another node, by its name and the pack or file that it is from; empty for None."""
-    if function is None:
-        return ""
-    function = getattr(function, "func", function)  # of functools.partial
-    named = function if hasattr(function, "__qualname__") else type(function)
-    name, place = named.__qualname__.rpartition("<locals>.")[2], named.__module__ or "?"  # None: made by `exec`
-    parts = Path(getattr(sys.modules.get(place), "__file__", None) or place).parts
-    pack = parts[parts.index("custom_nodes") + 1] if "custom_nodes" in parts[:-1] else parts[-1]
-    return f"{name} ({pack})"

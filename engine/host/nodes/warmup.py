@@ -89,6 +89,7 @@ class _Warmup:
                     self._at_size(label, {**prepared, "noise_mask": mask}, progress.step)
                 progress.end(index)
         self.report.groups, self.report.parts = groups_for(self.model, self.settings), self.code.parts
+        self.report.taken = self.code.taken
         self.report.notes += notes_about(self.patcher)
         controls = controls_in([entry for prompts in self.conditioning for entry in prompts])
         self.report.notes += [line for control in controls for line in control.notes()]
@@ -106,10 +107,12 @@ class _Warmup:
         may_skip = self.settings.block_swap != "uncompiled linears" and not self.settings.wants_graphs
         may_skip = may_skip and self._blocks_are_as_they_ran()
         skipped = may_skip and (self._is_warm((run, lengths)) or self._is_warm((run, SETTLED)))
-        if not skipped:
+        if skipped:
+            self.code.note_taken(())  # nor were there any in the run that is in `warm`
+        else:
             self._sample_at(latent, on_step)
         added = stats_for(self.model, self.settings) - before
-        if not skipped:
+        if not skipped and not self.code.taken:
             runs = [run, (run, lengths), *([(run, SETTLED)] if another_length and not added.graphs else [])]
             self.code.warm.update(dict.fromkeys(runs, self._guards()))
             for oldest in list(self.code.warm)[:-MAX_REMEMBERED]:

@@ -30,7 +30,7 @@ def node(engine, clock, monkeypatch):
         stats=types.SimpleNamespace(graphs=0),
         code=types.SimpleNamespace(is_tracing=False),
     )
-    code = types.SimpleNamespace(groups={"key": found.group}, failed_packings=[])
+    code = types.SimpleNamespace(groups={"key": found.group}, failures=[])
     monkeypatch.setattr(engine("notices.status"), "code_of", lambda network: code)
     found.told = []
     monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *news: found.told.append(news)])
