@@ -34,7 +34,7 @@ from torch import nn
 from ...background.gate import gate
 from ...blocks.channels_last import run_channels_last
 from ...blocks.convolutions import is_convolutional
-from ...compile.binding import Binding, modules_at, plan_for
+from ...compile.binding import Binding, is_ours, modules_at, plan_for
 from ...compile.call_shapes import copied_containers
 from ...compile.eager import Eager
 from ...compile.registry import code_of
@@ -126,8 +126,13 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
         return result
 
-    inside = functools.partial(_run_inside, network, graphed_call)
-    with exchanged({network: functools.partial(inside, network.forward)}):
+    hosts_forward = network.forward
+
+    def forward(*args, **kwargs):
+        bound = network.__dict__.get("forward")  # compiled, if the model is one block
+        return (bound if is_ours(bound) else hosts_forward)(*args, **kwargs)
+
+    with exchanged({network: functools.partial(_run_inside, network, graphed_call, forward)}):
         yield
 
 

@@ -1,8 +1,11 @@
 """CUDA graphs over paged weights: when a call may be replayed. Capturing itself needs a GPU (tests/test_gpu.py)."""
 
+import functools
+
 import pytest
 import torch
 from capturing import capture_again
+from compiled_runs import CompiledRuns
 from paging import paged
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
@@ -203,6 +206,37 @@ class TestWhatGraphsKnow:
         graphs, _, check = checked
         check(device="cuda")
         assert "elsewhere" in graphs.model.obstacle
+
+
+class OneBlock(nn.Module):
+    """A model in which no class repeats: it is compiled whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        return self.b(self.a(x).relu())
+
+
+@pytest.mark.parametrize("patches", [{}, {"attn1_patch": [print]}], ids=["", "with an obstacle to CUDA graphs"])
+@pytest.mark.parametrize("when", ["in background", "before first image"])
+def test_a_model_that_is_one_block_is_compiled_and_captured(engine, monkeypatch, when, patches):
+    capture_again(engine, monkeypatch)
+    network, x = OneBlock().requires_grad_(False), torch.ones(2, 4)
+    runs, loaded = CompiledRuns(), engine("host.weights.blocks").Loaded(network, network, x.dtype, x.device)
+    expected, host_calls = network(x), engine("host.model.network_calls")
+    calls = host_calls.NetworkCalls(compile_settings(engine, compile_when=when))
+    host_calls.begin_run(network)
+    with runs.installed():
+        for _ in range(4):
+            with calls.prepared() as call:
+                run = functools.partial(network, x, transformer_options={"patches": patches})
+                assert torch.equal(calls.run(loaded, call, run), expected)
+            assert engine("background.thread").compiler.wait(60)
+    assert runs.by_block(network, ["OneBlock"])[""] >= 2, calls.notes
+    assert (engine("cuda_graphs.capture").graphs_of(network).captures > 0) == (not patches)
+    assert engine("compile.registry").code_of(network).eager_in_words() == []
 
 
 def test_what_cannot_be_captured_is_said_with_the_cure(engine, monkeypatch):
