@@ -22,13 +22,14 @@ _BUNDLED = (
     "PyTorch for {gpu} GPUs brings its own (pytorch-triton-{index}, triton-{index} from 2.10 on): uninstall triton and "
     "reinstall PyTorch from its {index} index (pytorch.org)."
 )
-_PIP = '{executable} -m pip install -U "{package}=={wanted}.*".'
+# Nothing after the command: a full stop would be copied with it, and pip refuses the version.
+_PIP = '{executable} -m pip install -U "{package}=={wanted}.*"'
 # `{install}` in the cures below. In November 2026 the newest triton-windows on PyPI was 3.8.
 INSTALL_TRITON = {
     "Linux AMD": _BUNDLED,
     "Intel": _BUNDLED,
     "unknown": "install the {package} that goes with PyTorch {pytorch}.",
-    "Windows 2.15": f"{_PIP} If there is none, use PyTorch 2.14 and triton-windows 3.8.",
+    "Windows 2.15": f"(if there is none yet, use PyTorch 2.14 and triton-windows 3.8) {_PIP}",
     "": _PIP,
 }
 MISFIT = {
@@ -38,8 +39,10 @@ MISFIT = {
 }
 NO_TRITON = {"no-triton": "Install Triton: {install}", **MISFIT}
 PYTHON_FILES = {
-    "Windows": "Python's folders include and libs are missing, as in the portable ComfyUI: copy both from an installed Python "
-    "{python} to {folder} (libs, not Lib).",
+    # The file that triton-windows' own guide names; other patch versions of the same Python do.
+    "Windows": "Python's folders include and libs are missing, as in the portable ComfyUI: download "
+    "python_{python}..._include_libs.zip from https://github.com/woct0rdho/triton-windows/releases/tag/v3.0.0-windows.post1 "
+    "(or take an installed Python {python}) and copy both folders to {folder} (libs is not Lib).",
     "": "Install Python's headers (Debian, Ubuntu: sudo apt install python{python}-dev; Fedora: python3-devel).",
 }
 C_COMPILER = {

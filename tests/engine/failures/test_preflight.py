@@ -37,9 +37,9 @@ def test_a_pytorch_that_is_not_tested_is_told(preflight, machine, version):
 @pytest.mark.parametrize(
     ("other", "gpu", "compilers", "said"),
     [
-        ({"triton": None}, {}, {}, 'Install Triton: python -m pip install -U "triton==3.6.*"'),
+        ({"triton": None}, {}, {}, 'Install Triton: python -m pip install -U "triton==3.6.*"\n'),
         ({"triton": (3, 2)}, {}, {}, "PyTorch 2.11 goes with Triton 3.6, not with 3.2"),
-        ({"triton": None, "system": "Windows"}, {}, {}, "triton-windows==3.6"),
+        ({"triton": None, "system": "Windows"}, {}, {}, 'triton-windows==3.6.*"\n'),
         ({"missing": ("/usr/include/python3.12/Python.h",)}, {}, {}, "sudo apt install python3.12-dev"),
         ({}, {}, {"C": None}, "sudo apt install build-essential"),
         ({}, {"capability": (6, 1)}, {}, "GPU {0} has compute capability 6.1, and Triton needs 7.0: set backend to aot_eager"),
@@ -50,7 +50,7 @@ def test_a_pytorch_that_is_not_tested_is_told(preflight, machine, version):
 def test_what_is_missing_is_told_with_its_cure(preflight, machine, other, gpu, compilers, said):
     gpu = preflight.Gpu(**{"name": "GPU {0}", "capability": (9, 0), **gpu})
     (missing,) = preflight.preflight(machine(**other), gpu, {**COMPILERS, **compilers})[1]
-    assert said in missing
+    assert said in f"{missing}\n", "a command stands last, to be copied with nothing after it"
 
 
 def test_the_cpu_needs_a_cpp_compiler(preflight, machine):

@@ -174,7 +174,7 @@ def failure(engine):
 
 
 CURES = [
-    (TCC, {"missing": ("Include/Python.h",)}, rf"copy both from an installed Python 3\.13 to {re.escape(PORTABLE)}"),
+    (TCC, {"missing": ("Include/Python.h",)}, rf"python_3\.13\.\.\._include_libs.*copy both folders to {re.escape(PORTABLE)} "),
     (TCC, {}, r"antivirus off D:\\ComfyUI.*python_embeded\\python\.exe -m pip install -U \"triton-windows==3\.6\.\*\""),
     (TCC_OF_AMD, {"gpu": "AMD"}, r"antivirus.*triton-windows==3\.6"),
     (FP8, {}, r"RTX 30 and A100 update PyTorch to 2\.13 or newer \(with triton-windows 3\.5.*bf16, fp16 or GGUF"),
@@ -184,8 +184,8 @@ CURES = [
     (OLDER_FP8, {}, r"2\.13"),
     (NO_CL, {}, r"Visual Studio Build Tools with the C\+\+ workload"),
     (NO_CL, {"system": "Linux"}, r"apt install g\+\+"),
-    (NO_HEADER, {}, r"copy both from an installed Python 3\.13"),
-    (NO_LIBRARY, {}, r"copy both from an installed Python 3\.13"),
+    (NO_HEADER, {}, r"or take an installed Python 3\.13\) and copy both"),
+    (NO_LIBRARY, {}, r"or take an installed Python 3\.13\) and copy both"),
     (GCC, {"system": "Linux", "missing": ("/usr/include/python3.13/Python.h",)}, r"apt install python3\.13-dev"),
     (GCC, {"system": "Linux"}, r"the log has what it said"),
     (NO_KEY, {"pytorch": (2, 8), "triton": (3, 5)}, r"^PyTorch 2\.8 goes with Triton 3\.4, not with 3\.5: .*windows==3\.4"),
@@ -196,7 +196,7 @@ CURES = [
     (NO_KEY, {}, r"^Reinstall Triton: .*triton-windows==3\.6"),
     (NO_KEY, {"pytorch": (3, 1)}, r"the triton-windows that goes with PyTorch 3\.1"),
     (NO_TRITON, {"triton": None}, r"^Install Triton: .*triton-windows==3\.6\.\*"),
-    (NO_TRITON, {"triton": None, "pytorch": (2, 15)}, r"==3\.9\.\*.*If there is none, use PyTorch 2\.14 and triton-windows 3"),
+    (NO_TRITON, {"triton": None, "pytorch": (2, 15)}, r"if there is none yet, use PyTorch 2\.14 .*==3\.9\.\*\"$"),
     (NO_TRITON, {"triton": (3, 1)}, r"Triton 3\.6, not with 3\.1"),
     (NO_TRITON, {"triton": None, "gpu": "AMD", "system": "Linux"}, r"pytorch-triton-rocm, triton-rocm.*from its rocm index"),
     (NO_TRITON, {"triton": None, "gpu": "Intel"}, r"pytorch-triton-xpu, triton-xpu.*from its xpu index"),
