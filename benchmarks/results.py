@@ -28,6 +28,8 @@ NAMES = {
     "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",
     "sd15": "SD 1.5, 512x512, cfg 5",
 }
+# What the weights of a file in no special format are; models.py needs PyTorch, and these tables do not.
+PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in NAMES}
 SMALL = {"flux_small": "a small Flux, 256x256", "sdxl_small": "a small SDXL, 256x256, cfg 5"}
 PEERS = ("core", "kjnodes")
 # What each environment of a run says.

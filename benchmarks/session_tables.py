@@ -1,9 +1,10 @@
 """Make the tables of what a person waits for, from the rows of kind `session` (sessions.py) and `table` (table.py)."""
 
 import math
+import re
 import statistics
 
-from .results import NAMES, cell, lines_of, newest, noise_of, rows
+from .results import NAMES, PRECISIONS, cell, lines_of, newest, noise_of, rows
 from .sessions import SESSIONS
 from .table import SETUPS, STEPS, Setup
 from .table import VARIANTS as PEERS_AND_OURS
@@ -152,6 +153,15 @@ def _setup_title(setup: Setup) -> str:
     return ", ".join(part for part in parts if part)
 
 
+def _row_title(setup: Setup) -> str:
+    """What a row of a table was measured with: model, weights, size of the image, steps."""
+    weights = FORMATS.get(setup.weights, PRECISIONS[setup.model])
+    name, size = NAMES[setup.model].partition(",")[0], re.search(r"\d+(x\d+)+", NAMES[setup.model])
+    return ", ".join(
+        part for part in (name, weights, size[0], OPTIONS.get(setup.option), f"{STEPS[setup.model]} steps") if part
+    )
+
+
 def _ratio_cell(row: dict | None, eager: dict, key: str, digits: int) -> str:
     """A value of a row and its ratio to eager's."""
     if row is None or key not in row:
@@ -174,7 +184,7 @@ def table_table() -> str:
             first, eager_first = (next(iter(r["prompts"]), {}) for r in (row, of["eager"]))
             noise = noises.get((setup.model, setup.weights)) if variant == "eager" else None
             cells = [
-                f"{_setup_title(setup)}, {STEPS[setup.model]} steps" if variant == "eager" else "",
+                _row_title(setup) if variant == "eager" else "",
                 VARIANTS[variant],
                 _ratio_cell(first, eager_first, "seconds", 1),
                 _ratio_cell(row, of["eager"], "seconds", 2),
@@ -204,24 +214,33 @@ def _first(row: dict) -> float | None:
     return next((prompt.get("seconds") for prompt in row["prompts"]), None)
 
 
-def _gain(of: dict[str, dict]) -> str:
-    return f"{of['ours']['seconds'] / of['eager']['seconds'] - 1:+.0%}".replace("%", " %")
+def _gain(of: dict[str, dict], digits: int = 9) -> str:
+    """In whole percent; `digits`: of the seconds that it is computed from."""
+    ours, eager = (round(of[variant]["seconds"], digits) for variant in ("ours", "eager"))
+    return f"{ours / eager - 1:+.0%}".replace("%", " %")
+
+
+def _digits(measured: list[tuple[Setup, dict[str, dict]]]) -> int:
+    """How many digits of seconds give the shown percentages to whoever computes them from the shown seconds."""
+    return next((n for n in (1, 2) if all(_gain(of, n) == _gain(of) for _, of in measured)), 3)
 
 
 def gains_table() -> str:
-    """The README's: a line a set-up, seconds of a prompt once compiled and of the first, each variant beside the others."""
-    measured, sources = _measured()
+    """The README's: a line a set-up, seconds of a prompt once compiled and of the first, each variant beside the others.
+
+    The caption of the chart above it says where this was measured, for both.
+    """
+    measured, _ = _measured()
     measured = [pair for name in README_SETUPS for pair in measured if pair[0].name == name]
     if not measured:
         return ""
-    variants = _variants(measured)
+    variants, digits = _variants(measured), _digits(measured)
     lines = []
     for setup, of in measured:
-        title = f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")
-        cells = [title]
+        cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
         for variant in variants:
             row = of.get(variant, {})
-            seconds = f"{row['seconds']:.1f}" if "seconds" in row else "dies" if "died" in row else "-"
+            seconds = f"{row['seconds']:.{digits}f}" if "seconds" in row else "dies" if "died" in row else "-"
             if variant == "ours":
                 seconds = f"**{seconds}** ({_gain(of)})"
             cells.append(seconds)
@@ -230,7 +249,7 @@ def gains_table() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     shown = {"eager": "uncompiled", "ours": "with this pack"}
     names = [shown.get(variant, VARIANTS[variant]) for variant in variants]
-    return lines_of(["seconds an image", *names, f"first image: {names[0]}", *names[1:]], lines, sources)
+    return lines_of(["seconds an image", *names, f"first image: {names[0]}", *names[1:]], lines)
 
 
 def gains_in_short() -> str:
@@ -238,10 +257,10 @@ def gains_in_short() -> str:
     measured, _ = _measured()
     of_setup = {setup.name: (setup, of) for setup, of in measured}
     found = [of_setup[name] for name in ("sdxl", "flux") if name in of_setup]
-    gains = [
-        f"{_setup_title(setup)} {of['eager']['seconds']:.1f} → {of['ours']['seconds']:.1f} s an image ({_gain(of)})"
-        for setup, of in found
-    ]
+    gains, n = [], _digits(found)
+    for setup, of in found:
+        before, after = (of[variant]["seconds"] for variant in ("eager", "ours"))
+        gains.append(f"{_setup_title(setup)} {before:.{n}f} → {after:.{n}f} s an image ({_gain(of)})")
     return f"{', '.join(gains)}, on one {found[0][1]['ours']['device']}"
 
 
@@ -319,7 +338,7 @@ def short_table() -> str:
         return ""
     variants, lines = _variants(measured), []
     for setup, of in measured:
-        cells = [f"{_setup_title(setup)}, {STEPS[setup.model]} steps" + (" ¹" if _is_waited_for(of["ours"]) else "")]
+        cells = [_row_title(setup) + (" ¹" if _is_waited_for(of["ours"]) else "")]
         for key, digits in (("seconds", 1), ("step", 3)):
             eager = of["eager"]
             cells.append(f"{eager[key]:.{digits}f}" if key in eager else "-")

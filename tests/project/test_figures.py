@@ -175,12 +175,12 @@ def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path
     runs = [{"environments": [where], "rows": rows} for rows in (first, last)]
     (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
     assert tables.table_table().splitlines()[2:5] == [
-        "| Flux-dev 12B, INT8 ConvRot, 20 steps | eager | 10.0 | 5.00 | 0.2500 | - | 0 | 0 | - | - | 0.0061 | - |",
+        "| Flux-dev 12B, INT8 ConvRot, 1024x1024, 20 steps | eager | 10.0 | 5.00 | 0.2500 | - | 0 | 0 | - | - | 0.0061 | - |",
         "|  | KJNodes | - | dies: OutOfMemoryError | dies: OutOfMemoryError | in the first | - | - | - | - | - | - |",
         "|  | ours | 8.0 (0.80) | 4.00 (0.80) | 0.2000 (0.80) | 21.5 | 2 | 0 | 1 | 0.0062 | - | 14.2 |",
     ]
     assert tables.short_table().splitlines()[2] == (
-        "| Flux-dev 12B, INT8 ConvRot, 20 steps | 5.0 | dies | **0.80** | 0.250 | dies | **0.80** | 10.0, -, 8.0 |"
+        "| Flux-dev 12B, INT8 ConvRot, 1024x1024, 20 steps | 5.0 | dies | **0.80** | 0.250 | dies | **0.80** | 10.0, -, 8.0 |"
     )
 
 
@@ -208,9 +208,9 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
         runs = [{"environments": [where], "rows": default}, {"environments": [at_once], "rows": waited}]
         (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
         assert tables.gains_table().splitlines()[2:4] == [
-            "| Flux-dev 12B, 20 steps | 4.0 | dies | **3.0** (-25 %) | 8.0 | - | 10.0 |",
-            "| Z-Image 6B, 9 steps ¹ | 1.0 | 1.5 | **0.8** (-25 %) | 2.0 | 4.0 | 8.0 |",
-        ]
+            "| Flux-dev 12B, bf16, 1024x1024, 20 steps | 4.00 | dies | **3.00** (-25 %) | 8.0 | - | 10.0 |",
+            "| Z-Image 6B, bf16, 1024x1024, 9 steps ¹ | 1.00 | 1.50 | **0.75** (-25 %) | 2.0 | 4.0 | 8.0 |",
+        ], "1.0 and 0.8 would not be 25 %"
         assert tables.slowest_first() == "Flux-dev 12B 10.0 s instead of 8.0 s"
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25", "one of both runs"
     assert tables.ready_after() == "12 to 12 s" and tables.more_vram() == "0.5 GiB", "of those with the default mode"
@@ -219,6 +219,26 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
     (tmp_path / "table.json").write_text(json.dumps({"runs": [{"environments": [where], "rows": default}]}))
     assert tables.waited_note() == "" and "¹" not in tables.gains_table()
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
+
+
+def test_seconds_have_the_digits_that_their_percentages_need(benchmark):
+    tables = benchmark("session_tables")
+    shown = re.findall(r"\| ([\d.]+) \|[^*\n]*\*\*([\d.]+)\*\* \((-\d+) %\)", tables.gains_table())
+    shown += re.findall(r"([\d.]+) → ([\d.]+) s an image \((-\d+) %\)", tables.gains_in_short())
+    assert len(shown) == len(tables.README_SETUPS) + 2
+    assert [f"{float(after) / float(before) - 1:.0%}" for before, after, _ in shown] == [f"{percent}%" for *_, percent in shown]
+    for eager, ours, digits in ((4.0, 3.0, 1), (3.95, 3.14, 2), (0.7049, 0.6951, 3)):
+        assert tables._digits([(None, {"eager": {"seconds": eager}, "ours": {"seconds": ours}})]) == digits
+
+
+def test_rows_say_the_size_and_precision_that_models_have(benchmark):
+    tables, models = benchmark("session_tables"), benchmark("models").MODELS
+    for setup in tables.SETUPS.values():
+        width, height, frames = models[setup.model].size
+        size = f"{width}x{height}" + (f"x{frames}" if frames > 1 else "")
+        dtype = {"torch.bfloat16": "bf16", "torch.float16": "fp16"}[str(models[setup.model].dtype)]
+        assert f", {size}, " in tables._row_title(setup), setup.name
+        assert (f", {dtype}, " in tables._row_title(setup)) == (setup.weights == "default")
 
 
 def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
@@ -365,7 +385,7 @@ def test_the_tables_have_a_column_for_cores_node_where_a_run_has_measured_it_and
         assert "core" not in table(), table.__name__
     monkeypatch.setattr(tables_of, "rows", lambda *_: ([*known, *new], sources))
     gains, short, whole = (table() for table in made)
-    assert "| SDXL, 25 steps | 2.0 | 3.0 | 1.5 | **1.0** (-50 %) | 5.0 | 30.0 | 20.0 | 6.0 |" in gains
-    assert "| SDXL, 25 steps | 2.0 | 1.50 | 0.75 | **0.50** |" in short and "| 5.0, 30.0, 20.0, 6.0 |" in short
+    assert "| SDXL, fp16, 1024x1024, 25 steps | 2.00 | 3.00 | 1.50 | **1.00** (-50 %) | 5.0 | 30.0 | 20.0 | 6.0 |" in gains
+    assert "| SDXL, fp16, 1024x1024, 25 steps | 2.0 | 1.50 | 0.75 | **0.50** |" in short and "| 5.0, 30.0, 20.0, 6.0 |" in short
     assert "|  | core | 30.0 (6.00) | 3.00 (1.50) | 0.1200 (1.50) | in the first |" in whole
-    assert re.search(r"\| Flux-dev 12B, 20 steps \| [\d.]+ \| - \| ", gains), "a run that lacks it"
+    assert re.search(r"\| Flux-dev 12B, bf16, 1024x1024, 20 steps \| [\d.]+ \| - \| ", gains), "a run that lacks it"
