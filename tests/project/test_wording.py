@@ -177,6 +177,21 @@ def test_words_that_were_given_up_are_nowhere_and_new_ones_in_place(everything, 
         assert new in everything[place], everything[place]
 
 
+def test_readmes_steps_for_the_portable_comfyui_are_what_check_this_machine_says(everything, engine):
+    cures, steps = engine("failures.table"), everything["README.md"].partition("**Windows portable**")[2].partition("## Use")[0]
+    portable = engine("failures.machine").Machine(
+        "Windows", "NVIDIA", (2, 11), (3, 13), None, r"D:\python_embeded", ("Python.h",)
+    )
+    name, command = portable.cure(cures.NO_TRITON).split(": ")
+    assert f"after *{name}*" in steps and f"`{command}`" in steps
+    folders = portable.cure(cures.PYTHON_FILES)
+    assert (page := re.search(r"https://\S+", folders)[0]) in steps
+    assert page.replace("/tag/", "/download/") + "/python_3.13.2_include_libs.zip" in steps
+    assert re.search(r"download (\S+)", folders)[1] == "python_3.13..._include_libs.zip"
+    for text in ("machine", "machineReady"):
+        assert everything[f"{MAIN}/{text}"] in steps
+
+
 def test_old_words_are_looked_for_wherever_a_user_reads(everything):
     for where in ("engine/failures/table.py", "report.json/warm", "TorchCompileKitModel.md", "README.md"):
         assert everything[where]
