@@ -4,17 +4,13 @@ They mean what comfy_kitchen/backends/eager/{rope,adaln}.py means; code that wor
 """
 
 import functools
-import operator
 from collections.abc import Iterator
 
 import torch
-from torch import fx
 from torch.nn import functional
 
 from ..log import logger
-from ..out_of_place import may_write
-from ..torch_compat import private
-from .backend import REPLACEMENTS, REWRITES
+from .backend import REPLACEMENTS
 
 
 def rope1(x: torch.Tensor, freqs: torch.Tensor) -> torch.Tensor:
@@ -86,72 +82,10 @@ DECOMPOSITIONS = {
 }
 
 
-def rotate_before_joining(graph: fx.Graph) -> bool:
-    """Rewrite `rope(cat(a, b))` to `cat(rope(a), rope(b))`, for tokens of text and image.
-
-    Each part's rotation is then fused with the norm before it, and joining costs nothing more (Qwen-Image, Flux).
-    """
-    changed = False
-    one, both = (getattr(torch.ops.comfy_kitchen, name, None) for name in ("apply_rope1", "apply_rope"))
-    for node in [n for n in graph.nodes if n.op == "call_function" and n.target in (one, both)]:
-        if one is None or node.kwargs or len(node.args) < 2:
-            continue
-        *joined, freqs = node.args
-        parts = [part for tensor in joined if (part := _parts_along_tokens(tensor, freqs, node)) is not None]
-        results = {0: node} if node.target is one else {u.args[1]: u for u in node.users if u.target is operator.getitem}
-        if len(parts) < len(joined) or (node.target is both and len(results) < len(node.users)):
-            continue
-        if any(may_write(between) for tensor in joined for between in _between(tensor, node)):
-            continue  # the graph is as the model is written: what was joined may have changed since
-        with graph.inserting_before(node):
-            rotated = [_rotated(graph, tensors, dim, freqs, one) for tensors, dim in parts]
-        for at, result in results.items():
-            result.replace_all_uses_with(rotated[at])
-        for dead in dict.fromkeys([*results.values(), node, *joined]):
-            graph.erase_node(dead)
-        changed = True
-    return changed
-
-
-def _between(first: fx.Node, last: fx.Node) -> Iterator[fx.Node]:
-    node = first.next
-    while node is not last:
-        yield node
-        node = node.next
-
-
-def _parts_along_tokens(node: fx.Node, freqs: fx.Node, user: fx.Node) -> tuple[list[fx.Node], int] | None:
-    """The tensors that `node` joins, and along which dimension, if each has its own rotations."""
-    if not isinstance(node, fx.Node) or node.target is not torch.cat or set(node.users) != {user} or not node.args:
-        return None
-    tensors = node.args[0]
-    dim = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim", 0)
-    whole, table = node.meta.get("example_value"), freqs.meta.get("example_value")
-    if whole is None or table is None or not isinstance(dim, int) or table.dim() != whole.dim() + 2:
-        return None
-    dim = dim % whole.dim()
-    values = [t.meta.get("example_value") for t in tensors]
-    if dim == whole.dim() - 1 or any(v is None or not isinstance(v.shape[dim], int) for v in values):
-        return None
-    return (list(tensors), dim) if private.statically_known_true(whole.shape[dim] == table.shape[dim]) else None
-
-
-def _rotated(graph: fx.Graph, tensors: list[fx.Node], dim: int, freqs: fx.Node, rope) -> fx.Node:
-    start, rotated = 0, []
-    for tensor in tensors:
-        length = tensor.meta["example_value"].shape[dim]
-        part = graph.call_function(torch.narrow, (freqs, dim, start, length))
-        rotated.append(graph.call_function(rope, (tensor, part)))
-        start += length
-    return graph.call_function(torch.cat, (rotated, dim))
-
-
 def register() -> None:
     """Register the decompositions of kernels that this host's comfy-kitchen has with the same meaning."""
     for name in _matching():
         REPLACEMENTS[getattr(torch.ops.comfy_kitchen, name).default] = DECOMPOSITIONS[name]
-    if rotate_before_joining not in REWRITES:
-        REWRITES.append(rotate_before_joining)
 
 
 @functools.cache

@@ -98,9 +98,6 @@ NAMES = {
     "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", "the order of attention kernels may change", _nothing),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
-    "statically_known_true": PrivateName(
-        "torch.fx.experimental.symbolic_shapes:statically_known_true", _NO_REPLACEMENTS, lambda condition: condition is True
-    ),
     # Modules of settings. A setting that is missing is not set.
     "dynamo_config": PrivateName("torch._dynamo.config"),
     "shape_config": PrivateName("torch.fx.experimental._config", _RECOMPILES),

@@ -122,7 +122,6 @@ TORCH = {
     "torch._dynamo.variables.BaseListVariable": READ,
     "torch._dynamo.variables.SymNodeVariable": READ,
     "torch._dynamo.variables.TupleVariable": READ,
-    "torch.fx.experimental.symbolic_shapes.statically_known_true": READ,
     # Inductor.
     "torch._inductor.compile_fx.compile_fx": READ,
     "torch._inductor.compile_fx.select_decomp_table": called(),
@@ -312,6 +311,7 @@ FOREIGN = {
     "_has_dynamo_dim_marking": Foreign("torch._dynamo.decorators", since="2.13"),
     "_schema": Foreign("torch._ops.OpOverload"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
+    "_torchdynamo_orig_callable": Foreign("torch._dynamo.eval_frame"),
     "_full_precision_mm": Foreign("comfy.ops"),
     "_forward": Foreign("comfy.ldm.flux.model.Flux"),  # the `forward` of a model without the wrappers
     "_prefetch": Foreign("comfy.ops"),
