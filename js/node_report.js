@@ -229,6 +229,9 @@ app.registerExtension({
 
   setup() {
     api.addEventListener("torch-compile-kit.status", ({ detail }) => isOpen(detail.workflow) && tell(detail.node, detail));
+    api.addEventListener("torch-compile-kit.progress", ({ detail: { workflow, node, text } }) => {
+      if (isOpen(workflow) && isOurs(nodeOf(node))) show(nodeOf(node), text);
+    });
     setInterval(drawAll, 1000);
     onLanguage(() => (drawAnew(), ask()));
     api.addEventListener("reconnected", ask);

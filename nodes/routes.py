@@ -8,6 +8,7 @@ from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
 from ..engine.host.adapter import device_type
 from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
+from ..engine.host.nodes import progress
 from ..engine.log import logger
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
@@ -17,6 +18,7 @@ from .cache_routes import post, register_cache_routes
 
 EVENT = "torch-compile-kit.compiled"
 STATUS = "torch-compile-kit.status"
+PROGRESS = "torch-compile-kit.progress"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
 IDLE = 5.0  # seconds from the start of the server's loop, by when the other packs are loaded
@@ -78,6 +80,9 @@ def register_routes() -> None:
     def tell_node(owner: status.Owner, node: str, line: status.News) -> None:
         send(STATUS, owner, node=node, **line._asdict())
 
+    def tell_progress(owner: status.Owner, node: str, text: str) -> None:
+        send(PROGRESS, owner, node=node, text=text)
+
     @server.routes.get("/torch-compile-kit/status")
     async def node_status(request: web.Request) -> web.Response:
         client = request.query.get("client_id")
@@ -89,6 +94,7 @@ def register_routes() -> None:
     watch.listeners.append(tell_page)
     status.listeners.append(tell_node)
     status.owner_now = owner_now
+    progress.tell_page = tell_progress
     server.add_on_prompt_handler(prepare_for)
 
     def when_idle() -> None:

@@ -263,7 +263,6 @@ HOST = {
     "server.PromptServer.instance.prompt_queue.currently_running": READ,
     "server.PromptServer.instance.prompt_queue.get_tasks_remaining": READ,
     "server.PromptServer.instance.routes.get": READ,
-    "server.PromptServer.instance.send_progress_text": called(3),
     "server.PromptServer.instance.send_sync": READ,
     # What calls our wrappers and callbacks, and with what.
     "comfy.model_base.BaseModel.apply_model": replaced(

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import struct
 import threading
 
 import pytest
@@ -142,13 +141,14 @@ class Texts:
                 return
             if not message:
                 return
-            # server.py, send_progress_text: event 3, length of the node's id, the id, the text
-            if isinstance(message, bytes) and struct.unpack(">I", message[:4])[0] == 3:
-                length = struct.unpack(">I", message[4:8])[0]
+            if not isinstance(message, str):
+                continue  # a preview
+            event = json.loads(message)
+            if event["type"] == "torch-compile-kit.progress":
                 with self._arrived:
-                    self.lines.append((message[8 : 8 + length].decode(), message[8 + length :].decode()))
+                    self.lines.append((event["data"]["node"], event["data"]["text"]))
                     self._arrived.notify_all()
-            elif isinstance(message, str) and (event := json.loads(message))["type"] == "progress":
+            elif event["type"] == "progress":
                 self.moving.setdefault(event["data"]["node"], []).append((event["data"]["value"], event["data"]["max"]))
 
     def wait_for(self, words, seconds=300):

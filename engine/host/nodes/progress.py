@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
+from collections.abc import Callable
 
 import comfy.utils
 
@@ -15,21 +15,21 @@ from ...threads import started
 from ...torch_compat import private
 
 SECONDS_BETWEEN_TEXTS = 1.0
+# Called with the owner of a page, the node's id and the text. nodes/routes.py sets it.
+tell_page: Callable[[status.Owner, str, str], None] | None = None
 
 
 class WarmupProgress:
     """A context in which the node shows what the warmup is doing, at which size of how many, and for how long at that size.
 
     The bar has a part for each step of a size and for each class of blocks. The text goes only to the page that has queued the
-    prompt: another workflow may have a node of the same id.
+    prompt: another workflow may have a node of the same id. It stands where the report will: for ComfyUI's `send_progress_text`
+    the page adds a widget, and the node grows over those below.
     """
 
     def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
         self._sizes, self._in_each = sizes, steps + len(classes)
-        client = status.owner_now()[0]
-        server = getattr(getattr(sys.modules.get("server"), "PromptServer", None), "instance", None)
-        self._send = getattr(server, "send_progress_text", None) if node_id is not None and client is not None else None
-        self._page = node_id, client
+        self._owner, self._node_id = status.owner_now(), node_id
         self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
         self._began = self._size_began = time.perf_counter()
         self._classes, self._inductor = classes, inductor
@@ -41,7 +41,7 @@ class WarmupProgress:
 
     def __enter__(self) -> WarmupProgress:
         monitor.listener = self._on_compile
-        if self._send is not None:
+        if tell_page is not None:
             started(self._ticker)
         return self
 
@@ -100,5 +100,5 @@ class WarmupProgress:
         self._say(self._size, how, self._size_began)
 
     def _say(self, what: str, how: str, since: float) -> None:
-        if self._send is not None:
-            self._send(say("phase", what, how, f"{time.perf_counter() - since:.0f}"), *self._page)
+        if tell_page is not None and self._node_id is not None:
+            tell_page(self._owner, self._node_id, say("phase", what, how, f"{time.perf_counter() - since:.0f}"))

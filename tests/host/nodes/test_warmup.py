@@ -390,8 +390,8 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
 def test_seconds_in_the_node_are_those_of_the_size_at_work_and_at_the_end_those_of_all(engine, monkeypatch):
     progress_of, clock, lines = engine("host.nodes.progress"), [0.0], []
     monkeypatch.setattr(progress_of, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    progress = progress_of.WarmupProgress(2, 4, ["Block"], False, None)
-    progress._send = lambda text, *_page: lines.append(text)
+    monkeypatch.setattr(progress_of, "tell_page", lambda _owner, _node, text: lines.append(text))
+    progress = progress_of.WarmupProgress(2, 4, ["Block"], False, "7")
     progress.begin("64x64", 0)
     clock[0] = 50.0
     progress.begin("96x64", 1)
