@@ -182,8 +182,8 @@ def test_readmes_steps_for_the_portable_comfyui_are_what_check_this_machine_says
     portable = engine("failures.machine").Machine(
         "Windows", "NVIDIA", (2, 11), (3, 13), None, r"D:\python_embeded", ("Python.h",)
     )
-    name, command = portable.cure(cures.NO_TRITON).split(": ")
-    assert f"after *{name}*" in steps and f"`{command}`" in steps
+    _, command = portable.cure(cures.NO_TRITON).split(": ")
+    assert command.startswith("python_embeded") and f"`{command}`" in steps
     folders = portable.cure(cures.PYTHON_FILES)
     assert (page := re.search(r"https://\S+", folders)[0]) in steps
     assert page.replace("/tag/", "/download/") + "/python_3.13.2_include_libs.zip" in steps
