@@ -93,6 +93,10 @@ class Changed:
         except torch.OutOfMemoryError:
             self._kept = None
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._kept)
+
     def put_back(self) -> bool:
         """Restore the tensors; whether that was possible."""
         for tensor, copy in self._kept or ():

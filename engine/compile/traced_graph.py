@@ -37,7 +37,7 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job, Postponed, compiler
 from ..cache.shared import CompiledElsewhere, sharing
 from ..cache.startup import wait_until_prepared
-from ..failures.describe import never_swallowed
+from ..failures.describe import is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import may_write, out_of_place
@@ -249,18 +249,26 @@ class TracedGraph:
             return self._run_traced(*args)
         changed = Changed((tuple(args[i] for i in self._changeable), {}))
         changed.keep()
-        assert self._code is not None
+        code = self._code
+        assert code is not None
+        lacks_memory = False
         try:
-            result = self._code(*args)
+            result = code(*args)
         except Exception as error:
             owner = self._owner()
-            if never_swallowed(error) or owner is None or not changed.put_back():
-                raise
-            self._code = None
-            if not owner.lowering_failed(error, self.version):
-                self._lowering = None
-            owner.raise_if_stopped()
-            return self._run_traced(*args)
+            lacks_memory = is_out_of_memory(error) and changed.has_copies
+            if not lacks_memory:
+                if never_swallowed(error) or owner is None or not changed.put_back():
+                    raise
+                self._code = None
+                if not owner.lowering_failed(error, self.version):
+                    self._lowering = None
+                owner.raise_if_stopped()
+                return self._run_traced(*args)
+        if lacks_memory:  # the copies may fill it; here the error, which holds what the code has allocated, is gone
+            changed.put_back()
+            del changed
+            result = code(*args)
         self._has_run, self._lowering = True, None
         return result
 

@@ -2,6 +2,7 @@
 
 import threading
 import time
+import weakref
 
 import comfy.model_management
 import pytest
@@ -21,13 +22,20 @@ class Compiler:
 
     def __init__(self):
         self.plan, self.calls, self.always = [], 0, None
+        self.after_code = lambda: None
 
     def __call__(self, graph, _inputs):
         self.calls += 1
         action = self.plan.pop(0) if self.plan else self.always
         if action is not None:
             action()
-        return graph.forward
+
+        def code(*args):
+            result = graph(*args)
+            self.after_code()
+            return result
+
+        return code
 
 
 class Case(Runs):
@@ -196,6 +204,25 @@ def no_copies(case):
     case.is_right()
     assert tried and not case.failures
     case.is_compiled()
+
+
+def copies_fill_memory(case):
+    changed, copies, refused = case.engine("compile.call_shapes").Changed, [], []
+    keep = changed.keep
+
+    def counted(self):
+        keep(self)
+        copies.extend(weakref.ref(copy) for _, copy in self._kept)
+
+    def after_code():
+        if any(copy() is not None for copy in copies):
+            refused.append(1)
+            raise torch.OutOfMemoryError("no memory beside the copies")
+
+    case.monkeypatch.setattr(changed, "keep", counted)
+    case.compiler.after_code = after_code
+    case.is_compiled()
+    assert len(refused) == len(case.groups) and not case.failures, "each code runs for the first time once"
 
 
 def no_copies_nor_compiler(case):
