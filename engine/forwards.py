@@ -23,6 +23,18 @@ def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
     return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
 
 
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def callables_of(module: nn.Module) -> list[tuple[str, object]]:
+    """Attributes beside `forward` that the module's code may call: (name, value); None where something may be put later."""
+    return [
+        (name, value)
+        for name, value in [*vars(module).items()]
+        if (value is None or callable(value)) and name != "forward" and name not in _OF_EVERY_MODULE
+    ]
+
+
 def forward_of_class(cls: type) -> object | None:
     """As it stands in the class: asking a class of `torch.jit` for its forward is an error."""
     return next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)

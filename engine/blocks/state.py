@@ -9,7 +9,6 @@ Guards compare classes by identity. Some models make a class anew for each insta
 which would need a graph of its own: `unify_classes` gives all of these the first one's.
 """
 
-import functools
 import types
 import weakref
 from collections.abc import Hashable, Iterator, MutableMapping
@@ -17,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from ..forwards import contents_of, given_forward, is_of_class
+from ..forwards import callables_of, contents_of, given_forward, is_of_class
 from ..per_model import Same, SameObjects
 
 
@@ -110,16 +109,24 @@ class BlockState:
     def __init__(self, block: nn.Module, now: MethodsNow):
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
         self._sizes: list[int] = []
-        self._overrides: list[tuple] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
         self.hooked: tuple[str, ...] = ()
         self._freed: list[weakref.ref] = []
         self._alive = []
+        callables: list[object] = []
+        self._callables_at: list[tuple[weakref.ref, str]] = []
         for path, module in block.named_modules():
-            self._alive.append(weakref.ref(module, self._freed.append))
-            for name, method in _overrides_of(module):
-                self._overrides.append((id(module), name, method))
-                self.forwards += ((f"{path}.{name}", (method,)),)
+            reference = weakref.ref(module, self._freed.append)
+            self._alive.append(reference)
+            for name, value in callables_of(module):
+                if is_of_class(module, name, value):  # the host leaves it there, and guards would see it
+                    del module.__dict__[name]
+                    continue
+                self._callables_at.append((reference, name))
+                callables.append(value)
+                # PyTorch sets no guards on what is over a method of the class.
+                if callable(value) and not isinstance(value, type) and hasattr(type(module), name):
+                    self.forwards += ((f"{path}.{name}", (Same(getattr(value, "__func__", value)),)),)
             if module is block:
                 continue
             code = _given_code(module)
@@ -127,6 +134,7 @@ class BlockState:
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
+        self._callables = SameObjects(callables)
         self._looked_at = _look_at(block, now, self._sizes)
         self.methods = tuple(methods.key for methods in dict.fromkeys(self._looked_at[1]))
 
@@ -135,8 +143,12 @@ class BlockState:
         sizes: list[int] = []
         if self._freed or _look_at(block, now, sizes) != self._looked_at:
             return False
+        if not self._callables.are(
+            module.__dict__.get(name) for reference, name in self._callables_at if (module := reference())
+        ):
+            return False
         # To list what each module holds takes ten times as long as the rest.
-        if (sizes != self._sizes or self._overrides) and _overrides_in(block) != self._overrides:
+        if sizes != self._sizes and not self._callables.are(value for m in block.modules() for _, value in callables_of(m)):
             return False
         self._sizes = sizes
         return True
@@ -166,25 +178,6 @@ def _look_at(block: nn.Module, now: MethodsNow, sizes: list[int]) -> tuple[list[
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
     return ids, methods, special
-
-
-def _overrides_in(block: nn.Module) -> list[tuple]:
-    return [(id(module), *override) for module in block.modules() for override in _overrides_of(module)]
-
-
-def _overrides_of(module: nn.Module) -> list[tuple[str, Same]]:
-    """Methods beside `forward` that another node has put over those of the module's class: PyTorch sets no guards on them.
-
-    The class's own, which the host leaves there, are removed: another one in such a place would leave as many attributes.
-    """
-    overrides = []
-    for name, value in [*module.__dict__.items()]:
-        if isinstance(value, types.FunctionType | types.MethodType | functools.partial) and name != "forward":
-            if is_of_class(module, name, value):
-                del module.__dict__[name]
-            elif hasattr(type(module), name):
-                overrides.append((name, Same(getattr(value, "__func__", value))))
-    return overrides
 
 
 def _given_code(module: nn.Module) -> tuple[Code, ...] | None:

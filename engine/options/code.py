@@ -1,4 +1,4 @@
-"""Find the code that modules run: of their methods, and of the functions of Python modules that these name.
+"""Find the code that modules run: of their methods, and of the functions that these name, in Python modules or on modules.
 
 Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options, so what was
 concluded from the code must be concluded again.
@@ -6,11 +6,11 @@ concluded from the code must be concluded again.
 
 import functools
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..forwards import contents_of, given_forward
+from ..forwards import callables_of, contents_of, given_forward
 from ..per_model import Same, SameObjects
 from ..torch_settings import original
 
@@ -87,8 +87,12 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
             if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
                 members = (getattr(member, "__func__", member) for member in vars(base).values())
                 functions += (member for member in members if isinstance(member, types.FunctionType))
+    # Only what the code names: a trainer keeps there, unnamed, the forward that it has replaced.
+    attributes: dict[str, dict[int, object]] = {}
+    for name, value in (entry for module in modules for entry in callables_of(module)):
+        attributes.setdefault(name, {})[id(value)] = value
     for _ in range(1 + DEPTH):
-        functions = [named for function in functions for named in _functions_in(function, seen)]
+        functions = [named for function in functions for named in _functions_in(function, seen, attributes)]
     return seen
 
 
@@ -103,17 +107,22 @@ def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionT
             yield from (member for member in methods if isinstance(member, types.FunctionType))
 
 
-def _functions_in(function: types.FunctionType, seen: dict[types.CodeType, dict]) -> Iterator[types.FunctionType]:
-    """The functions that the code of `function` names and that it closes over; none of code that was `seen`."""
+def _functions_in(
+    function: types.FunctionType, seen: dict[types.CodeType, dict], attributes: Mapping[str, Mapping[int, object]]
+) -> Iterator[types.FunctionType]:
+    """The functions that the code of `function` names, in modules of Python or as `attributes`, and that it closes over; none
+    of code that was `seen`."""
     for code in _codes(function.__code__):
         if code in seen:
             continue
         seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
         named = (value for _, _, value in _named_by(code, function.__globals__))
-        for target in [*named, *contents_of(function)]:
+        names = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}  # getattr(self, "attention")
+        held = (value for name in names for value in attributes.get(name, {}).values())
+        for target in [*named, *held, *contents_of(function)]:
             while isinstance(target, functools.partial):
                 target = target.func
-            target = original(target)
+            target = original(target.__func__ if isinstance(target, types.MethodType) else target)
             if not isinstance(target, types.FunctionType):
                 target = getattr(type(target), "__call__", None)  # noqa: B004  the one that a call uses
             if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):

@@ -58,6 +58,19 @@ class Nested(Block):
         return x + self.outer(self.layer(self.inner(x), transformer_options))
 
 
+class Holding(Block):
+    def __init__(self, width):
+        super().__init__(width)
+        self.attention, self.later = attention, None
+
+    def helped(self, x, transformer_options):
+        return x
+
+    def forward(self, x, transformer_options={}):
+        x = self.helped(x + self.outer(self.attention(self.inner(x), transformer_options)), transformer_options)
+        return x if self.later is None else self.later(x, transformer_options)
+
+
 class OfAModule(Block):
     def forward(self, x, transformer_options={}):
         return x + self.outer(elsewhere.attention(self.inner(x), transformer_options))
@@ -151,6 +164,33 @@ def test_a_forward_that_closes_over_another_function(check, host):
         for block in net.blocks:
             block.layer.forward = host.around(attention)
         assert check(net) == count
+
+
+@pytest.mark.parametrize("function", [needs_the_step, would_like_the_step, Object(), scaled(1.0)])
+@pytest.mark.parametrize("name", ["attention", "helped", "later"])
+def test_a_function_in_the_place_of_an_attribute_or_of_a_method(check, host, name, function):
+    net = Net(host.Holding)
+    before = [vars(block).get(name) for block in net.blocks]
+    for _ in range(2):
+        check(net)
+        for block in net.blocks:
+            setattr(block, name, function)
+        assert check(net) == 2
+        for block, value in zip(net.blocks, before, strict=True):
+            if name == "helped":
+                delattr(block, name)
+            else:
+                setattr(block, name, value)
+    assert check(net) == 2
+
+
+def test_a_function_that_no_code_calls_is_not_read(engine, host):
+    """ComfyUI's trainer keeps the block's forward, then this pack's, in `org_forward`."""
+    block, keys_read = host.Holding(8), engine("options.filter").keys_read
+    block.org_forward = needs_the_step
+    assert not keys_read(block)
+    block.attention = needs_the_step
+    assert "sigmas" in keys_read(block)
 
 
 def test_exchanged_functions_are_freed(check, host, monkeypatch):

@@ -6,6 +6,7 @@ import inspect
 import types
 
 import pytest
+import sweep
 import torch
 import zoo
 from patch_kinds import options
@@ -179,6 +180,53 @@ def test_with_code_of_packs_that_may_read_options_all_is_given(engine, unet_bloc
     else:
         monkeypatch.setattr("comfy.ldm.modules.attention.optimized_attention", KERNELS[kind])
     assert given_to(engine, unet_block) == "all"
+
+
+def by_step(q, k, v, transformer_options):
+    from comfy.ldm.cosmos.predict2 import torch_attention_op
+
+    return torch_attention_op(q, k, v, transformer_options) * transformer_options["sigmas"]
+
+
+class OfAPack:
+    def __call__(self, *args, **kwargs):
+        return by_step(*args, **kwargs)
+
+    def by_place(self, *args, transformer_options):
+        return by_step(*args, transformer_options) * transformer_options["block_index"]
+
+
+def attention_ops():
+    return [
+        by_step,
+        functools.partial(by_step),
+        OfAPack(),
+        OfAPack().by_place,
+        lambda *args, **kwargs: by_step(*args, **kwargs),
+    ]
+
+
+@pytest.mark.parametrize(("mode", "which"), [*(("in background", which) for which in range(5)), ("before first image", 0)])
+def test_a_function_among_the_attributes_of_a_layer_sees_all_that_it_reads(engine, mode, which):
+    """The attention of the host's Cosmos, Predict2 and Anima is such an attribute."""
+    setup = zoo.SETUPS["cosmos_predict2"]
+    model, attention = setup.build(), attention_ops()[which]
+    layers = [block.self_attn for block in model.diffusion_model.blocks]
+    hosts = layers[0].attn_op
+    compiler = engine("host.model.wrapper").BlockCompiler(
+        engine("settings").CompileSettings(backend="eager", compile_when=mode)
+    )
+
+    def run(percent, *compiler):
+        return sweep.call(model, setup.inputs(model=model, percent=percent), *compiler)
+
+    for function in (hosts, attention, hosts, attention):
+        for layer in layers:
+            layer.attn_op = function
+        for percent in (0.4, 0.4, 0.7):
+            same(run(percent, compiler), run(percent), function)
+            assert engine("background.thread").compiler.wait(120)
+    assert not torch.equal(run(0.4), run(0.7))
 
 
 @functools.cache
