@@ -95,7 +95,9 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     tested = "tested" if pytorch in private.TESTED else f"not tested with this pack, which is tested with {versions}"
     has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {pytorch} ({tested}), {triton}, Python "
     has += f"{_dotted(machine.python)}, C: {compilers['C'] or 'none'}, C++: {compilers['C++'] or 'none'}"
+    switch = private.switched_off()
     lacks: list[tuple[object, table.Cure]] = [
+        (switch, f"{switch} switches PyTorch's compiler off: nothing is compiled. Remove it, and restart ComfyUI."),
         (machine.missing, table.PYTHON_FILES),
         (name, f"this PyTorch has no {name}, so nothing is compiled: use PyTorch {versions}."),
         (gpu is None and not compilers["C++"], table.CPP_COMPILER),

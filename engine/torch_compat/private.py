@@ -6,6 +6,7 @@ A new version of PyTorch may rename any of them, so no other package names one. 
 
 import functools
 import logging
+import os
 import pkgutil
 import sys
 import threading
@@ -181,6 +182,15 @@ def unsupported() -> str | None:
             except Exception:
                 return entry.path.replace(":", ".")
     return None
+
+
+def switched_off() -> str | None:
+    """What keeps PyTorch's compiler from doing anything, or None (torch/_dynamo/config.py, eval_frame.py)."""
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        return "TORCHDYNAMO_DISABLE=1"
+    if not getattr(NAMES["dynamo_config"].find(), "disable", False):
+        return None
+    return "TORCH_COMPILE_DISABLE=1" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "torch._dynamo.config.disable"
 
 
 def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[Any], None]]:

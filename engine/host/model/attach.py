@@ -4,6 +4,7 @@ import functools
 
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
+from torch import nn
 
 from ...background.gate import CEILING, gate
 from ...background.thread import compiler
@@ -43,9 +44,9 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     """
     if not settings.enabled:
         return patcher
-    lacking = private.unsupported()
-    if lacking is not None:
-        return _uncompiled(patcher, lacking, node)
+    why = obstacle() or _no_module(patcher)
+    if why is not None:
+        return _uncompiled(patcher, *why, node)
     plan = compile_plan(patcher, settings)
     prepare_compiling(settings)
     clone = eager_clone(patcher)
@@ -66,12 +67,29 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     return clone
 
 
-def _uncompiled(patcher, lacking: str, node: str | None):
+def obstacle() -> tuple[list, str] | None:
+    """Why nothing can be compiled here: for a node's line (see `words.told`), and for the log; None: it can."""
+    if (lacking := private.unsupported()) is not None:
+        words = told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
+        return words, f"PyTorch {torch.__version__} has no {lacking}"
+    if (switch := private.switched_off()) is not None:
+        return told("vaeLeft", switch), f"{switch} switches PyTorch's compiler off"
+    return None
+
+
+def _no_module(patcher) -> tuple[list, str] | None:
+    """As ComfyUI_TensorRT's loader makes a model: its network is an engine."""
+    if isinstance(diffusion_model(patcher), nn.Module):
+        return None
+    return told("vaeLeft", told("vaeCompiled")), "another node has compiled it"
+
+
+def _uncompiled(patcher, words: list, reason: str, node: str | None):
     """A clone that runs as `patcher` does; the node's line says why."""
     clone, line = patcher.clone(), Line(node)
     clone.set_attachments(KEY, line)  # the page's list holds lines weakly
-    line.put("pytorch", told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1]))
-    logger.warning("%s runs uncompiled: PyTorch %s has no %s", model_name(patcher), torch.__version__, lacking)
+    line.put("pytorch", words)
+    logger.warning("%s runs uncompiled: %s", model_name(patcher), reason)
     return clone
 
 

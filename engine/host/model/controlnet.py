@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import comfy.controlnet
-import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
@@ -19,11 +18,10 @@ from ...log import logger
 from ...notices.status import Line, Status
 from ...notices.words import told
 from ...settings import CompileSettings
-from ...torch_compat import private
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
 from ..weights.blocks import Loaded
-from .attach import KEY, prepare_compiling
+from .attach import KEY, obstacle, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 
 # Networks whose sampling run has begun, until the host cleans up after the run.
@@ -97,14 +95,12 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     compiled = control.copy()
     if not settings.enabled:
         return compiled
-    kind, lacking = type(control).__name__, private.unsupported()
-    if lacking is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
+    kind, why = type(control).__name__, obstacle()
+    if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         compiled.torch_compile_kit_line = line = Line(node)
-        if lacking is not None:
-            line.put("control", told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1]))
-        else:
-            line.put("control", told("controlLeft", kind))
-            logger.info("%s: its network runs once an image, or is made anew for each; it is left uncompiled", kind)
+        words, reason = why or (told("controlLeft", kind), "its network runs once an image, or is made anew for each")
+        line.put("control", words)
+        logger.info("%s is left uncompiled: %s", kind, reason)
         return compiled
     prepare_compiling(settings)
     compiled.control_model = CompiledControl(network, settings, Status(node) if node is not None else None)

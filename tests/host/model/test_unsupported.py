@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from patch_kinds.conditions import controlnet
 from patching import Runs, same
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -15,6 +16,48 @@ def lacking(engine, monkeypatch):
     private.unsupported.cache_clear()
     yield "torch._guards.renamed_by_a_newer_version"
     private.unsupported.cache_clear()
+
+
+@pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", None])
+def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
+    """By a launch file, or by another pack."""
+    switch = f"{variable}=1" if variable else "torch._dynamo.config.disable"
+    if variable:
+        monkeypatch.setenv(variable, "1")
+    runs, settings = Runs(tiny, engine, "flux", cfg=1.0), engine("settings").CompileSettings()
+    with torch._dynamo.config.patch(disable=variable != "TORCHDYNAMO_DISABLE"):
+        attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
+        left = engine("host.model.controlnet").attach_control(controlnet(tiny, "flux", 1), settings, "8")
+        same(runs.run(attached), runs.plain(), "with the node")
+        lines = engine("notices.status").lines_of()
+        assert left is not None
+        assert lines["7"].says == lines["8"].says == [["vaeLeft", switch]]
+        assert switch in engine("failures.machine").preflight_here(False)[1][0]
+
+
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_a_network_that_is_no_module_passes_through(tiny, engine, compile_when):
+    """As ComfyUI_TensorRT's loader makes a model (tensorrt_loader.py, TrTUnet)."""
+
+    class Engine:
+        dtype = torch.float32
+
+        def __call__(self, *args, **kwargs):
+            return network(*args, **kwargs)
+
+        def load_state_dict(self, state_dict, strict=False):
+            pass
+
+        def state_dict(self):
+            return {}
+
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    expected, network = runs.plain(), runs.patcher.model._modules.pop("diffusion_model")
+    runs.patcher.model.diffusion_model = Engine()
+    settings = engine("settings").CompileSettings(compile_when=compile_when)
+    attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
+    same(runs.run(attached), expected, "with the node")
+    assert engine("notices.status").lines_of()["7"].says == [["vaeLeft", ["vaeCompiled"]]]
 
 
 def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):
