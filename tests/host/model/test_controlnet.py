@@ -1,5 +1,7 @@
 """A ControlNet whose blocks run compiled: the host's own, with a tiny model beside it."""
 
+import time
+
 import pytest
 import torch
 from capturing import capture_again
@@ -73,6 +75,10 @@ def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, en
     monkeypatch.setattr(status, "owner_now", lambda: ("who has it from the host's cache", "workflow"))
     runs.with_control(control)
     assert engine("background.thread").compiler.wait(120)
+    for _ in range(100):  # the worker tells the line when the job that `wait` waits for is over
+        if told[-1][2].state == "ready":
+            break
+        time.sleep(0.1)
     states = [(owner[1], line.state) for owner, node, line in told if node == "41" and line.state and owner[1]]
     assert states[0] == ("workflow", "compiling") and states[-1] == ("workflow", "ready"), states
 
