@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import comfy.model_management
 import comfy.samplers
@@ -36,6 +37,7 @@ from .warmup_plan import Size
 
 ROUNDS = 3
 MAX_STEPS = 10_000
+T = TypeVar("T")
 
 
 def benchmark(
@@ -72,13 +74,14 @@ def benchmark(
     with warming(), naming_the_size(label, model_name(patcher)):
         result = _measured(session, settings, label, steps)
         skipped = session.skipped
-        profile, recorded = _profiled(session, label, trace)
+        profile, recorded = _unless_it_fails(lambda: _profiled(session, label, trace), "a step") or (None, None)
     last = result.compiled.rounds[-1]
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
     cures = Cures(patcher, settings, profile)
     times = PromptTimes(step, steps, skipped, _other_seconds(vae, clip, prepared["samples"]))
     limits_of(diffusion_model(patcher))[:] = limits(cures, times)
-    return replace(result, limits=limits_of(diffusion_model(patcher))[:], trace=recorded)
+    notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
+    return replace(result, limits=limits_of(diffusion_model(patcher))[:], trace=recorded, notes=notes)
 
 
 def _measured(session: _Session, settings: CompileSettings, label: str, steps: int) -> BenchmarkResult:
@@ -199,15 +202,19 @@ def _other_seconds(vae, clip, latent: torch.Tensor) -> dict[str, float]:
         works[say("limitVae")] = lambda: vae.decode(latent)
     if clip is not None:
         works[say("limitText")] = lambda: clip.encode_from_tokens_scheduled(clip.tokenize("a photo of a cat"))
-    seconds = {}
-    for said, work in works.items():
-        try:
-            seconds[said] = _seconds_of(work)
-        except comfy.model_management.InterruptProcessingException:
-            raise
-        except Exception as error:  # a VAE of another model, or no memory for it: the rest is measured
-            logger.warning("not measured: %s: %s: %s", said, type(error).__name__, error)
-    return seconds
+    measured = {said: _unless_it_fails(partial(_seconds_of, work), said) for said, work in works.items()}
+    return {said: seconds for said, seconds in measured.items() if seconds is not None}
+
+
+def _unless_it_fails(measure: Callable[[], T], name: str) -> T | None:
+    """Call `measure`, which measures more than the rounds: these were long, and are told without."""
+    try:
+        return measure()
+    except comfy.model_management.InterruptProcessingException:
+        raise
+    except Exception as error:  # a VAE of another model, no memory, an output folder that cannot be written
+        logger.warning("not measured: %s: %s: %s", name, type(error).__name__, error)
+        return None
 
 
 def _seconds_of(work: Callable[[], object]) -> float:

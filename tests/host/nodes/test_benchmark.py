@@ -138,6 +138,20 @@ def test_traces_are_files_with_events_of_one_step(benchmarked, backend):
     assert first.compiled > 0 and (first.compiled < first.eager) == (backend == "inductor")
 
 
+def test_without_a_folder_for_the_traces_the_rounds_are_told(benchmarked, tmp_path, caplog):
+    import folder_paths
+
+    taken, before = tmp_path / "output", folder_paths.get_output_directory()
+    taken.write_text("a file, which holds no folder")
+    folder_paths.set_output_directory(str(taken))
+    try:
+        result = benchmarked().benchmark(steps=1, trace=True)
+    finally:
+        folder_paths.set_output_directory(before)
+    assert len(result.compiled.rounds) == 3 and result.trace is None
+    assert "No traces were written: the log says why." in result.table() and "not measured: a step" in caplog.text
+
+
 def test_progress_counts_every_step_once(benchmarked):
     import comfy.utils
 
