@@ -31,9 +31,9 @@ class CallInfo:
     layers: tuple[str, ...] = ()  # names of functions that run in place of layers
 
     def size(self) -> str:
-        """The size as a line of extra_sizes."""
+        """The size as a line of extra_sizes, which has none for sound."""
         frames = f"x{self.length}" if self.length > 1 else ""
-        size = f"{self.width}x{self.height}{frames}" if self.width else "the latent's size"
+        size = f"{self.width}x{self.height}{frames}" if self.width else "latent_image"
         return f"{size} batch {self.batch}" if self.batch > 1 else size
 
 
@@ -168,8 +168,9 @@ def _differences(before: CallInfo, now: CallInfo, dynamic: str) -> Iterator[tupl
         yield ", ".join(changes), _or(say("addSize", now.size()), set_true), set_true, now.size()
     if before.batch != now.batch:
         set_true = say("setTrue") if dynamic == "false" and min(before.batch, now.batch) > 1 else ""
-        size = now.size() if now.batch > 1 else f"{now.size()} batch 1"
-        yield say("batch", before.batch, now.batch), _or(say("addSize", size), set_true), set_true, size
+        size = (now.size() if now.batch > 1 else f"{now.size()} batch 1") if now.width else None
+        cure = say("addSize", size) if size else say("connectLatent")
+        yield say("batch", before.batch, now.batch), _or(cure, set_true), set_true, size
     old_prompts, prompts = before.prompts_per_call, now.prompts_per_call
     if old_prompts != prompts:
         yield say("joined" if prompts > old_prompts else "apart", prompts, old_prompts), say("giveCfg"), "", None

@@ -145,6 +145,14 @@ def test_a_controlnet_is_named(engine):
         assert f"a ControlNet was {word}" in sentence and "after the ControlNet's node" in sentence
 
 
+@pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
+def test_for_sound_no_size_is_offered_that_a_warmup_refuses(engine, before, now):
+    watch = engine("notices.recompile_log")
+    sentence, size = watch.cause(watch.CallInfo(batch=before), watch.CallInfo(batch=now), "auto", True, "")
+    assert size is None and f"changed from {before} to {now}. Connect the latent" in sentence
+    assert "extra_sizes" not in sentence
+
+
 def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
     runs = watched(**SINGLE)
     runs.warm()
