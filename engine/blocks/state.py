@@ -92,7 +92,9 @@ def _functions(cls: type) -> list[types.FunctionType]:
     return [function for base in cls.__mro__ if base not in _COMMON for function in functions_in(base)]
 
 
-Code = types.CodeType | type | Same
+Code = types.CodeType | type | str | Same  # the last two: of a default value
+# A default value of these types made anew is the same.
+_VALUES = (type(None), bool, int, float, str)
 
 
 class BlockState:
@@ -102,8 +104,8 @@ class BlockState:
 
     Attributes:
         groups: what the block runs, by settings.
-        methods: those of each class in the block, its own class first.
-        forwards: by path, what other nodes have put over forwards and other methods of the classes.
+        methods: those of each class in the block, its own class first; then what other nodes have put over methods.
+        forwards: by path, what other nodes have put over forwards of the classes.
     """
 
     def __init__(self, block: nn.Module, now: MethodsNow):
@@ -114,6 +116,7 @@ class BlockState:
         self._freed: list[weakref.ref] = []
         self._alive = []
         callables: list[object] = []
+        overrides: list[Hashable] = []
         self._callables_at: list[tuple[weakref.ref, str]] = []
         for path, module in block.named_modules():
             reference = weakref.ref(module, self._freed.append)
@@ -126,7 +129,7 @@ class BlockState:
                 callables.append(value)
                 # PyTorch sets no guards on what is over a method of the class.
                 if callable(value) and not isinstance(value, type) and hasattr(type(module), name):
-                    self.forwards += ((f"{path}.{name}", (Same(getattr(value, "__func__", value)),)),)
+                    overrides.append((path, name, tuple(_codes_in(value)) or Same(value)))
             if module is block:
                 continue
             code = _given_code(module)
@@ -136,7 +139,7 @@ class BlockState:
                 self.hooked += (path,)
         self._callables = SameObjects(callables)
         self._looked_at = _look_at(block, now, self._sizes)
-        self.methods = tuple(methods.key for methods in dict.fromkeys(self._looked_at[1]))
+        self.methods = (*(methods.key for methods in dict.fromkeys(self._looked_at[1])), *overrides)
 
     def holds(self, block: nn.Module, now: MethodsNow) -> bool:
         """Whether nothing in the block has changed; asked for each block before each call of the model."""
@@ -199,6 +202,10 @@ def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
         yield function.__code__
+        # PyTorch guards what a function closes over, but not its default values.
+        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+            is_empty = type(value) in (dict, list, tuple) and not value  # transformer_options={}
+            yield repr(value) if type(value) in _VALUES or is_empty else Same(value)
         if depth:
             for held in contents_of(function):
                 yield from _codes_in(held, depth - 1)

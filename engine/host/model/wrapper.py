@@ -17,7 +17,6 @@ from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
 from ...notices.status import Status
-from ...per_model import Same
 from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
@@ -143,7 +142,7 @@ def _patches_in(options: dict) -> tuple[str, ...]:
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
     """Names of the forwards that other nodes have given to layers inside blocks."""
     states = [state for block in blocks_of(network, settings) if (state := code_of(network).state_of(block)) is not None]
-    codes: set[Any] = {codes[0] for state in states for _, codes in state.forwards if not isinstance(codes[0], Same)}
+    codes: set[Any] = {codes[0] for state in states for _, codes in state.forwards}
     return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))
 
 

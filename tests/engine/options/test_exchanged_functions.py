@@ -166,6 +166,14 @@ def test_a_forward_that_closes_over_another_function(check, host):
         assert check(net) == count
 
 
+def test_a_forward_with_another_default_value(check, host):
+    net = Net(host.Nested)
+    for factor, count in ((1.0, 1), (2.0, 2), (1.0, 2)):
+        for block in net.blocks:
+            block.layer.forward = lambda x, transformer_options={}, by=factor: x * by
+        assert check(net) == count
+
+
 @pytest.mark.parametrize("function", [needs_the_step, would_like_the_step, Object(), scaled(1.0)])
 @pytest.mark.parametrize("name", ["attention", "helped", "later"])
 def test_a_function_in_the_place_of_an_attribute_or_of_a_method(check, host, name, function):

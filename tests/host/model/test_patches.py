@@ -96,7 +96,75 @@ def test_another_method_than_forward_put_on_a_layer_and_taken_off(runs, engine, 
         for _ in range(2):
             same(sd3.run(compiled), expected[which], which)
             wait_until_compiled(engine)
-    assert not sd3.failures and sd3.graphs == len(sd3.groups)
+    assert not sd3.failures and sd3.graphs == 6, "two kinds of blocks, three methods"
+
+
+class OfAPack:
+    def __init__(self, block, factor):
+        self.block, self.factor = block, factor
+
+    def pre_attention(self, *args, **kwargs):
+        (q, k, v), rest = type(self.block).pre_attention(self.block, *args, **kwargs)
+        return (q, k, v * self.factor), rest
+
+
+def quieter_by(block, factor, how):
+    """A method made anew, as packs do in each prompt that replace methods by hand."""
+
+    before = types.MethodType(type(block).pre_attention, block)
+
+    def quieter(self, *args, **kwargs):
+        (q, k, v), rest = type(self).pre_attention(self, *args, **kwargs)
+        return (q, k, v * factor), rest
+
+    def with_default(self, *args, by=factor, options={}, **kwargs):  # noqa: B006
+        (q, k, v), rest = type(self).pre_attention(self, *args, **kwargs)
+        return (q, k, v * by), rest
+
+    def handing_on(self, *args, **kwargs):
+        return quieter(self, *args, **kwargs)
+
+    if how == "a method of an object":
+        return OfAPack(block, factor).pre_attention
+
+    def around(self, *args, **kwargs):
+        (q, k, v), rest = before(*args, **kwargs)
+        return (q, k, v * factor), rest
+
+    function = {
+        "a closure": quieter,
+        "a default value": with_default,
+        "a closure over a closure": handing_on,
+        "around": around,
+    }[how]
+    return types.MethodType(function, block)
+
+
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+@pytest.mark.parametrize("how", ["a closure", "a default value", "a closure over a closure", "a method of an object", "around"])
+def test_a_method_made_anew_for_each_prompt(runs, engine, mode, how):
+    sd3 = runs("sd3", steps=2)
+    network = sd3.patcher.model.diffusion_model
+
+    def patched(factor):
+        patcher = sd3.patcher.clone()
+        for i, block in enumerate(network.joint_blocks):
+            patcher.add_object_patch(
+                f"diffusion_model.joint_blocks.{i}.x_block.pre_attention", quieter_by(block.x_block, factor, how)
+            )
+        return patcher
+
+    graphs = []
+    for factor in (0.3, 0.3, 0.6, 0.3, 0.6):
+        patcher = patched(factor)
+        expected = sd3.run(patcher)
+        compiled = sd3.attach(patcher, compile_when=mode)
+        for _ in range(2):
+            same(sd3.run(compiled), expected, factor)
+            wait_until_compiled(engine)
+        graphs.append(sd3.graphs)
+    assert not sd3.failures
+    assert graphs == [2, 2, 4, 4, 4], "what is made anew of the same code and values is the same"
 
 
 def test_a_patch_put_on_and_off_downstream(runs):
