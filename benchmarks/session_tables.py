@@ -3,6 +3,7 @@
 import math
 import re
 import statistics
+from collections.abc import Iterable
 
 from .results import NAMES, PRECISIONS, cell, lines_of, newest, noise_of, rows
 from .sessions import SESSIONS
@@ -276,16 +277,20 @@ def slowest_first() -> str:
     return f"{_setup_title(setup)} {ours:.1f} s instead of {eager:.1f} s"
 
 
-def waited_note() -> str:
-    """The footnote of the rows that are marked, if any is: what the default mode does instead."""
-    measured, _ = _measured()
-    models = dict.fromkeys(_setup_title(Setup(setup.model)) for setup, of in measured if _is_waited_for(of["ours"]))
+def waited_note(setups: Iterable[str] = SETUPS) -> str:
+    """The footnote of the rows of `setups` that are marked, if any is: what the default mode does instead."""
+    marked = [setup for setup, of in _measured()[0] if setup.name in setups and _is_waited_for(of["ours"])]
+    models = dict.fromkeys(_setup_title(Setup(setup.model)) for setup in marked)
     if not models:
         return ""
     return (
         f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, where an image takes a\n"
         "second, compiling waits until it is likely to pay off; images take as long as before until then, and the node says so."
     )
+
+
+def readme_waited_note() -> str:
+    return waited_note(README_SETUPS)
 
 
 def where_measured() -> str:

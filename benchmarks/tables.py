@@ -30,7 +30,7 @@ INLINE = {
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
 }
-README = {"gains": session_tables.gains_table, "waited": session_tables.waited_note, **INLINE}
+README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
 FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}
 MEASUREMENTS = {
     "table": session_tables.table_table,
