@@ -68,18 +68,15 @@ def _without_indices(path: str) -> str:
 
 def find_blocks(model: nn.Module) -> BlockPlan:
     total = size_of(model)
-    minimum = MINIMUM_SHARE * total
-    blocks = list(_outermost(model, "", _listed_blocks(model, minimum)))
-    repeated = _repeated_in_mixed_lists(model, blocks)
-    blocks = [*blocks, *_outermost(model, "", lambda path, m: id(m) in repeated)]
-    order = {path: i for i, (path, _) in enumerate(model.named_modules())}
-    blocks.sort(key=lambda item: order[item[0]])
+    is_listed = _listed_blocks(model, MINIMUM_SHARE * total)
+    repeated = _repeated_in_mixed_lists(model, _outermost(model, "", is_listed))
+    blocks = [*_outermost(model, "", lambda m: is_listed(m) or id(m) in repeated)]
     if not blocks:
         return BlockPlan((Block("", type(model).__name__, total),), total, whole_model=True)
     return BlockPlan(tuple(Block(path, type(m).__name__, size_of(m)) for path, m in blocks), total)
 
 
-def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module], bool]:
+def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[nn.Module], bool]:
     """A test for modules that belong to a list which repeats their class."""
     listed: set[int] = set()
     for container in model.modules():
@@ -91,17 +88,17 @@ def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[str, nn.Module
             listed.update(id(m) for m in members)
     # A list of one block whose class is listed elsewhere: a short `noise_refiner`, a UNet level of depth 1.
     classes_listed = {type(m) for m in model.modules() if id(m) in listed}
-    return lambda path, module: id(module) in listed or type(module) in classes_listed
+    return lambda module: id(module) in listed or type(module) in classes_listed
 
 
-def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module]]) -> set[int]:
+def _repeated_in_mixed_lists(model: nn.Module, blocks: Iterator[tuple[str, nn.Module]]) -> set[int]:
     """Ids of list members whose class occurs twice in the model and that neither hold nor belong to a block."""
     inside: set[int] = set()
     around: set[int] = set()
     for path, block in blocks:
         inside.update(map(id, block.modules()))
         parts = path.split(".")
-        around.update(id(model.get_submodule(".".join(parts[:i]))) for i in range(len(parts)))
+        around.update(id(unwrapped(model.get_submodule(".".join(parts[:i])))) for i in range(len(parts)))
     members = [
         child
         for container in model.modules()
@@ -117,14 +114,14 @@ def _repeated_in_mixed_lists(model: nn.Module, blocks: list[tuple[str, nn.Module
 def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         child, child_path = unwrapped(child), f"{path}.{name}" if path else name
-        if can_be_block(child) and wanted(child_path, child):
+        if can_be_block(child) and wanted(child):
             yield child_path, child
         else:
             yield from _outermost(child, child_path, wanted)
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Without PyTorch's wrapper, which another node's compiling leaves around a block until the host loads the model again."""
+    """Without PyTorch's wrapper, which another node's compiling leaves around a module until the host loads the model again."""
     return getattr(module, "_orig_mod", module)
 
 

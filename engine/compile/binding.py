@@ -24,8 +24,19 @@ from .eager import Eager
 from .group import BlockGroup
 from .registry import ModelCode, code_of
 
-# All blocks of a model, searched for once.
-plan_for = PerModel(lambda model: code_of(model).look(model, lambda: find_blocks(model), BlockPlan((), 0)))
+
+def _found(model: nn.Module) -> BlockPlan:
+    plan = find_blocks(model)
+    code_of(model).not_looked_at.pop(type(model).__name__, None)  # of a search that failed
+    return plan
+
+
+_plans = PerModel(_found)
+
+
+def plan_for(model: nn.Module) -> BlockPlan:
+    """All blocks of a model, searched for once; none while the search fails, because of another node's patches for example."""
+    return code_of(model).look(model, lambda: _plans(model), BlockPlan((), 0))
 
 
 class Binding:
@@ -149,8 +160,8 @@ def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
-    """The modules of the plan's blocks; a module that a patch has removed is left out. For a module that a patch has put there,
-    and that calls some of the blocks (a step cache over the blocks), those."""
+    """The modules of the plan's blocks; a module that a patch has removed, or that another node compiles from outside, is left
+    out. For a module that a patch has put there, and that calls some of the blocks (a step cache over the blocks), those."""
     classes = {block.class_name for block in plan.blocks}
     for block in plan.blocks:
         module: nn.Module | None = model

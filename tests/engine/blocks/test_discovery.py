@@ -47,6 +47,19 @@ def test_blocks_that_another_node_has_compiled_are_found(engine):
     assert engine("blocks.discovery").find_blocks(net) == plan
 
 
+def test_blocks_inside_what_another_node_has_compiled_are_found(engine):
+    """KJNodes' node for HunyuanVideo wraps `txt_in`, which holds a list of blocks; in a UNet it would be a transformer."""
+    net, find_blocks = (
+        nn.ModuleDict({"text": Net(), "image": Net(), "unet": unet_of_blocks()}),
+        engine("blocks.discovery").find_blocks,
+    )
+    plan = find_blocks(net)
+    net["text"] = torch.compile(net["text"], backend="eager")
+    for level in net["unet"].input_blocks:
+        level[1] = torch.compile(level[1], backend="eager")
+    assert find_blocks(net) == plan
+
+
 def test_blocks_inside_what_a_patch_puts_in_their_place(engine):
     """WaveSpeed's step cache: in the place of the first block stands a module that calls all of them."""
 
@@ -63,8 +76,8 @@ def test_blocks_inside_what_a_patch_puts_in_their_place(engine):
     assert binding.blocks_of(net, settings) == [alone]
 
 
-def test_mixed_lists_as_in_a_unet(engine):
-    """Residual blocks beside transformers that hold block lists: the inner blocks and the residual blocks."""
+def unet_of_blocks():
+    """Residual blocks beside transformers that hold block lists."""
 
     class Residual(Block):
         pass
@@ -79,7 +92,12 @@ def test_mixed_lists_as_in_a_unet(engine):
             super().__init__()
             self.input_blocks = nn.ModuleList(nn.Sequential(Residual(), Transformer()) for _ in range(2))
 
-    assert paths(engine("blocks.discovery").find_blocks(UNet())) == [
+    return UNet()
+
+
+def test_mixed_lists_as_in_a_unet(engine):
+    """The blocks in the transformers, and the residual blocks."""
+    assert paths(engine("blocks.discovery").find_blocks(unet_of_blocks())) == [
         "input_blocks.0.0",
         "input_blocks.0.1.transformer_blocks.0",
         "input_blocks.0.1.transformer_blocks.1",

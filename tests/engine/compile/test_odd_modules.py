@@ -50,6 +50,15 @@ def test_a_model_that_cannot_be_looked_at(check, caplog):
     assert caplog.text.count("Odd runs uncompiled") == 1
 
 
+def test_a_model_that_can_be_looked_at_again(check, engine, monkeypatch):
+    """Another node's patch was in the way, for a prompt."""
+    net = Odd()
+    assert check(net) == 0
+    monkeypatch.delattr(Odd, "named_children")
+    assert check(net) == 1
+    assert not engine("compile.registry").code_of(net).not_looked_at, "the report's line is gone"
+
+
 def test_out_of_memory_is_the_hosts_to_handle(engine, monkeypatch):
     net = Net(OddBlock)
     monkeypatch.setattr(OddBlock, "error", torch.OutOfMemoryError("no room"))

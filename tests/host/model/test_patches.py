@@ -5,9 +5,11 @@ import types
 
 import pytest
 import torch
+import zoo
 from patch_kinds import options
 from patching import Runs, patched, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
+from sampling import sample
 from support import wait_until_compiled
 from torch.nn.attention import SDPBackend
 
@@ -68,6 +70,29 @@ def test_after_another_nodes_compiling_the_blocks_are_compiled(runs, engine, mod
         same(flux.run(compiled), expected, mode)
         wait_until_compiled(engine)
     assert flux.graphs == 2 and not flux.failures
+
+
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+def test_blocks_inside_what_another_node_compiles(engine, mode):
+    """KJNodes' node for HunyuanVideo wraps `txt_in`, which holds two blocks: they are compiled in the prompt after it, and left
+    to it in a prompt with both, where it would compile its module anew in each step."""
+    setup, compiled_by_it = zoo.SETUPS["hunyuan_video"], []
+    patcher = setup.patcher(setup.build())
+    others, network = patcher.clone(), patcher.model.diffusion_model
+    backend = lambda graph, _inputs: compiled_by_it.append(graph) or graph  # noqa: E731
+    others.add_object_patch("diffusion_model.txt_in", torch.compile(network.txt_in, backend=backend))
+    settings = engine("settings").CompileSettings(backend="eager", compile_when=mode)
+    run = lambda patcher: sample(patcher, setup.conds(), setup.latent(), 1.0, 1, 4)  # noqa: E731
+    expected = run(others)
+    alone = len(compiled_by_it)
+    for chosen in (patcher, others):
+        compiled = engine("host.model.attach").attach(chosen, settings)
+        for _ in range(2):
+            same(run(compiled), expected, mode)
+            wait_until_compiled(engine)
+        groups = {group.class_name for group in engine("compile.registry").code_of(network).groups.values()}
+        assert "DoubleStreamBlock" in groups and "TokenRefinerBlock" in groups, "compiled after the other node"
+    assert len(compiled_by_it) == alone, "compiled anew beside this pack"
 
 
 @pytest.mark.parametrize("mode", ["in background", "before first image"])
