@@ -46,7 +46,7 @@ def users_folder() -> Path | None:
     What a variable names can hold files of the user or of others: only a folder with the pack's name is closed and cleaned.
     """
     if folder := os.environ.get(FOLDER):
-        place = Path(folder).absolute()
+        place = Path(os.path.expanduser(folder)).absolute()  # no shell expands it for a container
         return place if place.name == KIT else place / KIT
     value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
     with contextlib.suppress(KeyError, OSError):  # it holds the user's name, and a container's user may have none

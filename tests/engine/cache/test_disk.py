@@ -617,6 +617,15 @@ def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch
     assert opened().root == tmp_path / "volume" / "torch-compile-kit", "it is named already"
 
 
+def test_a_folder_of_the_users_home(opened, tmp_path, monkeypatch):
+    """No shell expands what a Dockerfile or a service sets. A folder named `~` was made, which `rm -r ~` does not remove."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", "~/volume")
+    assert opened().root == tmp_path / "volume" / "torch-compile-kit"
+
+
 @pytest.mark.parametrize("variable", ["TORCH_COMPILE_KIT_CACHE", "TORCHINDUCTOR_CACHE_DIR"])
 def test_what_else_is_in_the_folder_that_the_user_names_is_left_alone(opened, tmp_path, monkeypatch, variable):
     """As /workspace of a pod, which holds everything."""
