@@ -24,3 +24,6 @@ export function nodeOf(id) {
   }
   return node;
 }
+
+// The page's key for what a node has put out: "3", or "<id of the subgraph>:3" (createNodeLocatorId in ComfyUI's page).
+export const locatorOf = (node) => (node.graph?.isRootGraph === false ? `${node.graph.id}:${node.id}` : String(node.id));

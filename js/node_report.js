@@ -1,7 +1,7 @@
 // Shows the text that a node of ours reports in the node, in both renderers.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { isOpen, nodeOf, nodesOf, rootGraph } from "./graph.js";
+import { isOpen, locatorOf, nodeOf, nodesOf, rootGraph } from "./graph.js";
 import { ifRunningIsOpen, runningWorkflow } from "./running.js";
 import { inWords, locale, onLanguage, say, wordsLoaded } from "./words.js";
 
@@ -203,23 +203,26 @@ async function showOutputs() {
     if (!isOpen(workflow)) return;
     if ((app.extensionManager?.workflow?.activeWorkflow?.activeState?.id ?? workflow) === workflow) break;
   }
-  for (const node of nodesOf(rootGraph(), isOurs)) putInPlace(node);
+  const located = new Map(Array.from(nodesOf(rootGraph(), isOurs), (node) => [locatorOf(node), node]));
+  located.forEach(putInPlace);
   for (const [id, output] of Object.entries(app.nodeOutputs ?? {})) {
-    const node = nodeOf(id);
-    if (!isOurs(node) || hasLine(node) || !output?.text || foreign.has(`${workflow} ${id}`)) continue;
+    const node = located.get(id) ?? nodeOf(id); // older pages keep what has run in the background by the server's ids
+    if (!isOurs(node) || hasLine(node) || !output?.text || foreign.has(`${workflow} ${locatorOf(node)}`)) continue;
     show(node, [output.text].flat().join("\n"));
   }
   ifRunningIsOpen(begin);
 }
 
 // The page gives what a node has put out to the node of the same id in the workflow that is open, whichever runs.
-const foreign = new Set(); // so given, by the ids of workflow and node
+const foreign = new Set(); // so given, by the workflow's id and the page's key for the node's output
 
 async function noteForeign(id) {
   const open = rootGraph().id;
+  const node = nodeOf(id);
   const ran = await runningWorkflow();
-  if (ran == null || ran === open) foreign.delete(`${open} ${id}`);
-  else foreign.add(`${open} ${id}`);
+  if (!isOurs(node)) return;
+  if (ran == null || ran === open) foreign.delete(`${open} ${locatorOf(node)}`);
+  else foreign.add(`${open} ${locatorOf(node)}`);
 }
 
 app.registerExtension({

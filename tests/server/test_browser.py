@@ -31,7 +31,8 @@ CLASSIC = pytest.mark.parametrize("opened", ["classic"], indirect=True)
 BOTH = pytest.mark.parametrize("opened", ["classic", "nodes 2.0"], indirect=True)
 HELPERS = """
     window.kit = {
-      node: (name) => app.graph._nodes.find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
+      nodes: () => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph) => graph.nodes),
+      node: (name) => kit.nodes().find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
       widget: (name, widget) => kit.node(name).widgets.find((found) => found.name === widget),
       text: (name) => kit.widget(name, "torch_compile_kit_report").element.textContent,
       progress: [],

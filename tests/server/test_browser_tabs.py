@@ -95,6 +95,30 @@ def test_a_report_that_comes_while_another_workflow_is_open_is_shown_in_its_own(
     assert shown(page) == {EMPTY}
 
 
+@one_tab.TWINS
+def test_a_report_inside_a_subgraph_comes_back_with_its_tab_and_after_undo(page, prompt):
+    load(page, prompt, extra_sizes="")
+    page.js("() => app.rootGraph.convertToSubgraph(new Set([kit.node('Warmup')]))")
+    page.run()
+    page.until_shown("Warmup", "^Ready for 128x128")
+    duplicate(page)
+    assert shown(page) == {EMPTY}
+    go_back(page)
+    page.until_shown("Warmup", "^Ready for 128x128")
+    page.js(
+        """() => {
+            const tracker = app.extensionManager.workflow.activeWorkflow.changeTracker;
+            (tracker.captureCanvasState ?? tracker.checkState).call(tracker);
+            kit.undone = kit.node('Warmup');
+            kit.node('KSampler').title = 'another';
+            (tracker.captureCanvasState ?? tracker.checkState).call(tracker);
+            return app.extensionManager.command.execute('Comfy.Undo');
+        }"""
+    )
+    page.until("() => kit.node('Warmup') && kit.node('Warmup') !== kit.undone && kit.node('KSampler').title !== 'another'")
+    page.until_shown("Warmup", "^Ready for 128x128")
+
+
 @pytest.fixture
 def another_tab(page):
     """Another tab of the same browser, with the same page."""

@@ -35,7 +35,7 @@ const document = { createElement: () => ({
 }) };
 const requestAnimationFrame = () => {};
 const created = (id, comfyClass) => {
-  const node = nodes[id] = { comfyClass, widgets: [], size: [200, 100], setSize(size) { this.size = size; } };
+  const node = nodes[id] = { id, comfyClass, widgets: [], size: [200, 100], setSize(size) { this.size = size; } };
   node.addDOMWidget = (name, type, element) => (node.widgets.push({ name, element }), node.widgets.at(-1));
   extension.nodeCreated(node);
   return node;
@@ -506,6 +506,36 @@ def test_reports_come_back_with_the_outputs_of_another_tab():
         said.push(text(node), text(nodes[8]));
     """
     assert play("node_report.js", scene) == ["Ready for 64x64.", EMPTY]
+
+
+@pytest.mark.parametrize("key", ["uuid:3", "7:3"])
+def test_reports_inside_subgraphs_come_back_by_the_pages_key_or_the_servers(key):
+    scene = f"""
+        const inner = created("3", "TorchCompileKitWarmup");
+        const subgraph = {{ id: "uuid", isRootGraph: false, nodes: [inner] }};
+        subgraph.getNodeById = (id) => (id === "3" ? inner : undefined);
+        inner.graph = subgraph;
+        nodes["7"] = {{ id: "7", subgraph }};
+        const outer = created("3", "TorchCompileKitWarmup");
+        api.fetchApi = async () => ({{ ok: false }});
+        const opened = async () => {{
+          extension.afterConfigureGraph();
+          await new Promise((resolve) => setTimeout(resolve, 150));
+          said.push(text(inner), text(outer));
+        }};
+        host.queuePrompt = async () => ({{ prompt_id: "1" }});
+        await api.queuePrompt(0, {{ workflow: {{ id: "another" }} }});
+        send("execution_start", {{ prompt_id: "1" }});
+        app.nodeOutputs = {{ "{key}": {{ text: ["of another"] }} }};
+        send("executed", {{ node: "7:3" }});
+        await opened();
+        await api.queuePrompt(0, {{ workflow: {{ id: "open" }} }});
+        send("execution_start", {{ prompt_id: "1" }});
+        app.nodeOutputs["{key}"].text = ["Ready."];
+        send("executed", {{ node: "7:3" }});
+        await opened();
+    """
+    assert play("node_report.js", scene) == [EMPTY, EMPTY, "Ready.", EMPTY]
 
 
 def test_what_a_workflow_has_put_out_is_not_another_ones_report_when_that_is_opened_again():
