@@ -47,11 +47,13 @@ def get_ready_again() -> None:
 def get_ready(settings: CompileSettings) -> None:
     """Open the cache, and prepare for tracing and lowering if the sampler will wait. Once a process.
 
-    Beside the sampler nothing is prepared yet: few steps may never be compiled (payback.py).
+    For work beside a GPU nothing is prepared yet: few steps may never be compiled (payback.py).
     """
     open_users_cache()
     if settings.backend == "inductor" and settings.waits:
         _prepare()
+    elif device_type() != "cuda":
+        prepare(warm_up_dynamo)
 
 
 def _prepare() -> None:

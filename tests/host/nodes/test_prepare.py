@@ -38,6 +38,17 @@ def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, mo
     assert sum(asked) == prepared
 
 
+@pytest.mark.parametrize("device, prepared", [("cuda", []), ("cpu", ["warm_up_dynamo"])])
+def test_tracing_is_prepared_before_the_first_image_where_compiling_is_never_put_off(engine, monkeypatch, device, prepared):
+    """Else nothing of a first image is compiled that takes less time than preparing: the node would say nothing."""
+    folder, asked = engine("host.model.user_folder"), []
+    monkeypatch.setattr(folder, "prepare", lambda *steps: asked.extend(step.__name__ for step in steps))
+    monkeypatch.setattr(folder, "open_users_cache", lambda: None)
+    monkeypatch.setattr(folder, "device_type", lambda: device)
+    folder.get_ready(engine("settings").CompileSettings())
+    assert asked == prepared
+
+
 def test_reports_are_in_the_language_of_the_page(pack_module, engine, monkeypatch):
     """A page in the browser's language leaves no setting on the server; another page may have another language."""
     routes, spoken = pack_module("nodes.routes"), []
