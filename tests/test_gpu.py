@@ -401,6 +401,15 @@ class TestAttention:
         (call,) = survey.calls
         assert all(0 < attention._measure(name, call) < 1 for name in attention.KERNELS)
 
+    @pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+    def test_a_batch_that_no_flash_kernel_can_launch(self, engine, kernel):
+        """As temporal attention of SVD at 2048x1120 has it."""
+        from comfy.ldm.modules.attention import attention_pytorch
+
+        q = torch.randn(70_000, 2, 128, device="cuda", dtype=torch.half)
+        result = engine("inductor.attention_kernels").override_for(kernel)(attention_pytorch, q, q, q, 2)
+        assert relative_error(result, attention_pytorch(q, q, q, 2)) < 5e-3
+
     def test_what_a_kernel_cannot_run_is_not_measured_and_refused(self, engine):
         attention, q = engine("inductor.attention_kernels"), torch.randn(1, 8, 64, 64, device="cuda")  # float32
         spec = engine("tensor_spec").TensorSpec.of(q)
