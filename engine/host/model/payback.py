@@ -43,6 +43,7 @@ class Payback:
     Args:
         after: from how many prompts on; None: not put off.
         _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
+        _slowed: those beside which the process prepared for tracing: they tell nothing.
         _most_calls: in one run, by latent shape and number of steps. Heun and others call the model twice a step.
         _seconds: of a call of the sampler, the shortest so far, by the same: other programs may have used the GPU.
     """
@@ -52,12 +53,13 @@ class Payback:
     _is_decided: bool = False
     _sigmas: object = None
     _calls: int = 0
+    _slowed: int = 0
     _began: float | None = None
     _most_calls: dict[tuple, int] = field(default_factory=dict)
     _seconds: dict[tuple, float] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        self.prompts, self._calls, self._sigmas = self.prompts + 1, 0, None
+        self.prompts, self._calls, self._slowed, self._sigmas = self.prompts + 1, 0, 0, None
 
     def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict) -> bool:
         """Called before each call of the model that would not wait for code; False: it should run as without this pack.
@@ -85,16 +87,18 @@ class Payback:
     def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
         kind = x.shape, steps
         self._most_calls[kind] = max(steps, self._calls, self._most_calls.get(kind, 0))
-        last = min(CALLS[1], steps)
+        preparing, last = is_preparing(), min(CALLS[1], steps)
         first = max(1, last - CALLS[1] + CALLS[0])
-        if not first <= self._calls <= last:
+        self._slowed += preparing
+        number = self._calls - self._slowed
+        if preparing or not first <= number <= last:
             return
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)
-        began, self._began = self._began, None if is_preparing() else time.perf_counter()  # preparing slows calls
-        if self._calls != first and began is not None and self._began is not None:
+        began, self._began = self._began, time.perf_counter()
+        if number != first and began is not None:
             self._seconds[kind] = min(self._began - began, self._seconds.get(kind, math.inf))
-        if self._calls != last or not self._seconds:
+        if number != last or not self._seconds:
             return
         longest, seconds = max((s * self._most_calls[kind], s) for kind, s in self._seconds.items())
         is_unet = has_convolutions(network)

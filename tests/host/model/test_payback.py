@@ -78,6 +78,14 @@ def test_tracing_is_prepared_when_it_is_likely(flux, engine, monkeypatch):
     assert flux()[0] == 2 and asked[0] is traces
 
 
+def test_it_is_decided_in_the_first_image_though_that_began_beside_preparing(flux, engine, monkeypatch):
+    """Where nothing had to be loaded the first calls are over before it."""
+    slowed = iter([True] * 5)
+    monkeypatch.setattr(engine("host.model.payback"), "is_preparing", lambda: next(slowed, False))
+    flux.cost(0.0)
+    assert flux(steps=16)[0] == 2
+
+
 def test_one_large_prompt_is_no_reason_to_compile(flux, a_call_takes):
     flux.cost(2.0)
     for a_call_takes[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s
