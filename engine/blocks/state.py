@@ -147,7 +147,7 @@ class BlockState:
         if self._freed or _look_at(block, now, sizes) != self._looked_at:
             return False
         if not self._callables.are(
-            module.__dict__.get(name) for reference, name in self._callables_at if (module := reference())
+            module.__dict__.get(name) for reference, name in self._callables_at if (module := reference()) is not None
         ):
             return False
         # To list what each module holds takes ten times as long as the rest.
@@ -205,7 +205,10 @@ def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
         # PyTorch guards what a function closes over, but not its default values.
         for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
             is_empty = type(value) in (dict, list, tuple) and not value  # transformer_options={}
-            yield repr(value) if type(value) in _VALUES or is_empty else Same(value)
+            if isinstance(value, types.FunctionType | types.MethodType) and depth:  # org=module.forward, another in each block
+                yield from _codes_in(value, depth - 1)
+            else:
+                yield repr(value) if type(value) in _VALUES or is_empty else Same(value)
         if depth:
             for held in contents_of(function):
                 yield from _codes_in(held, depth - 1)

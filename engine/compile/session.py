@@ -72,12 +72,14 @@ class CompileStats:
 
 # Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); the dict-tag
 # shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep mixtures of experts, which
-# pick tokens by mask, in one graph. With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
+# pick tokens by mask, in one graph; without the guards a patch whose strength is a default value keeps its first one (skipped
+# until PyTorch 2.14). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
 # lookup ever hits.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "fake_tensor_cache_enabled": False,
     "use_recursive_dict_tags_for_guards": False,
+    "skip_guards_on_constant_func_defaults": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
 }

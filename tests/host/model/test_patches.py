@@ -192,6 +192,33 @@ def test_a_method_made_anew_for_each_prompt(runs, engine, mode, how):
     assert graphs == [2, 2, 4, 4, 4], "what is made anew of the same code and values is the same"
 
 
+@pytest.mark.parametrize("mode", ["in background", "before first image"])
+@pytest.mark.parametrize("name", ["sdxl", "flux"])
+def test_a_patch_whose_strength_is_a_default_value(runs, engine, name, mode):
+    """PyTorch before 2.15 guards no default values unless it is told to: each image had the first strength."""
+    model = runs(name, cfg=1.0)
+
+    def scaled(patcher, strength):
+        patcher = patcher.clone()
+        if name == "sdxl":
+            patcher.set_model_attn1_output_patch(lambda out, extra_options, strength=strength: out * strength)
+        else:
+            patcher.set_model_patch(
+                lambda q, k, v, pe=None, attn_mask=None, extra_options=None, strength=strength: {
+                    "q": q * strength, "k": k, "v": v, "pe": pe, "attn_mask": attn_mask
+                },
+                "attn1_patch",
+            )  # fmt: skip
+        return patcher
+
+    compiled = model.attach(model.patcher, compile_when=mode)
+    for strength in (0.5, 1.5, 0.8):
+        expected = model.run(scaled(model.patcher, strength))
+        model.run(scaled(compiled, strength))
+        wait_until_compiled(engine)
+        same(model.run(scaled(compiled, strength)), expected, f"strength {strength}")
+
+
 def test_a_patch_put_on_and_off_downstream(runs):
     flux, patch = runs("flux", cfg=1.0), options.patched_with(options.scaled_output, "attn1_output_patch")
     expected, compiled = flux.run(patched(flux.patcher, patch)), flux.attach(flux.patcher)
