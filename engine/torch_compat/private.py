@@ -188,7 +188,7 @@ def switched_off() -> str | None:
     """What keeps PyTorch's compiler from doing anything, or None (torch/_dynamo/config.py, eval_frame.py)."""
     if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
         return "TORCHDYNAMO_DISABLE=1"
-    if not getattr(NAMES["dynamo_config"].find(), "disable", False):
+    if unsupported() is not None or not getattr(NAMES["dynamo_config"].find(), "disable", False):
         return None
     return "TORCH_COMPILE_DISABLE=1" if os.environ.get("TORCH_COMPILE_DISABLE") == "1" else "torch._dynamo.config.disable"
 
