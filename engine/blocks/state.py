@@ -92,9 +92,7 @@ def _functions(cls: type) -> list[types.FunctionType]:
     return [function for base in cls.__mro__ if base not in _COMMON for function in functions_in(base)]
 
 
-Code = types.CodeType | type | str | Same  # the last two: of a default value
-# A default value of these types made anew is the same.
-_VALUES = (type(None), bool, int, float, str)
+Code = types.CodeType | type | Same
 
 
 class BlockState:
@@ -202,13 +200,6 @@ def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
     function = getattr(function, "__func__", function)
     if isinstance(function, types.FunctionType):
         yield function.__code__
-        # PyTorch guards what a function closes over, but not its default values.
-        for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
-            is_empty = type(value) in (dict, list, tuple) and not value  # transformer_options={}
-            if isinstance(value, types.FunctionType | types.MethodType) and depth:  # org=module.forward, another in each block
-                yield from _codes_in(value, depth - 1)
-            else:
-                yield repr(value) if type(value) in _VALUES or is_empty else Same(value)
         if depth:
             for held in contents_of(function):
                 yield from _codes_in(held, depth - 1)

@@ -168,10 +168,10 @@ def test_a_forward_that_closes_over_another_function(check, host):
 
 def test_a_forward_with_another_default_value(check, host):
     net = Net(host.Nested)
-    for factor, count in ((1.0, 1), (2.0, 2), (1.0, 2)):
+    for factor in (1.0, 2.0, 1.0):
         for block in net.blocks:
             block.layer.forward = lambda x, transformer_options={}, by=factor: x * by
-        assert check(net) == count
+        assert check(net) == 1, "PyTorch guards it (session.py, COMPILE_SWITCHES)"
 
 
 @pytest.mark.parametrize("function", [needs_the_step, would_like_the_step, Object(), scaled(1.0)])
