@@ -72,8 +72,8 @@ class CompileStats:
 
 # Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); the dict-tag
 # shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep mixtures of experts, which
-# pick tokens by mask, in one graph; without the guards a patch whose strength is a default value keeps its first one (skipped
-# until PyTorch 2.14). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
+# pick tokens by mask, in one graph; without guards on default values a patch keeps the strength that it had first (skipped
+# before pytorch#178420). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
 # lookup ever hits.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
