@@ -136,7 +136,7 @@ WORDS = {
         "settings.json/TorchCompileKit_CacheGiB/tooltip",
         "The least recently used is deleted first.",
     ),
-    "it does not run on a GPU": (None, f"{MAIN}/vaeLeft", "left as it is: %1"),
+    "it does not run on a GPU": (None, f"{MAIN}/leftAsIs", "left as it is: %1"),
     "block swap takes what there is": (
         r"Block Swap failed",
         "report.json/swappedAll",

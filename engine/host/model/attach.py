@@ -73,7 +73,7 @@ def obstacle() -> tuple[list, str] | None:
         words = told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
         return words, f"PyTorch {torch.__version__} has no {lacking}"
     if (switch := private.switched_off()) is not None:
-        return told("vaeLeft", switch), f"{switch} switches PyTorch's compiler off"
+        return told("leftAsIs", switch), f"{switch} switches PyTorch's compiler off"
     return None
 
 
@@ -81,7 +81,7 @@ def _no_module(patcher) -> tuple[list, str] | None:
     """As ComfyUI_TensorRT's loader makes a model: its network is an engine."""
     if isinstance(diffusion_model(patcher), nn.Module):
         return None
-    return told("vaeLeft", told("vaeCompiled")), "another node has compiled it"
+    return told("leftAsIs", told("compiledElsewhere")), "another node has compiled it"
 
 
 def _uncompiled(patcher, words: list, reason: str, node: str | None):

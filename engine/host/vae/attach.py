@@ -182,7 +182,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     laid_out = copy.copy(vae)
     laid_out.torch_compile_kit_line = line = Line(node)
     if (reason := left_alone(vae)) is not None:
-        line.put("decoding", told("vaeLeft", reason))
+        line.put("decoding", told("leftAsIs", reason))
         return laid_out
     if not forbids_threads():
         norm_kernels.prepare(vae.device)
@@ -225,4 +225,4 @@ def left_alone(vae: Any) -> list | None:
     compiled = (
         isinstance(m, private.OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules()
     )
-    return told("vaeCompiled") if any(compiled) else None
+    return told("compiledElsewhere") if any(compiled) else None

@@ -31,7 +31,7 @@ def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
         same(runs.run(attached), runs.plain(), "with the node")
         lines = engine("notices.status").lines_of()
         assert left is not None
-        assert lines["7"].says == lines["8"].says == [["vaeLeft", switch]]
+        assert lines["7"].says == lines["8"].says == [["leftAsIs", switch]]
         assert switch in engine("failures.machine").preflight_here(False)[1][0]
 
 
@@ -57,7 +57,7 @@ def test_a_network_that_is_no_module_passes_through(tiny, engine, compile_when):
     settings = engine("settings").CompileSettings(compile_when=compile_when)
     attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
     same(runs.run(attached), expected, "with the node")
-    assert engine("notices.status").lines_of()["7"].says == [["vaeLeft", ["vaeCompiled"]]]
+    assert engine("notices.status").lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
 
 
 def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):

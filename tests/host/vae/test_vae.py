@@ -241,7 +241,7 @@ class TestLeftAlone:
     def test_on_a_cpu(self, engine, told):
         vae, latent = make("image")
         ours = engine("host.vae.attach").attach_vae(vae, "7")
-        assert told == [((None, None), "7", ("unclear", [["vaeLeft", ["vaeNoGpu"]]], None))]
+        assert told == [((None, None), "7", ("unclear", [["leftAsIs", ["vaeNoGpu"]]], None))]
         assert engine("notices.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
         assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
 
@@ -254,7 +254,7 @@ class TestLeftAlone:
         if compiled:  # as KJNodes does it
             vae.first_stage_model.decoder = torch.compile(vae.first_stage_model.decoder)
         why = attach.left_alone(vae)
-        assert why == (["vaeCompiled"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None)
+        assert why == (["compiledElsewhere"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None)
 
     def test_what_is_no_vae_is_refused(self, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
