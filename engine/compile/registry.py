@@ -149,8 +149,13 @@ class ModelCode:
     def generation(self, kernels_ready: bool) -> tuple[int, bool]:
         """How often code was made, and whether kernels were ready, when the queue last had no job of the model."""
         if not self.is_being_compiled:
-            self._generation = sum(code.compiles for code in self._codes()), kernels_ready
+            self._generation = self.compiles, kernels_ready
         return self._generation
+
+    @property
+    def compiles(self) -> int:
+        """How often code was made."""
+        return sum(code.compiles for code in self._codes())
 
     def new_run(self) -> None:
         free_unused()

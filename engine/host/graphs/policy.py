@@ -1,16 +1,20 @@
 """Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
 
-Graphs pay where the GPU waits for the CPU in eager steps: measured, not by the model's name.
+Graphs pay where the GPU waits for the CPU in compiled steps: measured, not by the model's name. Eager steps do not tell: with
+weights in bf16 and in INT8 the GPU is as far behind in eager steps of Flux, and graphs help only the latter.
 """
 
 import enum
+import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from ...background.gate import gate
+from ...background.model_call import ModelCall
 from ...cache.disk import current
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
@@ -21,35 +25,40 @@ from ...torch_compat import private
 
 # Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
 MAX_BACKLOG = 0.3
+# A measured call holds the worker, beside which launching is slow, for so long at most.
+CALL_SECONDS = 2.0
+PAY, NOT_FROM = "pay", "do not pay from "
 
 
 class Way(enum.Enum):
     """How one call of a model runs."""
 
-    MEASURED = enum.auto()  # eager, to see whether graphs pay
     REPLAYED = enum.auto()  # from a CUDA graph, or to become one
+    MEASURED = enum.auto()  # block by block, to see whether graphs pay
     COMPILED = enum.auto()  # block by block, though graphs would be possible
     WITHOUT_GRAPHS = enum.auto()  # block by block: there can be none
 
 
 def way_of_call(
-    settings: CompileSettings, network: nn.Module, device: torch.device, synchronous: bool, notes: list[str]
+    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, synchronous: bool, notes: list[str]
 ) -> Way:
-    """How the next call runs, which changes once `measure` has timed a call; `notes` gets why wanted graphs are impossible."""
+    """How the next call runs, which changes once `measure` has timed a call; `notes` gets why wanted graphs are impossible.
+
+    Args:
+        size: numbers in the latent.
+    """
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
         if obstacle and settings.wants_graphs:
             note(notes, obstacle)
         return Way.WITHOUT_GRAPHS
-    pays = settings.wants_graphs or recall(network)
-    if pays is None:
-        return Way.MEASURED
+    pays = settings.wants_graphs or _recall(network, size)
     # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
     if pays or (not synchronous and code_of(network).is_being_compiled):
         return Way.REPLAYED
     if graphs_of(network).graphs:
         graphs_of(network).drop()
-    return Way.COMPILED
+    return Way.MEASURED if pays is None else Way.COMPILED
 
 
 def no_graphs(device: torch.device) -> str | None:
@@ -74,43 +83,67 @@ def no_graphs(device: torch.device) -> str | None:
 
 @dataclass
 class Payoff:
-    calls: int = 0  # eager calls so far; the first also loads weights
-    pays: bool | None = None  # None until `measure` has timed a call
+    """Whether graphs pay for a network.
+
+    Args:
+        pay: at sizes below `not_from`.
+        not_from: from this size of a latent on the GPU is busy enough without.
+        recalled: what an earlier process has measured is known.
+        ran: by size how often code had been made in the last call: a measured call is not the first of its code.
+    """
+
+    pay: bool = False
+    not_from: float = math.inf
+    recalled: bool = False
+    ran: dict[int, int] = field(default_factory=dict)
 
 
 payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
 
 
-def recall(network: nn.Module) -> bool | None:
-    """Whether graphs pay for the network; None if neither this process nor an earlier process has measured the network."""
+def _recall(network: nn.Module, size: int) -> bool | None:
+    """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
     payoff, cache = payoff_of(network), current()
-    if payoff.pays is None and payoff.calls == 0 and cache is not None:
-        payoff.pays = {"pay": True, "do not pay": False}.get(cache.recall(network, "graphs") or "")
-    return payoff.pays
+    if not payoff.recalled and cache is not None:
+        payoff.recalled, kept = True, cache.recall(network, "graphs") or ""
+        payoff.pay = payoff.pay or kept == PAY
+        if kept.startswith(NOT_FROM) and kept[len(NOT_FROM) :].isdigit():
+            payoff.not_from = min(payoff.not_from, int(kept[len(NOT_FROM) :]))
+    if size >= payoff.not_from:
+        return False
+    return payoff.pay or None
 
 
-def measure(network: nn.Module, call: Callable[[], object]) -> object:
-    """Make an eager call, and measure from the second on how long the GPU is busy after all of the call was launched."""
-    payoff = payoff_of(network)
-    payoff.calls += 1
-    if payoff.calls == 1:
-        return call()
+def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], object]) -> object:
+    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched."""
+    payoff, code = payoff_of(network), code_of(network)
+    compiles = code.compiles
+    if payoff.ran.get(size) != compiles:
+        result = run()
+        payoff.ran[size] = code.compiles
+        return result
+    gate.hold(CALL_SECONDS)
     torch.cuda.synchronize()
     began = time.perf_counter()
-    result = call()
+    result = run()
     launched = time.perf_counter()
     torch.cuda.synchronize()
+    if call.uncompiled or code.compiles != compiles:
+        return result
     backlog = (time.perf_counter() - launched) / (launched - began)
-    payoff.pays = backlog < MAX_BACKLOG
+    if backlog < MAX_BACKLOG:
+        payoff.pay, kept = True, PAY
+    else:
+        payoff.not_from, kept = size, f"{NOT_FROM}{size}"
     logger.info(
         "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
-        "pay" if payoff.pays else "would not pay",
+        "pay" if payoff.pay else "would not pay",
         100 * backlog,
     )
     cache = current()
     if cache is not None:
-        cache.remember(network, "graphs", "pay" if payoff.pays else "do not pay")
+        cache.remember(network, "graphs", kept)
     return result
 
 

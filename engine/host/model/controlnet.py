@@ -61,7 +61,7 @@ class CompiledControl:
                 self._status.begins(network, None, x.shape)  # steps are not timed: they are parts of the model's
                 scopes.callback(self._status.stopped)
             call = scopes.enter_context(self._calls.prepared())
-            result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, run)
+            result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, x.numel(), run)
         gate.close()  # a replay has opened the gate, and the model's call comes next
         return result
 

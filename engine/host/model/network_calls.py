@@ -54,14 +54,12 @@ class NetworkCalls:
             yield ModelCall(synchronous, raise_if_interrupted)
 
     def run(
-        self, loaded: Loaded, call: ModelCall, run: Callable[[], object], told: AbstractContextManager | None = None
+        self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object], told: AbstractContextManager | None = None
     ) -> object:
-        """Make the call `run`, within the context `told` unless the call is only measured."""
+        """Make the call `run`, of a latent of `size` numbers, within the context `told`."""
         network = loaded.network
         with traceable_casts(network), products_as_operators():
-            way = way_of_call(self.settings, network, loaded.device, call.synchronous, self.notes)
-            if way is Way.MEASURED:
-                return eager(network, functools.partial(measure, network, run))
+            way = way_of_call(self.settings, network, loaded.device, size, call.synchronous, self.notes)
             prepare(warm_up_dynamo)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
@@ -71,7 +69,7 @@ class NetworkCalls:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
                 scopes.enter_context(told or nullcontext())
-                result = run()
+                result = measure(network, size, call, run) if way is Way.MEASURED else run()
                 code_of(network).eager_calls += call.uncompiled
             return result
 

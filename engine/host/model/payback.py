@@ -16,7 +16,6 @@ from ...background.isolation import warm_up_dynamo
 from ...cache.startup import is_preparing, prepare
 from ...compile.registry import code_of
 from ...per_model import PerModel
-from ..graphs.policy import recall
 from ..graphs.replay import has_convolutions
 
 # Seconds that tracing, and lowering beside the sampler, cost prompts: 3 to 5 on two H100 machines (benchmarks/results).
@@ -42,6 +41,7 @@ class Payback:
 
     Args:
         after: from how many prompts on; None: not put off.
+        may_choose_attention: beside a call that is not compiled, if a choice takes one (attention_choice.py).
         _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
         _slowed: those beside which the process prepared for tracing: they tell nothing.
         _most_calls: in one run, by latent shape and number of steps. Heun and others call the model twice a step.
@@ -50,6 +50,7 @@ class Payback:
 
     prompts: int = 0
     after: int | None = None
+    may_choose_attention: bool = False
     _is_decided: bool = False
     _sigmas: object = None
     _calls: int = 0
@@ -80,9 +81,8 @@ class Payback:
         if sigmas is not self._sigmas:
             self._sigmas, self._calls = sigmas, self._calls + 1
             self._measure(network, x, len(all_steps) - 1)
-        # The first calls of a model choose its attention and see whether CUDA graphs pay (attention_choice.py, policy.py).
-        surveys = self.after is None and not _is_short(network, len(all_steps) - 1)
-        return self._is_decided or (surveys and recall(network) is None)
+        self.may_choose_attention = self.after is None and not _is_short(network, len(all_steps) - 1)
+        return self._is_decided
 
     def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
         kind = x.shape, steps

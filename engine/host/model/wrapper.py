@@ -75,16 +75,19 @@ class BlockCompiler:
             payback = payback_of(network)
             worthwhile = call.synchronous or payback.is_worthwhile(network, args[0], options)
             watch_of(network).put_off = payback.after
-            if not worthwhile:
-                return eager(network, functools.partial(executor, *args, **kwargs))
+            as_without_us = functools.partial(executor, *args, **kwargs)
+            if not worthwhile and not payback.may_choose_attention:
+                return eager(network, as_without_us)
             args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)
                 measure_attention()
                 return result
+            if not worthwhile:
+                return eager(network, as_without_us)
             loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
-            return self._calls.run(loaded, call, run, self._told(base_model, args, kwargs, call.synchronous))
+            return self._calls.run(loaded, call, args[0].numel(), run, self._told(base_model, args, kwargs, call.synchronous))
 
     @contextmanager
     def _told(self, base_model, args: tuple, kwargs: dict, synchronous: bool) -> Iterator[None]:

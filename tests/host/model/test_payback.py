@@ -14,7 +14,6 @@ def flux(engine, tiny, monkeypatch):
     """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
     payback, attachment = engine("host.model.payback"), engine("host.model.attach")
     monkeypatch.setattr(payback, "may_wait", lambda _device: True)
-    monkeypatch.setattr(payback, "recall", lambda _network: False)  # as after a restart: nothing is measured first
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
@@ -105,13 +104,14 @@ def test_calls_of_samplers_that_call_the_model_twice_a_step_are_counted(flux, a_
 
 
 def test_what_unets_cost_is_counted_in_calls(flux, engine, a_call_takes, monkeypatch):
-    """On a machine on which calls are slow compiling is too; and nothing is measured for a few steps."""
+    """On a machine on which calls are slow compiling is too; and no attention is measured for a few steps."""
     payback, asked = engine("host.model.payback"), []
     monkeypatch.setattr(payback, "has_convolutions", lambda _network: True)
-    monkeypatch.setattr(payback, "recall", asked.append)
+    choose = engine("host.model.wrapper").with_attention
+    monkeypatch.setattr(engine("host.model.wrapper"), "with_attention", lambda *args: asked.append(1) or choose(*args))
     flux.cost(0.0)
     assert flux(steps=5)[0] == 0 and not asked  # saves 20 calls in ten prompts, and costs 60
-    assert flux(steps=16)[0] == 2
+    assert flux(steps=16)[0] == 2 and asked
 
 
 def test_the_shortest_call_counts(flux, engine, a_call_takes, monkeypatch):
