@@ -1,11 +1,13 @@
 """Put compiling off while it would take longer than it is likely to save: few steps, of a model that is fast already.
 
 Compiling Z-Image on an H100 costs prompts some 4 s in all, and saves 0.2 s in each of nine steps: thirteen prompts took 1.2
-times as long as without this pack. How many prompts will follow nobody knows; a good guess is as many as have run.
+times as long as without this pack. How many prompts will follow nobody knows; a good guess is as many as have run, and of the
+same kinds.
 """
 
 import math
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -44,7 +46,8 @@ class Payback:
         may_choose_attention: beside a call that is not compiled, if a choice takes one (attention_choice.py).
         _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
         _slowed: those beside which the process prepared for tracing: they tell nothing.
-        _most_calls: in one run, by latent shape and number of steps. Heun and others call the model twice a step.
+        _runs: how many there were, by latent shape and number of steps.
+        _most_calls: in one run, by the same. Heun and others call the model twice a step.
         _seconds: of a call of the sampler, the shortest so far, by the same: other programs may have used the GPU.
     """
 
@@ -56,6 +59,7 @@ class Payback:
     _calls: int = 0
     _slowed: int = 0
     _began: float | None = None
+    _runs: Counter[tuple] = field(default_factory=Counter)
     _most_calls: dict[tuple, int] = field(default_factory=dict)
     _seconds: dict[tuple, float] = field(default_factory=dict)
 
@@ -86,6 +90,7 @@ class Payback:
 
     def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
         kind = x.shape, steps
+        self._runs[kind] += self._calls == 1
         self._most_calls[kind] = max(steps, self._calls, self._most_calls.get(kind, 0))
         preparing, last = is_preparing(), min(CALLS[1], steps)
         first = max(1, last - CALLS[1] + CALLS[0])
@@ -100,10 +105,11 @@ class Payback:
             self._seconds[kind] = min(self._began - began, self._seconds.get(kind, math.inf))
         if number != last or not self._seconds:
             return
-        longest, seconds = max((s * self._most_calls[kind], s) for kind, s in self._seconds.items())
+        known = {kind: self._most_calls[kind] * seconds for kind, seconds in self._seconds.items()}
+        usual = sum(self._runs[kind] * known[kind] for kind in known) / sum(self._runs[kind] for kind in known)
         is_unet = has_convolutions(network)
-        saved = longest * (SAVED_UNET if is_unet else SAVED)
-        cost = max(COST, CALLS_OF_UNET * min(seconds, LONGEST_CALL)) if is_unet else COST
+        saved = usual * (SAVED_UNET if is_unet else SAVED)
+        cost = max(COST, CALLS_OF_UNET * min(*self._seconds.values(), LONGEST_CALL)) if is_unet else COST
         self._is_decided = saved * max(PROMPTS, self.prompts) >= cost
         self.after = None if self._is_decided else math.ceil(cost / max(saved, 1e-3))
 
