@@ -21,6 +21,7 @@ from torch import nn
 
 from ..forwards import contents_of
 from ..per_model import Same
+from ..torch_settings import original
 
 # Immutable, and `repr` says all of it (also the sign of a zero, which `==` does not see).
 _PLAIN = {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
@@ -36,7 +37,8 @@ class NoKey(Exception):
 def value_key(value: object, inputs: bool = False) -> Hashable:
     """A key by value of numbers, strings, dtypes, containers of them and functions.
 
-    The key of a function is its identity and what its closure and defaults hold; globals are ignored.
+    The key of a function is its identity, what its closure and defaults hold, and the identity of what its code names in its
+    Python module.
 
     Args:
         inputs: tensors in lists, tuples and dicts are inputs of the graph: all but their data counts.
@@ -67,7 +69,8 @@ def _key(value: Any, inputs: bool, above: tuple[int, ...]) -> Hashable:
     if cls is functools.partial:
         return cls, _key((value.func, value.args, value.keywords), False, above)
     if cls is types.FunctionType:
-        return Same(value), *(_key(held, False, above) for held in _held_by(value) if id(held) not in above)
+        named = (Same(original(value.__globals__.get(name))) for name in value.__code__.co_names)
+        return Same(value), *named, *(_key(held, False, above) for held in _held_by(value) if id(held) not in above)
     raise NoKey(f"an object of the class {cls.__name__}")
 
 
@@ -244,7 +247,7 @@ def _tensor_keys(value: Any, depth: int = 0) -> Iterator[Hashable]:
 
 
 def _is_plain_object(value: object) -> bool:
-    if isinstance(value, _NOT_OPENED) or callable(value) or type(value).__module__ == "builtins":
+    if isinstance(value, _NOT_OPENED) or type(value).__module__ == "builtins":
         return False
     return bool(getattr(value, "__dict__", None)) and getattr(type(value), "__weakrefoffset__", 0) != 0
 

@@ -1,7 +1,5 @@
 """Tell whether the weights are where a CUDA graph expects them, and whether layers still run the same functions."""
 
-import functools
-import types
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
@@ -18,7 +16,6 @@ from .keys import HeldValues, value_key
 # Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
 # and those of layers that it does not page, again for each run.
 SMALL = 2**20
-_FUNCTIONS = (types.FunctionType, types.MethodType, functools.partial)
 # Packages whose layers hold no state that a call changes.
 _KNOWN_PACKAGES = ("torch", "comfy")
 
@@ -111,11 +108,11 @@ class ModelState:
 
 
 def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
-    """Methods that other nodes have put in the module's `__dict__`: (name, function, `self` of the method)."""
+    """What other nodes have put in the module's `__dict__` that can be called: (name, function, `self` of the method)."""
     return [
         (name, Same(getattr(value, "__func__", value)), Same(getattr(value, "__self__", None)))
         for name, value in module.__dict__.items()
-        if isinstance(value, _FUNCTIONS) and not is_ours(value) and not is_of_class(module, name, value)
+        if callable(value) and not is_ours(value) and not is_of_class(module, name, value)
     ]
 
 

@@ -121,30 +121,100 @@ class Recorded:
         return torch.zeros_like(tensors[0])
 
 
-@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
-def test_a_function_that_is_exchanged_in_a_python_module(flux, counts, compile_when, monkeypatch):
-    compiled = flux.attach(flux.patcher, compile_when=compile_when)
-    graphs = flux.engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model).graphs
+@pytest.fixture(params=["in background", "before first image"])
+def see(flux, counts, request):
+    """see(changes, patch): no graph that was captured before a change is replayed after the change; yields after each."""
 
-    def run():
-        result = flux.run(compiled)
-        assert flux.engine("background.thread").compiler.wait(120)
-        return result
+    def see(changes, patch=lambda patcher: patcher):
+        compiled = patch(flux.attach(flux.patcher, compile_when=request.param))
+        graphs = flux.engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model).graphs
 
-    run(), run(), counts()
-    plain, hosts = run(), layers.apply_mod
-    assert counts() == (0, 3)
+        def run():
+            result = flux.run(compiled)
+            assert flux.engine("background.thread").compiler.wait(120)
+            return result
+
+        run(), run(), counts()
+        before = run()
+        assert counts() == (0, 3)
+        for change in changes:
+            graphs.update(dict.fromkeys(graphs, Recorded()))
+            change()
+            expected = flux.run(patch(flux.patcher))
+            assert not torch.allclose(expected, before, rtol=1e-2), "it does nothing; this proves nothing"
+            for _ in range(3):
+                same(run(), expected)
+            before = expected
+            yield
+
+    return see
+
+
+def test_a_function_that_is_exchanged_in_a_python_module(counts, see, monkeypatch):
+    hosts = layers.apply_mod
 
     def stronger(tensor, scale, shift=None, dims=None):
         return hosts(tensor * 1.5, scale, shift, dims)
 
-    for function in (stronger, hosts):
-        graphs.update(dict.fromkeys(graphs, Recorded()))
-        monkeypatch.setattr(layers, "apply_mod", function)
-        expected = flux.run(flux.patcher)
-        assert torch.allclose(expected, plain) == (function is hosts)
-        for _ in range(3):
-            same(run(), expected)
+    for _ in see(functools.partial(monkeypatch.setattr, layers, "apply_mod", function) for function in (stronger, hosts)):
+        assert counts()[1], "it is captured and replayed again"
+
+
+def whole():
+    return 1.0
+
+
+def half():
+    return 0.5
+
+
+factor = whole
+
+
+def by_factor(func, q, k, v, heads, *args, **kwargs):
+    return func(q, k, v, heads, *args, **kwargs) * factor()
+
+
+def test_a_function_that_an_attention_of_another_node_names(counts, see, monkeypatch):
+    def patch(patcher):
+        clone = patcher.clone()
+        overridden(by_factor)(clone)
+        return clone
+
+    for _ in see((functools.partial(monkeypatch.setitem, globals(), "factor", named) for named in (half, whole)), patch):
+        assert counts()[1], "it is captured and replayed again"
+
+
+class Louder:
+    """Can be called and is no function; its node sets the factor."""
+
+    def __init__(self, factor, layer=None):
+        self.factor, self.layer = factor, layer
+
+    def __call__(self, x):
+        return (x if self.layer is None else type(self.layer).forward(self.layer, x)) * self.factor
+
+
+@pytest.mark.parametrize("path", ["img_in", "single_blocks.0.linear1"])
+def test_an_object_over_the_forward_of_a_layer(flux, counts, see, path):
+    layer = flux.patcher.model.diffusion_model.get_submodule(path)
+    for _ in see(functools.partial(setattr, layer, "forward", Louder(factor, layer)) for factor in (1.5, 2.5)):
+        assert counts() == (0, 0), "a callable of this kind may read anything"
+    del layer.forward
+
+
+class Calling(torch.nn.Linear):
+    """A layer of another pack with weights, and an object that its node has put there."""
+
+    def forward(self, x):
+        return self.louder(super().forward(x))
+
+
+def test_an_object_that_a_layer_of_another_pack_calls(flux, counts, see):
+    layer = like(flux.patcher.model.diffusion_model.img_in, Calling)
+    layer.louder = Louder(1.0)
+    changes = [lambda: setattr(layer.louder, "factor", 0.2), lambda: setattr(layer, "louder", Louder(0.5))]
+    for _ in see(changes, lambda patcher: with_object_patch(patcher, "img_in", layer)):
         assert counts()[1], "it is captured and replayed again"
 
 
@@ -386,6 +456,14 @@ def test_an_object_patch_of_a_plain_value(flux, counts):
             assert counts() == expected
 
 
+def like(layer, kind):
+    """A layer of another class with the same weights."""
+    with torch.inference_mode(False):
+        made = kind(layer.in_features, layer.out_features, bias=layer.bias is not None).requires_grad_(False)
+    made.load_state_dict(layer.state_dict())
+    return made
+
+
 class Scaled(torch.nn.Linear):
     """A layer of another pack with weights, and a strength that its node sets."""
 
@@ -396,11 +474,7 @@ class Scaled(torch.nn.Linear):
 
 
 def test_a_strength_of_another_packs_layer(flux, counts):
-    own = flux.patcher.model.diffusion_model.img_in
-    with torch.inference_mode(False):
-        layer = Scaled(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
-    layer.load_state_dict(own.state_dict())
-
+    layer = like(flux.patcher.model.diffusion_model.img_in, Scaled)
     compiled, results = flux.attach(flux.patcher), []
     for strength in (1.0, 0.2):
         layer.strength = strength
@@ -418,13 +492,9 @@ class Offset(torch.nn.Linear):
 
 
 def test_a_tensor_of_another_packs_layer(flux, counts):
-    own = flux.patcher.model.diffusion_model.img_in
-    with torch.inference_mode(False):
-        layer = Offset(own.in_features, own.out_features, bias=own.bias is not None).requires_grad_(False)
-    layer.load_state_dict(own.state_dict())
-
+    layer = like(flux.patcher.model.diffusion_model.img_in, Offset)
     compiled, results = flux.attach(flux.patcher), []
-    for offset in torch.randn(2, own.out_features):
+    for offset in torch.randn(2, layer.out_features):
         layer.offset = offset
         results.append(flux.run(with_object_patch(flux.patcher, "img_in", layer)))
         same(flux.run(with_object_patch(compiled, "img_in", layer)), results[-1])
