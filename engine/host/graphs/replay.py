@@ -229,8 +229,9 @@ def runs_channels_last(network: nn.Module) -> bool:
     return kernels() is not None and not state_of(network).channels_last_fails
 
 
-# Whether a model has blocks of convolutions, which may stay eager.
-has_convolutions = PerModel(lambda network: any(map(is_convolutional, modules_at(network, plan_for(network)))))
+def has_convolutions(network: nn.Module) -> bool:
+    """Whether a model has blocks of convolutions, which may stay eager."""
+    return any(map(is_convolutional, modules_at(network, plan_for(network))))
 
 
 # Our replacements of methods of `ModelPatcher`; a second one where another pack has replaced the first.

@@ -77,6 +77,14 @@ def test_a_unet_gives_the_same(name, engine, reference, both):
     assert not any("stride" in guard for guard in guards), guards
 
 
+def test_a_unet_that_another_node_had_patched_when_it_was_looked_at_has_convolutions_later(tiny, engine, monkeypatch):
+    network, has_convolutions = tiny.build_patcher("sdxl").model.diffusion_model, engine("host.graphs.replay").has_convolutions
+    with monkeypatch.context() as patch:
+        patch.setattr(type(network), "named_children", None)
+        assert not has_convolutions(network)
+    assert has_convolutions(network)
+
+
 @pytest.mark.pages
 def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypatch):
     with monkeypatch.context() as patch:
