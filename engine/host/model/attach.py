@@ -151,7 +151,7 @@ def notes_about(patcher) -> list[str]:
             f"{put_off}; Torch Compile Warmup, or compile_when set to `before first image`, begins now."
         )
     elif code.eager_calls:
-        notes.append(f"{code.eager_calls} steps ran uncompiled while blocks were compiled in the background.")
+        notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")
     if gate.jobs_past_ceiling:
         notes.append(
             f"{gate.jobs_past_ceiling} graphs had waited {CEILING:.0f} s for sampling to leave time, and were then compiled "

@@ -21,9 +21,9 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
 class Behind(Runs):
-    """Runs whose code is made in the background; `eager` tells the steps that ran without it since the last time."""
+    """Runs whose code is made in the background; `eager` tells the calls that ran without it since the last time."""
 
-    steps_told = 0
+    calls_told = 0
     blocks = ""
 
     def attach(self, patcher, **settings):
@@ -36,9 +36,9 @@ class Behind(Runs):
     @property
     def eager(self):
         notes = " ".join(self.engine("host.model.attach").notes_about(self.attach(self.patcher)))
-        told = re.search(r"(\d+) steps ran uncompiled while blocks were compiled", notes)
-        before, self.steps_told = self.steps_told, int(told[1]) if told else 0
-        return self.steps_told - before
+        told = re.search(r"(\d+) calls of the model ran uncompiled so far", notes)
+        before, self.calls_told = self.calls_told, int(told[1]) if told else 0
+        return self.calls_told - before
 
 
 @pytest.fixture
