@@ -235,6 +235,9 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
             refused = []
             for place in _places(folder):
                 try:
+                    # Elsewhere than on Windows PyTorch passes a path to the compiler unquoted (torch/_inductor/cpp_builder.py).
+                    if os.name != "nt" and re.search(r"[\s'\"\\]", str(place[-1])):
+                        raise OSError("the C++ compiler would split its path at the space or quote in it")
                     make_private(*place)
                     with tempfile.TemporaryFile(dir=place[-1]):
                         pass
@@ -266,11 +269,7 @@ def _places(folder: Path) -> list[list[Path]]:
     # Of this user alone, on drives that keep rights; a container's user may have no home.
     local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
     places = [[above, above / "cache"] for above in local if above.is_absolute()]
-    if users:
-        return [[users], *places]
-    # Elsewhere than on Windows PyTorch passes a path to the C++ compiler unquoted (torch/_inductor/cpp_builder.py).
-    splits = r"[\s'\"\\]" if os.name != "nt" else "$^"
-    return sorted([[folder.parent, folder], *places], key=lambda place: re.search(splits, str(place[-1])) is not None)
+    return [[users] if users else [folder.parent, folder], *places]
 
 
 def folder_name(block: str, structure: tuple) -> str:

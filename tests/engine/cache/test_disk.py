@@ -601,11 +601,16 @@ def test_a_user_without_a_name_and_home_has_a_cache_too(opened, tmp_path, monkey
 
 
 @posix
+@pytest.mark.parametrize("named", [False, True], ids=["the host's", "named"])
 @pytest.mark.parametrize("name, used", [("plain", True), ("gr\u00fcn", True), ("AI stuff", False), ("Ann's", False)])
-def test_a_folder_whose_path_a_c_compiler_would_split_is_not_used(opened, tmp_path, name, used):
-    """With ComfyUI in such a folder no graph that has C++ in it could be compiled: on a CPU none."""
-    root = opened(tmp_path / name / "cache").root
-    assert root == (tmp_path / name / "cache" if used else tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache")
+def test_a_folder_whose_path_a_c_compiler_would_split_is_not_used(opened, tmp_path, monkeypatch, caplog, name, used, named):
+    """No graph that has C++ in it could be compiled there: on a CPU none."""
+    folder = tmp_path / name / "cache"
+    if named:
+        monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(folder.parent))
+        folder = folder.with_name("torch-compile-kit")
+    assert opened(folder).root == (folder if used else tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache")
+    assert used != (f"{folder} cannot be used: the C++ compiler would split its path" in caplog.text)
 
 
 def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):
