@@ -12,7 +12,9 @@ from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import code_of
+from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
+from .report import groups_for
 from .words import told
 
 # Steps that are compared, at most and at least.
@@ -118,7 +120,8 @@ class Line:
 class Status(Line):
     """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes."""
 
-    def __init__(self, node: str):
+    def __init__(self, node: str, settings: CompileSettings):
+        self._settings = settings
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -195,7 +198,7 @@ class Status(Line):
         if network is None:  # not run yet, or freed
             return None
         code = code_of(network)
-        groups = code.groups.values()
+        groups = groups_for(network, self._settings)
         if any(group.code.is_tracing for group in groups):
             return News("compiling", told("preparing"))
         kinds = len({group.class_name for group in groups if group.is_being_compiled})

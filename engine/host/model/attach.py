@@ -50,7 +50,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     plan = compile_plan(patcher, settings)
     prepare_compiling(settings)
     clone = eager_clone(patcher)
-    status = Status(node) if node is not None else None
+    status = Status(node, settings) if node is not None else None
     clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     if settings.block_swap == "auto":

@@ -103,7 +103,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
         logger.info("%s is left uncompiled: %s", kind, reason)
         return compiled
     prepare_compiling(settings)
-    compiled.control_model = CompiledControl(network, settings, Status(node) if node is not None else None)
+    compiled.control_model = CompiledControl(network, settings, Status(node, settings) if node is not None else None)
     compiled.control_model_wrapped = patcher = control.control_model_wrapped.clone()
     set_callbacks(patcher, KEY, {CallbacksMP.ON_CLEANUP: _end_run, CallbacksMP.ON_LOAD: _on_load})
     logger.info("%s: %s; %s", type(network).__name__, settings.describe(), plan_for(network).summary())

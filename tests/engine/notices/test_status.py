@@ -22,7 +22,8 @@ def clock(engine, monkeypatch):
 @pytest.fixture
 def node(engine, clock, monkeypatch):
     """The line of a node whose model has one group of blocks, and what the page was told."""
-    found = engine("notices.status").Status("7")
+    settings = engine("settings").CompileSettings()
+    found = engine("notices.status").Status("7", settings)
     found.group = types.SimpleNamespace(
         class_name="Block",
         is_being_compiled=False,
@@ -30,8 +31,10 @@ def node(engine, clock, monkeypatch):
         stats=types.SimpleNamespace(graphs=0),
         code=types.SimpleNamespace(is_tracing=False),
     )
-    code = types.SimpleNamespace(groups={"key": found.group}, failures=[])
-    monkeypatch.setattr(engine("notices.status"), "code_of", lambda network: code)
+    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[])
+    for module in ("status", "report"):
+        monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
+    found.code = code
     found.told = []
     monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *news: found.told.append(news)])
     found.network = torch.nn.Identity()
@@ -156,11 +159,11 @@ def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock
 
 def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch):
     """Two workflows may have the same node ids, and so may two users; what is cached runs for whoever asks."""
-    status = engine("notices.status")
+    status, settings = engine("notices.status"), engine("settings").CompileSettings()
     mine, theirs = ("me", "workflow"), ("them", "workflow")
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     monkeypatch.setattr(status, "owner_now", lambda: mine)
-    first = status.Status("7")
+    first = status.Status("7", settings)
     monkeypatch.setattr(status, "owner_now", lambda: theirs)
     line = status.Line("7")
     line.put("decoding", ["vaeReady"])
@@ -180,11 +183,11 @@ def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch
     assert [owner for owner, *_ in node.told] == [mine, theirs], "both workflows use it"
     assert status.lines_of("me")["7"].says == status.lines_of("them")["7"].says == ["ready"]
     monkeypatch.setattr(status, "owner_now", lambda: mine)
-    second = status.Status("7")  # our node runs anew: the other code is no longer ours
+    second = status.Status("7", settings)  # our node runs anew: the other code is no longer ours
     second._network = first._network
     node.told.clear()
     first.new_run()
-    status.Status("7")
+    status.Status("7", settings)
     first.tell()
     assert [owner for owner, *_ in node.told] == [theirs] and status.live_lines() == [first]
 
@@ -230,3 +233,12 @@ def test_a_block_that_cannot_be_compiled(node, clock):
     node.group.failure, node.group.stats.graphs = "why", 1
     run(node, clock, [0.2] * 4)
     assert node.now()[:2] == ("failed", ["runsUncompiled", "Block"])
+
+
+def test_what_other_settings_of_the_model_came_to_is_not_told(node, clock, engine):
+    """Those of another node, or of this one before it was changed as its cure says."""
+    other = engine("settings").CompileSettings(fullgraph=True).settings_key()
+    node.code.groups["Block", other] = types.SimpleNamespace(**{**vars(node.group), "failure": "a graph break"})
+    node.group.stats.graphs = 1
+    run(node, clock, [])
+    assert said(node) == ("ready", ["ready"])
