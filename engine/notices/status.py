@@ -19,6 +19,8 @@ from .words import told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
+# Inputs of which steps are kept: each length of a prompt is another.
+MOST_INPUTS = 32
 # Pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
 # Share by which two medians of equal work may differ.
@@ -157,7 +159,10 @@ class Status(Line):
             self._last = ()
         elif self._step is not None and self._eager is not None:
             self._last = tuple(self._inputs)
-            self._steps.setdefault(self._last, Steps()).add(now - self._began, self._eager, watch_of(network))
+            steps = self._steps[self._last] = self._steps.pop(self._last, Steps())  # newest last
+            steps.add(now - self._began, self._eager, watch_of(network))
+            if len(self._steps) > MOST_INPUTS:
+                del self._steps[next(iter(self._steps))]
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = step, [inputs]

@@ -131,6 +131,18 @@ def test_steps_with_other_inputs_are_not_compared(node, clock):
     assert said(node)[1][1][:2] == ["faster", "50%"]
 
 
+def test_steps_of_a_few_inputs_are_kept_those_that_ran_last(node, clock, engine):
+    node.group.stats.graphs = 1
+    for inputs in ("this", "that"):
+        run(node, clock, [0.4] * 6, eager=True, inputs=inputs)
+    for number in range(engine("notices.status").MOST_INPUTS - 1):
+        run(node, clock, [0.2] * 2, inputs=f"a prompt of {number} tokens")
+        run(node, clock, [0.2] * 6, inputs="this")
+    assert said(node)[1][1][:2] == ["faster", "50%"]
+    run(node, clock, [0.2] * 6, inputs="that")
+    assert said(node)[1][1] == ["aStep", "0.200"]
+
+
 def test_nothing_is_claimed_that_has_not_run(node, clock):
     node.group.stats.graphs = 1
     run(node, clock, [0.15] * 2)
