@@ -6,7 +6,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -146,7 +146,8 @@ class Status(Line):
 
         Args:
             step: the same object for all calls of one step.
-            inputs: shapes of what the call gets; steps are compared if all their calls get the same.
+            inputs: shapes of what the call gets; steps are compared if all their calls get the same, or those that ran
+                compiled larger numbers.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
@@ -222,8 +223,26 @@ class Status(Line):
         if not any(group.stats.graphs for group in groups):
             put_off = watch_of(network).put_off
             return News() if put_off is None else News("unclear", told("putOff", put_off))
-        state, steps = self._steps.get(self._last, Steps()).compared()
+        state, steps = self._compared()
         return News(state, told("readyBut", steps) if steps else told("ready"))
+
+    def _compared(self) -> tuple[str, list]:
+        """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these
+        compute less, so that only `faster` can be told."""
+        steps = self._steps.get(self._last, Steps())
+        for inputs, others in list(self._steps.items())[::-1]:
+            if len(steps.uncompiled) < FEWEST and _is_at_most(inputs, self._last):
+                compared = Steps(others.uncompiled, steps.fast).compared()
+                if compared[0] == "faster":
+                    return compared
+        return steps.compared()
+
+
+def _is_at_most(inputs: Any, others: Any) -> bool:
+    """Whether the inputs of a step differ from others in smaller numbers at most."""
+    if isinstance(inputs, tuple) and isinstance(others, tuple):
+        return len(inputs) == len(others) and all(map(_is_at_most, inputs, others))
+    return inputs == others or (type(inputs) is type(others) is int and inputs <= others)
 
 
 # The owner is in the key since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI

@@ -45,7 +45,8 @@ class BlockCompiler:
         network = executor.class_obj.diffusion_model
         code, graphs = code_of(network), graphs_of(network)
         options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
-        inputs = shapes_of((args[0], *args[2:4]), kwargs), len(args) > 4 and args[4] is not None, _patches_in(options)
+        shapes, control = shapes_of(args[2:4], kwargs), len(args) > 4 and args[4] is not None
+        inputs = str(args[0].shape), shapes, control, _patches_in(options)
         self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
         try:

@@ -131,6 +131,17 @@ def test_steps_with_other_inputs_are_not_compared(node, clock):
     assert said(node)[1][1][:2] == ["faster", "50%"]
 
 
+@pytest.mark.parametrize("seconds, faster", [(0.2, True), (0.5, False)])
+def test_where_each_prompt_has_another_length_shorter_ones_are_compared_with(node, clock, seconds, faster):
+    """They compute less: only that compiled steps are faster can be told."""
+    node.group.stats.graphs = 1
+    run(node, clock, [0.4] * 6, eager=True, inputs=("64x64", (1, 20)))
+    for inputs in (("64x64", (1, 21)), ("64x64", (1, 19)), ("32x64", (1, 21)), ("64x64", (1, 21), "a ControlNet")):
+        run(node, clock, [seconds] * 6, inputs=inputs)
+        is_longer = inputs == ("64x64", (1, 21))
+        assert said(node)[1][1][0] == ("faster" if faster and is_longer else "aStep")
+
+
 def test_steps_of_a_few_inputs_are_kept_those_that_ran_last(node, clock, engine):
     node.group.stats.graphs = 1
     for inputs in ("this", "that"):

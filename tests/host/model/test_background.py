@@ -142,6 +142,20 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     assert key == "readyBut" and steps[0][0] in ("aStep", "noDifference", "faster", "slower")
 
 
+def test_uncompiled_steps_of_shorter_prompts_are_compared_with_but_not_those_of_smaller_images(flux, tiny, monkeypatch):
+    status, given = flux.engine("notices.status"), []
+    monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs: given.append(inputs))
+    settings = flux.engine("settings").CompileSettings(backend="eager")
+    compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "14")
+    for size, tokens in ((64, 40), (64, 60), (128, 60)):
+        flux.latent = tiny.empty_latent("flux", size, size)
+        flux.run(compiled, conditions.other_prompt(flux, tokens=tokens))
+    shorter, longer, larger = dict.fromkeys(given)
+    assert status._is_at_most(shorter, longer) and not status._is_at_most(longer, shorter)
+    assert not status._is_at_most(longer, larger)
+    flux.made()
+
+
 def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compared_with(tiny, engine):
     flux, goes_on = Behind(tiny, engine, "flux", cfg=1.0, steps=8), threading.Event()
 
