@@ -46,6 +46,7 @@ class Watch:
     # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
+    left: bool = False  # another node compiles the model (host/model/wrapper.py)
     put_off: int | None = None  # compiling begins with this prompt (host/model/payback.py)
     gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)

@@ -216,6 +216,8 @@ class Status(Line):
         if self.in_call and self._was_compiling():
             return self._sent
         self._compiling_since = None
+        if watch_of(network).left:
+            return News("unclear", told("leftAsIs", told("compiledElsewhere")))
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         failed |= dict.fromkeys(failure.block for failure in code.failures)
         if failed:

@@ -29,7 +29,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import BlockCompiler, install_apply, uninstall_apply
+from .wrapper import COMPILED_ELSEWHERE, BlockCompiler, install_apply, is_compiled_elsewhere, uninstall_apply
 
 KEY = "torch-compile-kit"
 
@@ -44,7 +44,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     """
     if not settings.enabled:
         return patcher
-    why = obstacle() or _no_module(patcher)
+    why = obstacle() or _elsewhere(patcher)
     if why is not None:
         return _uncompiled(patcher, *why, node)
     plan = compile_plan(patcher, settings)
@@ -77,11 +77,12 @@ def obstacle() -> tuple[list, str] | None:
     return None
 
 
-def _no_module(patcher) -> tuple[list, str] | None:
-    """As ComfyUI_TensorRT's loader makes a model: its network is an engine."""
-    if isinstance(diffusion_model(patcher), nn.Module):
+def _elsewhere(patcher) -> tuple[list, str] | None:
+    """Whether another node compiles the model; that of ComfyUI_TensorRT makes one whose network is no module."""
+    network = patcher.get_model_object("diffusion_model")
+    if isinstance(network, nn.Module) and not is_compiled_elsewhere(network, patcher.wrappers):
         return None
-    return told("leftAsIs", told("compiledElsewhere")), "another node has compiled it"
+    return told("leftAsIs", told("compiledElsewhere")), COMPILED_ELSEWHERE
 
 
 def _uncompiled(patcher, words: list, reason: str, node: str | None):
@@ -89,7 +90,7 @@ def _uncompiled(patcher, words: list, reason: str, node: str | None):
     clone, line = patcher.clone(), Line(node)
     clone.set_attachments(KEY, line)  # the page's list holds lines weakly
     line.put("pytorch", words)
-    logger.warning("%s runs uncompiled: %s", model_name(patcher), reason)
+    logger.warning("%s is left as it is: %s", model_name(patcher), reason)
     return clone
 
 

@@ -1,7 +1,7 @@
 """Wrap the host's `apply_model`: choose how each call of a diffusion model runs, and tell what it compiled."""
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,11 +9,13 @@ import torch
 from comfy.patcher_extension import WrappersMP
 
 from ...background.thread import compiler
+from ...blocks.discovery import unwrapped
 from ...compile.binding import blocks_of
 from ...compile.call_shapes import shapes_of
 from ...compile.registry import code_of
 from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
+from ...log import logger
 from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
 from ...notices.status import Status
@@ -24,6 +26,11 @@ from .attention_choice import OPTIONS_AT, with_attention
 from .network_calls import NetworkCalls, are_training, eager
 from .payback import payback_of
 from .training import TRAINING, begin_step
+
+# Under it ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py): inside,
+# the model, or each of its blocks, is PyTorch's OptimizedModule.
+COMPILE_KEY = "torch.compile"
+COMPILED_ELSEWHERE = "another node compiles it; remove one of the two"
 
 
 class BlockCompiler:
@@ -40,6 +47,8 @@ class BlockCompiler:
         self.notes = self._calls.notes
 
     def __call__(self, executor, *args, **kwargs):
+        if self._is_left(executor.class_obj, args):
+            return executor(*args, **kwargs)
         if self.status is None or _is_copy_for_another_device(executor.class_obj):
             return self._call(executor, *args, **kwargs)
         network = executor.class_obj.diffusion_model
@@ -62,6 +71,19 @@ class BlockCompiler:
         if eager_calls == before[0] and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
+
+    def _is_left(self, base_model, args: tuple) -> bool:
+        """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
+        forwards, up to its limit."""
+        options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+        watch = watch_of(network := unwrapped(base_model.diffusion_model))
+        before, watch.left = watch.left, is_compiled_elsewhere(base_model.diffusion_model, options.get("wrappers", {}))
+        if watch.left and not before:
+            logger.warning("%s is left as it is: %s", type(base_model).__name__, COMPILED_ELSEWHERE)
+        if watch.left and self.status is not None and not _is_copy_for_another_device(base_model):
+            self.status.begins(network, None, None)
+            self.status.stopped()
+        return watch.left
 
     def _call(self, executor, *args, **kwargs):
         base_model = executor.class_obj
@@ -106,6 +128,12 @@ class BlockCompiler:
             info = call_info_of(base_model, settings, args, kwargs)
             node = self.status.node if self.status is not None else None
             report_compilation(network, type(base_model).__name__, info, added, settings, node)
+
+
+def is_compiled_elsewhere(network: Any, wrappers: Mapping[str, Mapping]) -> bool:
+    """Whether another node compiles the model or some of its blocks; `wrappers` by kind and key."""
+    by_torch = unwrapped(network) is not network or getattr(network, "_compiled_call_impl", None) is not None
+    return by_torch or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
 
 
 def _is_copy_for_another_device(base_model) -> bool:

@@ -1,0 +1,117 @@
+"""A model that another node compiles: this pack leaves it alone, in either order of the nodes, and says so."""
+
+import gc
+import logging
+
+import pytest
+import torch
+from patching import Runs, same
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+BLOCKS = [f"diffusion_model.double_blocks.{i}" for i in range(2)] + [f"diffusion_model.single_blocks.{i}" for i in range(4)]
+
+
+def wrapped(keys):
+    """As ComfyUI's own node, TorchCompileModel, and KJNodes do it."""
+
+    def compile_with(patcher, backend):
+        from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+        set_torch_compile_wrapper(patcher, backend, keys=keys)
+
+    return compile_with
+
+
+def patched(patcher, backend):
+    """As WaveSpeed does it."""
+    network = patcher.get_model_object("diffusion_model")
+    patcher.add_object_patch("diffusion_model", torch.compile(network, backend=backend))
+
+
+def in_place(patcher, backend):
+    patcher.model.diffusion_model.compile(backend=backend)
+
+
+WAYS = {
+    "the model wrapped": wrapped(["diffusion_model"]),
+    "blocks wrapped": wrapped(BLOCKS),
+    "the model patched": patched,
+    "the model in place": in_place,
+}
+ORDERS = "other node first", "other node last"
+LEFT = ["leftAsIs", ["compiledElsewhere"]]
+
+
+class Both(Runs):
+    """A tiny Flux that another node compiles beside ours; `compiled` counts what the other one compiled."""
+
+    def __init__(self, tiny, engine):
+        super().__init__(tiny, engine, "flux", cfg=1.0)
+        self.compiled = 0
+
+    def backend(self, graph, _inputs):
+        self.compiled += 1
+        return graph
+
+    def with_both(self, way, order, **settings):
+        patcher = self.patcher.clone()
+        chosen = self.engine("settings").CompileSettings(backend="eager", **settings)
+        if order == ORDERS[0]:
+            way(patcher, self.backend)
+        patcher = self.engine("host.model.attach").attach(patcher, chosen, "7").clone()
+        if order == ORDERS[1]:
+            way(patcher, self.backend)
+        return patcher
+
+    def alone(self, way):
+        patcher = self.patcher.clone()
+        way(patcher, self.backend)
+        return patcher
+
+    def check(self, patcher):
+        """Sample until nothing is compiled any more; how often the other node has compiled."""
+        self.compiled = 0
+        for _ in range(4):
+            same(self.run(patcher), self.plain(), "with both nodes")
+            assert self.engine("background.thread").compiler.wait(120)
+        return self.compiled
+
+    def line(self):
+        return self.engine("notices.status").lines_of()["7"]
+
+
+@pytest.fixture
+def flux(tiny, engine):
+    torch._dynamo.reset()
+    both = Both(tiny, engine)
+    yield both
+    torch._dynamo.reset()
+    for module in both.patcher.model.modules():
+        module._compiled_call_impl = None  # holds the model in a cycle
+    gc.collect()
+
+
+@pytest.mark.parametrize("when", ["in background", pytest.param("before first image", marks=pytest.mark.rest)])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_is_left_to_the_node_that_compiles_it(tiny, engine, flux, caplog, way, order, when):
+    alone = Both(tiny, engine)
+    expected = alone.check(alone.alone(WAYS[way]))
+    assert expected, "else this proves nothing"
+    torch._dynamo.reset()
+    with caplog.at_level(logging.WARNING, "torch-compile-kit"):
+        patcher = flux.with_both(WAYS[way], order, compile_when=when)
+        assert flux.check(patcher) == expected
+    assert flux.line()[:2] in [("unclear", LEFT), ("unclear", [LEFT])] and not flux.graphs
+    assert [r.getMessage() for r in caplog.records if r.name == "torch-compile-kit"] == [
+        "Flux is left as it is: another node compiles it; remove one of the two"
+    ]
+
+
+def test_a_model_is_compiled_once_the_other_node_is_gone(flux):
+    both = flux.with_both(WAYS["the model wrapped"], ORDERS[1])
+    flux.run(both)
+    assert flux.line().says == LEFT
+    compiled = flux.attach(flux.patcher, compile_when="in background")
+    assert flux.check(compiled) == 0 and flux.graphs == 2
