@@ -47,12 +47,15 @@ def given_forward(module: nn.Module) -> object | None:
     return None if ours else forward
 
 
+TORCH_COMPILE = "torch.compile"
+
+
 def named_origin(function: Any) -> str:
     """A function of another node, by its name and the pack or file that it is from; empty for None."""
     if function is None:
         return ""
     if hasattr(function, "_torchdynamo_orig_callable"):  # another node compiles; PyTorch does not tell which
-        return "torch.compile"
+        return TORCH_COMPILE
     function = getattr(function, "func", function)  # of functools.partial
     named = function if hasattr(function, "__qualname__") else type(function)
     name, place = named.__qualname__.rpartition("<locals>.")[2], named.__module__ or "?"  # None: made by `exec`

@@ -56,8 +56,8 @@ class Binding:
     ):
         self._model, self.settings, self.call = model, settings, call or ModelCall()
         self._blocks = blocks_of(model, settings)
-        forwards = {block: given_forward(block) for block in self._blocks}
-        # Blocks that run the forward of their class.
+        forwards = {block: given_forward(block) or block._compiled_call_impl for block in self._blocks}
+        # Blocks that run the forward of their class, and that no other node compiles (`Module.compile`).
         self._free = [block for block, forward in forwards.items() if forward is None]
         code, taken = code_of(model), [(block, forward) for block, forward in forwards.items() if forward is not None]
         code.look(model, lambda: code.note_taken((type(unwrapped(b)).__name__, named_origin(f)) for b, f in taken), None)

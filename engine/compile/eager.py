@@ -14,6 +14,7 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
 from ..cache.startup import is_preparing
+from ..forwards import TORCH_COMPILE
 from ..options.patches import changes_an_object
 from .traced_graph import is_capturing
 
@@ -31,7 +32,7 @@ class Eager(enum.Enum):
 
 
 class Taken(NamedTuple):
-    """Blocks of one class that run another node's forward."""
+    """Blocks of one class that run another node's forward, or that another node compiles."""
 
     class_name: str
     forward: str  # of `named_origin`
@@ -42,6 +43,8 @@ class Taken(NamedTuple):
         return f"{self.blocks} {self.class_name}"
 
     def message(self) -> str:
+        if self.forward == TORCH_COMPILE:
+            return f"{self.block} are left as they are: another node compiles them; remove one of the two."
         return f"{self.block} run uncompiled: another node has replaced their forward by {self.forward}."
 
 

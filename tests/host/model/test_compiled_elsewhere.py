@@ -33,6 +33,11 @@ def in_place(patcher, backend):
     patcher.model.diffusion_model.compile(backend=backend)
 
 
+def blocks_in_place(patcher, backend):
+    for path in BLOCKS:
+        patcher.get_model_object(path).compile(backend=backend)
+
+
 WAYS = {
     "the model wrapped": wrapped(["diffusion_model"]),
     "blocks wrapped": wrapped(BLOCKS),
@@ -115,3 +120,16 @@ def test_a_model_is_compiled_once_the_other_node_is_gone(flux):
     assert flux.line().says == LEFT
     compiled = flux.attach(flux.patcher, compile_when="in background")
     assert flux.check(compiled) == 0 and flux.graphs == 2
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_that_are_compiled_in_place_are_left(tiny, engine, flux, order):
+    alone = Both(tiny, engine)
+    expected = alone.check(alone.alone(blocks_in_place))
+    assert expected, "else this proves nothing"
+    torch._dynamo.reset()
+    patcher = flux.with_both(blocks_in_place, order)
+    assert flux.check(patcher) == expected and not flux.graphs
+    assert [n for n in engine("host.model.attach").notes_about(patcher) if "DoubleStreamBlock" in n] == [
+        "2 DoubleStreamBlock are left as they are: another node compiles them; remove one of the two."
+    ]
