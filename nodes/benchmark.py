@@ -3,9 +3,9 @@
 from comfy_api.latest import io, ui
 
 from ..engine.benchmark.plot import draw, draw_message
+from ..engine.host.model.attach import Nothing
 from ..engine.host.nodes.benchmark import MAX_STEPS, benchmark
 from ..engine.host.nodes.warmup_plan import Size
-from ..engine.notices.words import say, say_in_english
 from .inputs import latent_input, size_inputs
 
 
@@ -67,6 +67,6 @@ class Benchmark(io.ComfyNode):
     ) -> io.NodeOutput:
         size = Size(width, height, length, batch_size)
         result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image, vae, clip)
-        table = result.table() if result else say("nothingToCompare")
-        plot = (draw(result) if result else draw_message(say_in_english("nothingToCompare"))).tensor()
+        table = result.text if isinstance(result, Nothing) else result.table()
+        plot = (draw_message(result.english) if isinstance(result, Nothing) else draw(result)).tensor()
         return io.NodeOutput(plot, table, ui={"text": [table], **ui.PreviewImage(plot, cls=cls).as_dict()})

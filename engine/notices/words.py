@@ -35,6 +35,19 @@ def told(key: str, *values: object) -> list:
     return [key, *values]
 
 
+def in_words(text: object, language: str | None = None) -> str:
+    """What the page shows for a text of `told`, in the user's language or in `language`."""
+    if not isinstance(text, list):
+        return str(text)
+    key, *values = text
+    return _filled(_page_texts(language or _spoken[0])[key], tuple(in_words(value, language) for value in values))
+
+
 @functools.cache
 def _texts(name: str) -> dict[str, str]:
     return json.loads((FOLDER / name / "report.json").read_text(encoding="utf-8"))
+
+
+@functools.cache
+def _page_texts(name: str) -> dict[str, str]:
+    return json.loads((FOLDER / name / "main.json").read_text(encoding="utf-8"))["torchCompileKit"]

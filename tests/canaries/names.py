@@ -288,6 +288,7 @@ PATCHER = {
     "get_model_object": READ,
     "add_object_patch": READ,
     "add_wrapper_with_key": READ,
+    "get_attachment": READ,
     "get_wrappers": READ,
     "get_all_wrappers": called(1),
     "wrappers": READ,

@@ -1,6 +1,7 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
@@ -13,11 +14,10 @@ from ...compile.binding import plan_for
 from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...inductor import int8_products, rotary_norms
-from ...inductor.attention_kernels import in_words
+from ...inductor import attention_kernels, int8_products, rotary_norms
 from ...log import logger
 from ...notices.status import Line, Status, tell_all
-from ...notices.words import told
+from ...notices.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ..adapter import set_callbacks
@@ -140,7 +140,7 @@ def notes_about(patcher) -> list[str]:
     notes = [*notes_on(patcher.model)]
     chosen = chosen_kernel(network, settings.attention) if settings is not None else None
     if chosen is not None:
-        notes.append(f"Attention: {in_words(chosen)}.")
+        notes.append(f"Attention: {attention_kernels.in_words(chosen)}.")
     notes += graphs_summary(network)
     code = code_of(network)
     notes += code.eager_in_words()
@@ -166,6 +166,27 @@ def notes_about(patcher) -> list[str]:
 def attached_settings(patcher) -> CompileSettings | None:
     """The settings of the Torch Compile node upstream, if there is one."""
     return next((wrapper.settings for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
+
+
+class Nothing(NamedTuple):
+    """Why a node that comes after Torch Compile has nothing to do."""
+
+    text: str  # in the user's language
+    english: str
+
+
+def settings_for(patcher, no_node: Nothing) -> CompileSettings | Nothing:
+    """The settings of the Torch Compile node upstream, unless it compiles nothing.
+
+    Args:
+        no_node: for a model that comes from no Torch Compile node.
+    """
+    settings = attached_settings(patcher)
+    if settings is not None or patcher.get_attachment(KEY) is not None:
+        why = obstacle() or _elsewhere(patcher)
+        if why is not None:
+            return Nothing(*(f"Torch Compile: {in_words(why[0], *language)}" for language in ((), (ENGLISH,))))
+    return settings or no_node
 
 
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:

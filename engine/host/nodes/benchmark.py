@@ -24,11 +24,11 @@ from ...compile.binding import blocks_of
 from ...log import logger
 from ...notices.recompile_log import warming
 from ...notices.report import limits_of, stats_for
-from ...notices.words import say
+from ...notices.words import say, say_in_english
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
-from ..model.attach import attached_settings, diffusion_model, eager_clone, model_name, notes_about
+from ..model.attach import Nothing, diffusion_model, eager_clone, model_name, notes_about, settings_for
 from ..weights.blocks import notes_on
 from .limits import Cures, PromptTimes, limits
 from .sampling import STEPS as WARM_STEPS
@@ -51,8 +51,8 @@ def benchmark(
     latent: dict | None = None,
     vae=None,
     clip=None,
-) -> BenchmarkResult | None:
-    """Sample in alternating eager and compiled rounds after warming both; None if the model is not compiled.
+) -> BenchmarkResult | Nothing:
+    """Sample in alternating eager and compiled rounds after warming both, or say why there is nothing to compare.
 
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
     A `latent` is sampled in place of `size`; `trace` keeps the record of one step of each in the output folder. What a `vae`
@@ -65,9 +65,9 @@ def benchmark(
     check_sampling(positive, negative, cfg, latent)
     check_whole("steps", steps, 1, MAX_STEPS)
     check_switch("trace", trace)
-    settings = attached_settings(patcher)
-    if settings is None:
-        return None
+    settings = settings_for(patcher, Nothing(say("nothingToCompare"), say_in_english("nothingToCompare")))
+    if isinstance(settings, Nothing):
+        return settings
     label, prepared = labelled_latent(patcher, size, latent)
     total = 2 * WARM_STEPS + 2 * ROUNDS * steps + TRACE_STEPS * (1 + trace)
     session = _Session(patcher, ((positive, negative), cfg, prepared), comfy.utils.ProgressBar(total))

@@ -21,8 +21,9 @@ from ...log import logger
 from ...notices.recompile_log import CallInfo, watch_of
 from ...notices.report import groups_for
 from ...notices.words import say, say_in_english
+from ...settings import CompileSettings
 from ...user_input import check_model, check_text
-from ..model.attach import attached_settings, diffusion_model, model_name
+from ..model.attach import Nothing, diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_cache
 
 NO_FILE = "none"
@@ -68,10 +69,13 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """
     check_model(patcher)
     name = plain_name(filename)
-    settings = attached_settings(patcher)
-    if settings is None or settings.backend != "inductor":
-        logger.info("%s", say_in_english("nothingToSave"))
-        return None, say("nothingToSave")
+    no_node = Nothing(say("nothingToSave"), say_in_english("nothingToSave"))
+    settings = settings_for(patcher, no_node)
+    if isinstance(settings, CompileSettings) and settings.backend != "inductor":
+        settings = no_node
+    if isinstance(settings, Nothing):
+        logger.info("%s", settings.english)
+        return None, settings.text
     network = diffusion_model(patcher)
     groups = groups_for(network, settings)
     if not any(group.stats.graphs for group in groups):

@@ -17,13 +17,13 @@ from ...compile.binding import blocks_of
 from ...compile.registry import code_of
 from ...notices.recompile_log import warming, watch_of
 from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
-from ...notices.words import say
+from ...notices.words import say, say_in_english
 from ...per_model import Same
 from ...settings import CompileSettings
 from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
 from ..adapter import is_dynamic
-from ..model.attach import KEY, attached_settings, compile_plan, diffusion_model, model_name, notes_about
+from ..model.attach import KEY, Nothing, compile_plan, diffusion_model, model_name, notes_about, settings_for
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
 from .progress import WarmupProgress
@@ -54,9 +54,9 @@ def warm_up(
     """
     check_model(patcher)
     check_sampling(positive, negative, cfg, latent)
-    settings = attached_settings(patcher)
-    if settings is None:
-        return say("nothingToWarm")
+    settings = settings_for(patcher, Nothing(say("nothingToWarm"), say_in_english("nothingToWarm")))
+    if isinstance(settings, Nothing):
+        return settings.text
     for size in sizes[latent is not None :]:  # before the first run, so that a wrong size costs no waiting
         latent_shape(patcher, size)
     return _Warmup(patcher, settings, (positive, negative), cfg).run(sizes, latent, node_id)

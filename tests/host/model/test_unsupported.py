@@ -18,6 +18,45 @@ def lacking(engine, monkeypatch):
     private.unsupported.cache_clear()
 
 
+ELSEWHERE = "left as it is: another node compiles it; remove one of the two"
+
+
+def said_by_nodes(engine, runs, model):
+    """What Warmup, Benchmark and Save Compile Cache say of a model, each sentence once."""
+    size = engine("host.nodes.warmup_plan").Size(64, 64)
+    warmed = engine("host.nodes.warmup").warm_up(model, runs.positive, runs.negative, 1.0, [size])
+    compared = engine("host.nodes.benchmark").benchmark(model, runs.positive, runs.negative, size, 1.0, 2)
+    _path, saved = engine("host.nodes.cache_files").save_cache(model, "mine")
+    return list(dict.fromkeys([warmed, compared.text, compared.english, saved]))
+
+
+def test_nodes_after_a_node_that_compiles_nothing_say_why_in_the_users_language(tiny, engine, lacking):
+    runs, words = Runs(tiny, engine, "flux", cfg=1.0), engine("notices.words")
+    attached = engine("host.model.attach").attach(runs.patcher, engine("settings").CompileSettings(), "7")
+    words.speak("de")
+    try:
+        sentences = said_by_nodes(engine, runs, attached)
+        without = said_by_nodes(engine, runs, runs.patcher)
+    finally:
+        words.speak("en")
+    assert len(sentences) == 2 and lacking in sentences[0] and "uncompiled" in sentences[1] not in sentences[0]
+    assert "Nichts aufzuwärmen: Torch Compile (backend nicht none) vor diesen Node setzen." in without
+
+
+@pytest.mark.parametrize("order", ["other node first", "other node last"])
+def test_nodes_after_a_model_that_another_node_compiles_say_so(tiny, engine, order):
+    from comfy_api.torch_helpers import set_torch_compile_wrapper
+
+    runs, settings = Runs(tiny, engine, "flux", cfg=1.0), engine("settings").CompileSettings(backend="eager")
+    model = runs.patcher.clone()
+    if order == "other node first":
+        set_torch_compile_wrapper(model, "eager")
+    model = engine("host.model.attach").attach(model, settings, "7").clone()
+    if order == "other node last":
+        set_torch_compile_wrapper(model, "eager")
+    assert said_by_nodes(engine, runs, model) == [f"Torch Compile: {ELSEWHERE}"]
+
+
 @pytest.mark.parametrize("variable", ["TORCHDYNAMO_DISABLE", "TORCH_COMPILE_DISABLE", None])
 def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
     """By a launch file, or by another pack."""
@@ -29,6 +68,7 @@ def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
         attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
         left = engine("host.model.controlnet").attach_control(controlnet(tiny, "flux", 1), settings, "8")
         same(runs.run(attached), runs.plain(), "with the node")
+        assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: left as it is: {switch}"]
         lines = engine("notices.status").lines_of()
         assert left is not None
         assert lines["7"].says == lines["8"].says == [["leftAsIs", switch]]
@@ -57,6 +97,7 @@ def test_a_network_that_is_no_module_passes_through(tiny, engine, compile_when):
     settings = engine("settings").CompileSettings(compile_when=compile_when)
     attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
     same(runs.run(attached), expected, "with the node")
+    assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: {ELSEWHERE}"]
     assert engine("notices.status").lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
 
 
@@ -68,4 +109,6 @@ def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):
     line = engine("notices.status").lines_of()["7"]
     assert line.state == "unclear" and line.says == [["pytorchLacks", torch.__version__, lacking, "2.9", "2.15"]]
     assert lacking in engine("failures.machine").preflight_here(False)[1][0]
-    assert "Nothing to warm up" in engine("host.nodes.warmup").warm_up(attached, runs.positive, runs.negative, 1.0, [])
+    assert said_by_nodes(engine, runs, attached) == [
+        f"Torch Compile: uncompiled: PyTorch {torch.__version__} has no {lacking}; use PyTorch 2.9 to 2.15"
+    ]
