@@ -313,6 +313,7 @@ FOREIGN = {
     "_schema": Foreign("torch._ops.OpOverload"),
     "_orig_mod": Foreign("torch._dynamo.eval_frame"),
     "_torchdynamo_orig_callable": Foreign("torch._dynamo.eval_frame"),
+    "_torchdynamo_wrapper_id": Foreign("torch._dynamo.eval_frame", since="2.11"),
     "_full_precision_mm": Foreign("comfy.ops"),
     "_forward": Foreign("comfy.ldm.flux.model.Flux"),  # the `forward` of a model without the wrappers
     "_prefetch": Foreign("comfy.ops"),

@@ -1,11 +1,12 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
-from torch import nn
 
 from ...background.gate import CEILING, gate
 from ...background.thread import compiler
@@ -44,7 +45,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     """
     if not settings.enabled:
         return patcher
-    why = obstacle() or _elsewhere(patcher)
+    why = _obstacle_of(patcher)
     if why is not None:
         return _uncompiled(patcher, *why, node)
     plan = compile_plan(patcher, settings)
@@ -67,22 +68,25 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     return clone
 
 
-def obstacle() -> tuple[list, str] | None:
-    """Why nothing can be compiled here: for a node's line (see `words.told`), and for the log; None: it can."""
+def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> tuple[list, str] | None:
+    """Why nothing of a network is compiled: for a node's line (see `words.told`), and for the log; None: it can be.
+
+    Args:
+        network: None if there is none yet.
+        wrappers: those of the patcher.
+    """
     if (lacking := private.unsupported()) is not None:
         words = told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
         return words, f"PyTorch {torch.__version__} has no {lacking}"
     if (switch := private.switched_off()) is not None:
         return told("leftAsIs", switch), f"{switch} switches PyTorch's compiler off"
+    if network is not None and is_compiled_elsewhere(network, wrappers):
+        return told("leftAsIs", told("compiledElsewhere")), COMPILED_ELSEWHERE
     return None
 
 
-def _elsewhere(patcher) -> tuple[list, str] | None:
-    """Whether another node compiles the model; that of ComfyUI_TensorRT makes one whose network is no module."""
-    network = patcher.get_model_object("diffusion_model")
-    if isinstance(network, nn.Module) and not is_compiled_elsewhere(network, patcher.wrappers):
-        return None
-    return told("leftAsIs", told("compiledElsewhere")), COMPILED_ELSEWHERE
+def _obstacle_of(patcher) -> tuple[list, str] | None:
+    return obstacle(patcher.get_model_object("diffusion_model"), patcher.wrappers)
 
 
 def _uncompiled(patcher, words: list, reason: str, node: str | None):
@@ -183,7 +187,7 @@ def settings_for(patcher, no_node: Nothing) -> CompileSettings | Nothing:
     """
     settings = attached_settings(patcher)
     if settings is not None or patcher.get_attachment(KEY) is not None:
-        why = obstacle() or _elsewhere(patcher)
+        why = _obstacle_of(patcher)
         if why is not None:
             return Nothing(*(f"Torch Compile: {in_words(why[0], *language)}" for language in ((), (ENGLISH,))))
     return settings or no_node

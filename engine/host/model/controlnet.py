@@ -39,6 +39,9 @@ class CompiledControl:
         self.network = network
         self._status = status
         self._calls = NetworkCalls(settings)
+        # What `torch.compile` takes in place of a CompiledControl (torch/_dynamo/eval_frame.py, `innermost_fn`), of which
+        # another node would make a function without the network's attributes.
+        vars(self).update({"_torchdynamo_orig_callable": network, "_torchdynamo_wrapper_id": id(self)})
 
     def __getattr__(self, name: str) -> Any:
         if "network" not in self.__dict__:
@@ -95,7 +98,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     compiled = control.copy()
     if not settings.enabled:
         return compiled
-    kind, why = type(control).__name__, obstacle()
+    kind, why = type(control).__name__, obstacle(network)
     if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
         compiled.torch_compile_kit_line = line = Line(node)
         words, reason = why or (told("controlLeft", kind), "its network runs once an image, or is made anew for each")

@@ -131,8 +131,10 @@ class BlockCompiler:
 
 
 def is_compiled_elsewhere(network: Any, wrappers: Mapping[str, Mapping]) -> bool:
-    """Whether another node compiles the model or some of its blocks; `wrappers` by kind and key."""
-    by_torch = unwrapped(network) is not network or getattr(network, "_compiled_call_impl", None) is not None
+    """Whether another node compiles the network or some of its blocks; `wrappers` by kind and key."""
+    if not isinstance(network, torch.nn.Module):  # as ComfyUI_TensorRT's node makes a model
+        return True
+    by_torch = unwrapped(network) is not network or network._compiled_call_impl is not None
     return by_torch or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
 
 

@@ -98,6 +98,26 @@ def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refuse
     assert attach(control, engine("settings").CompileSettings(backend="none")).control_model is control.control_model
 
 
+@pytest.mark.parametrize("order", ["other node first", "other node last"])
+def test_what_another_node_compiles_is_left_to_it(tiny, engine, order):
+    """KJNodes' TorchCompileControlNet: beside ours it failed, or compiled anew in each step."""
+    runs, graphs = Controlled(tiny, engine, "flux", steps=4), []
+    expected, network = runs.with_control(runs.control), runs.control.control_model
+    backend = lambda graph, _inputs: graphs.append(graph) or graph  # noqa: E731
+    control = runs.control
+    for who in ("other", "ours") if order == "other node first" else ("ours", "other"):
+        if who == "other":
+            control.control_model = torch.compile(control.control_model, backend=backend)
+        else:
+            control = runs.compiled(control, "8", compile_when="in background")
+    for _ in range(3):
+        same(runs.with_control(control), expected, order)
+        assert engine("background.thread").compiler.wait(120)
+    assert len(graphs) == 1 and not engine("compile.registry").code_of(network).groups
+    if order == "other node first":
+        assert engine("notices.status").lines_of()["8"].says == [["leftAsIs", ["compiledElsewhere"]]]
+
+
 def test_a_second_node_replaces_the_first(tiny, engine):
     runs = Controlled(tiny, engine, "flux")
     twice = runs.compiled(runs.compiled(runs.control), dynamic="false")
