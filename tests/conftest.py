@@ -5,6 +5,7 @@ import atexit
 import gc
 import importlib
 import importlib.util
+import logging
 import os
 import shutil
 import signal
@@ -62,6 +63,9 @@ def pytest_collection_finish(session):
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 25, 50)
+    # pytest captures the messages of each logger that does not propagate. While this one has such a handler, PyTorch writes
+    # each graph, its guards and stacks as text for a trace that nobody asked for.
+    logging.getLogger("torch.__trace").propagate = True
 
 
 def pytest_collection_modifyitems(config, items):
