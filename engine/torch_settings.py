@@ -149,7 +149,7 @@ compile_scope = SharedScope(
                 "recompile_limit", "accumulated_recompile_limit", "fail_on_recompile_limit_hit", "fake_tensor_cache_enabled",
                 "use_recursive_dict_tags_for_guards", "capture_scalar_outputs", "capture_dynamic_output_shape_ops",
                 "automatic_dynamic_shapes", "assume_static_by_default", "specialize_float",
-                "skip_guards_on_constant_func_defaults",
+                "skip_guards_on_constant_func_defaults", "skip_tensor_guards_with_matching_dict_tags",
             ),
         ),
         **attributes(private.shape_config, ("use_duck_shape",)),

@@ -70,16 +70,17 @@ class CompileStats:
         )
 
 
-# Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); the dict-tag
-# shortcut misses a weight whose strides changed through `.data` (pytorch#181873); the captures keep mixtures of experts, which
-# pick tokens by mask, in one graph; without guards on default values a patch keeps the strength that it had first (skipped
-# before pytorch#178420). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and no
-# lookup ever hits.
+# Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); with either
+# dict-tag shortcut the strides of a weight may change unnoticed through `.data` (pytorch#181873); the captures keep mixtures of
+# experts, which pick tokens by mask, in one graph; without guards on default values a patch keeps the strength that it had
+# first (skipped before pytorch#178420). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and
+# no lookup ever hits.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "fake_tensor_cache_enabled": False,
     "use_recursive_dict_tags_for_guards": False,
     "skip_guards_on_constant_func_defaults": False,
+    "skip_tensor_guards_with_matching_dict_tags": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
 }

@@ -107,6 +107,7 @@ TORCH = {
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": called(1),
     "torch._dynamo.config.use_recursive_dict_tags_for_guards": READ,
     "torch._dynamo.config.skip_guards_on_constant_func_defaults": READ,
+    "torch._dynamo.config.skip_tensor_guards_with_matching_dict_tags": READ,
     "torch._functorch.config.force_non_lazy_backward_lowering": Use(since="2.10"),  # before, it is as if it were off
     "torch._inductor.config.triton.persistent_reductions": READ,
     "torch._inductor.config.unsafe_marked_cacheable_functions": READ,
