@@ -26,6 +26,7 @@ CORE = {
 NEWEST = {
     "canaries/test_names": (),
     "canaries/test_objects": (),
+    "canaries/test_guard_settings": (),
     "host/test_adapter": ("test_this_host_is_known", "test_the_host_fetches_no_block_ahead_that_we_fetch"),
     "host/model/test_models": (),
     "host/model/test_background": (
