@@ -17,6 +17,9 @@ from ..torch_settings import original
 # How many functions deep code is followed.
 DEPTH = 4
 
+# Nothing in it computes, and the host puts another callback there for each prompt (execution.py, `execute_async`).
+_MOVES_WEIGHTS = "comfy.memory_management"
+
 
 class NamedFunctions:
     """The functions that the code of `network` names in Python modules, at one time; keeps none of them alive.
@@ -59,6 +62,8 @@ def _named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, o
     """What code names in Python modules: (the module's dict, the name, the value)."""
     modules = [module]
     for entries in modules:
+        if entries.get("__name__") == _MOVES_WEIGHTS:
+            continue
         for name in code.co_names:
             value = entries.get(name)
             if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+import zoo
 from capturing import capture_again
 from comfy.ldm.flux import layers
 from comfy.patcher_extension import WrappersMP
@@ -11,6 +12,8 @@ from patch_kinds.conditions import cached
 from patch_kinds.options import overridden, passed_on
 from patching import Runs, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
+from sampling import sample
+from support import compile_settings
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -572,3 +575,18 @@ def test_kernels_for_convolutions_get_ready_while_a_model_has_none(flux, counts,
     kernels.ready = True
     flux.run(compiled)
     assert counts() == (0, 3)
+
+
+def test_a_prompt_of_its_own_is_not_captured_anew(engine, monkeypatch):
+    """ComfyUI keeps a function of each prompt where weights are moved, which models with parameters of their own name."""
+    import comfy.memory_management
+
+    capture_again(engine, monkeypatch)
+    setup = zoo.SETUPS["z_image"]
+    patcher, latent, prompts = setup.patcher(), setup.latent(), setup.conds()
+    compiled = engine("host.model.attach").attach(patcher, compile_settings(engine, compile_when="before first image"))
+    graphs = engine("cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
+    for _ in range(3):
+        monkeypatch.setattr(comfy.memory_management, "extra_ram_release_callback", functools.partial(int))
+        sample(compiled, prompts, latent, 1.0, seed=1, steps=2)
+    assert (graphs.captures, graphs.replays) == (1, 4)
