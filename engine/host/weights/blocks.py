@@ -65,7 +65,8 @@ class BlockWeights:
     """The weights of one block, for a model that computes in `dtype` on `device`."""
 
     def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype, settings: CompileSettings):
-        layers = [m for m in block.modules() if hasattr(m, "comfy_cast_weights")]  # of the host
+        # Of the host: PyTorch's wrapper of a layer that another node compiles has no such class.
+        layers = [m for m in block.modules() if hasattr(type(m), "comfy_cast_weights")]
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
         calls = host().pages

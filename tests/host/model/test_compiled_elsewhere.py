@@ -133,3 +133,15 @@ def test_blocks_that_are_compiled_in_place_are_left(tiny, engine, flux, order):
     assert [n for n in engine("host.model.attach").notes_about(patcher) if "DoubleStreamBlock" in n] == [
         "2 DoubleStreamBlock are left as they are: another node compiles them; remove one of the two."
     ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_blocks_around_a_layer_that_another_node_compiles_are_compiled(engine, flux, order):
+    def a_layer(patcher, backend):
+        for path in (f"{block}.linear1" for block in BLOCKS if "single" in block):
+            patcher.add_object_patch(path, torch.compile(patcher.get_model_object(path), backend=backend))
+
+    patcher = flux.with_both(a_layer, order)
+    assert flux.check(patcher) == 0, "our graphs contain the layers"
+    assert not [note for note in engine("host.model.attach").notes_about(patcher) if "look at" in note]
+    assert {group.class_name for group in flux.groups if group.stats.graphs} == {"DoubleStreamBlock", "SingleStreamBlock"}
