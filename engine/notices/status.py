@@ -120,7 +120,10 @@ class Line:
 
 
 class Status(Line):
-    """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes."""
+    """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes.
+
+    The thread that compiles tells it too, and may change any attribute between two reads.
+    """
 
     def __init__(self, node: str, settings: CompileSettings):
         self._settings = settings
@@ -192,12 +195,14 @@ class Status(Line):
         news = self.now()
         if news is None and self._was_compiling():
             news = News()  # the network was freed: nobody compiles for it
-        if news is not None and (self._sent is None or news[:2] != self._sent[:2]):
+        sent = self._sent
+        if news is not None and (sent is None or news[:2] != sent[:2]):
             self._sent = news
             self._send(news)
 
     def _was_compiling(self) -> bool:
-        return self._sent is not None and self._sent.state == "compiling"
+        sent = self._sent
+        return sent is not None and sent.state == "compiling"
 
     def now(self) -> News | None:
         network = self._network() if self._network is not None else None
@@ -209,8 +214,8 @@ class Status(Line):
             return News("compiling", told("preparing"))
         kinds = len({group.class_name for group in groups if group.is_being_compiled})
         if kinds:
-            self._compiling_since = self._compiling_since or time.monotonic()
-            seconds = int(time.monotonic() - self._compiling_since)
+            since = self._compiling_since = self._compiling_since or time.monotonic()
+            seconds = int(time.monotonic() - since)
             compiling = told("compilingKind") if kinds == 1 else told("compilingKinds", kinds)
             return News("compiling", told("forSeconds", compiling), seconds)
         if self.in_call and self._was_compiling():

@@ -86,6 +86,37 @@ def test_from_compiling_to_ready(node, clock):
     assert said(node) == ("faster", ["readyBut", faster]), "another size was compiled too, which says nothing to the user"
 
 
+def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeypatch):
+    """Before this a call of the model could end with a TypeError, and the image with it."""
+    node.group.is_being_compiled = True
+    node.begins(node.network, object(), SHAPE)
+
+    def another_thread_says_ready():
+        node._compiling_since = None
+        return 100.0
+
+    monkeypatch.setattr(engine("notices.status").time, "monotonic", another_thread_says_ready)
+    node.tell()
+    assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
+
+
+def test_a_run_begins_while_the_thread_that_compiles_tells_the_line(node, monkeypatch):
+    node.group.is_being_compiled = True
+    node.begins(node.network, object(), SHAPE)
+    node.tell()
+    sent = [None, node._sent]
+
+    def forgotten_after_each_read(_line):
+        sent.reverse()
+        return sent[0]
+
+    monkeypatch.setattr(type(node), "_sent", property(forgotten_after_each_read, lambda _line, _news: None), raising=False)
+    for node.group.is_being_compiled in (True, False):
+        for _ in range(2):
+            node.tell()
+            sent.reverse()
+
+
 @pytest.mark.parametrize("graphs, expected", [(0, ("", ())), (1, ("ready", ["ready"]))])
 def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expected):
     """At once: it has ended in the middle of compiling."""
