@@ -86,7 +86,7 @@ def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> tuple
 
 
 def _obstacle_of(patcher) -> tuple[list, str] | None:
-    return obstacle(patcher.get_model_object("diffusion_model"), patcher.wrappers)
+    return obstacle(diffusion_model(patcher), patcher.wrappers)
 
 
 def _uncompiled(patcher, words: list, reason: str, node: str | None):
@@ -198,7 +198,7 @@ def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
 
 
 def diffusion_model(patcher):
-    return patcher.model.diffusion_model
+    return patcher.get_model_object("diffusion_model")  # `patcher.model` may hold another clone's patch until the host loads it
 
 
 def model_name(patcher) -> str:

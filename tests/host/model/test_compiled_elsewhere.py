@@ -145,3 +145,10 @@ def test_blocks_around_a_layer_that_another_node_compiles_are_compiled(engine, f
     assert flux.check(patcher) == 0, "our graphs contain the layers"
     assert not [note for note in engine("host.model.attach").notes_about(patcher) if "look at" in note]
     assert {group.class_name for group in flux.groups if group.stats.graphs} == {"DoubleStreamBlock", "SingleStreamBlock"}
+
+
+def test_a_model_that_another_node_compiled_in_the_prompt_before(flux):
+    """The host takes that node's patch off when it loads the model again, which is after our node has looked for blocks."""
+    flux.run(flux.alone(WAYS["the model patched"]))
+    patcher = flux.with_both(lambda *_: None, ORDERS[0], only_blocks="double_blocks.*")
+    assert flux.check(patcher) == 0 and flux.graphs == 1 and flux.line().says != LEFT
