@@ -42,8 +42,12 @@ class Taken(NamedTuple):
     def block(self) -> str:
         return f"{self.blocks} {self.class_name}"
 
+    @property
+    def is_compiled(self) -> bool:
+        return self.forward == TORCH_COMPILE
+
     def message(self) -> str:
-        if self.forward == TORCH_COMPILE:
+        if self.is_compiled:
             return f"{self.block} are left as they are: another node compiles them; remove one of the two."
         return f"{self.block} run uncompiled: another node has replaced their forward by {self.forward}."
 

@@ -221,7 +221,7 @@ class Status(Line):
         if self.in_call and self._was_compiling():
             return self._sent
         self._compiling_since = None
-        if watch_of(network).left:
+        if watch_of(network).left or any(taken.is_compiled for taken in code.taken):
             return News("unclear", told("leftAsIs", told("compiledElsewhere")))
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         failed |= dict.fromkeys(failure.block for failure in code.failures)

@@ -31,7 +31,7 @@ def node(engine, clock, monkeypatch):
         stats=types.SimpleNamespace(graphs=0),
         code=types.SimpleNamespace(is_tracing=False),
     )
-    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[])
+    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[])
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
     found.code = code

@@ -133,6 +133,7 @@ def test_blocks_that_are_compiled_in_place_are_left(tiny, engine, flux, order):
     assert [n for n in engine("host.model.attach").notes_about(patcher) if "DoubleStreamBlock" in n] == [
         "2 DoubleStreamBlock are left as they are: another node compiles them; remove one of the two."
     ]
+    assert flux.line()[:2] == ("unclear", LEFT)
 
 
 @pytest.mark.parametrize("order", ORDERS)
