@@ -131,6 +131,12 @@ class LaidOut:
         return function
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+        # By a later node, whose code would be compiled anew for each `ChannelsLast`.
+        if _is_compiled(getattr(self.function, "__self__", None)):
+            if self.trial.other is not False:
+                self.trial.give_up()
+                self.line.put(self._word, told("leftAsIs", told("compiledElsewhere")))
+            return self.function(x, *args, **kwargs)
         shape = (tuple(x.shape), x.dtype)
         # Our kernels have no backward.
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
@@ -222,7 +228,9 @@ def left_alone(vae: Any) -> list | None:
         return told("vaeNoGpu")
     if vae.vae_dtype not in DTYPES:
         return told("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
-    compiled = (
-        isinstance(m, private.OptimizedModule) or m._compiled_call_impl is not None for m in vae.first_stage_model.modules()
-    )
-    return told("compiledElsewhere") if any(compiled) else None
+    return told("compiledElsewhere") if _is_compiled(vae.first_stage_model) else None
+
+
+def _is_compiled(network: Any) -> bool:
+    modules = network.modules() if isinstance(network, nn.Module) else ()
+    return any(isinstance(m, private.OptimizedModule) or m._compiled_call_impl is not None for m in modules)

@@ -256,6 +256,18 @@ class TestLeftAlone:
         why = attach.left_alone(vae)
         assert why == (["compiledElsewhere"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None)
 
+    def test_compiled_by_a_later_node(self, engine, kernels, told):
+        """KJNodes' TorchCompileVAE compiles in place: with each `ChannelsLast` it compiled anew."""
+        vae, latent = make("image")
+        expected, graphs = vae.decode(latent), []
+        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        backend = lambda graph, _inputs: graphs.append(graph) or graph  # noqa: E731
+        ours.first_stage_model.decoder = torch.compile(ours.first_stage_model.decoder, backend=backend)
+        for _ in range(8):
+            assert relative_error(ours.decode(latent), expected) == 0.0
+        assert len(graphs) == 1 and kernels.norms == 0
+        assert told[-1][2] == ("unclear", [["leftAsIs", ["compiledElsewhere"]]], None)
+
     def test_what_is_no_vae_is_refused(self, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
             engine("host.vae.attach").attach_vae("something")
