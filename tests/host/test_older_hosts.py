@@ -9,10 +9,13 @@ from support import ROOT
 
 from devtools import hosts, suite
 
+# The oldest for which the pack is published, and the oldest of those that page weights in another way; 0.18.2 does as that.
+VERSIONS = ["0.26.0", "0.16.3"]
+
 
 @pytest.mark.host
 @pytest.mark.rest
-@pytest.mark.parametrize("version", [v for v in hosts.HOSTS if v != hosts.COMFYUI_VERSION])
+@pytest.mark.parametrize("version", VERSIONS)
 def test_core_of_the_suite(version):
     folder = hosts.host_folder(version, sys.executable)
     result = subprocess.run(
