@@ -23,6 +23,20 @@ from torch.utils import _pytree as pytree
 
 # The name under which the script loads the engine; without the nodes, which need the host's server.
 KIT = "torch_compile_kit_sweep"
+# Variants of one class that exercise the code of another set-up; the script sweeps them too.
+NEAR_DUPLICATES = set(
+    """
+    sd15_inpaint sd15_ip2p sd20 sd21_unclip sd21_unclip_h lotus sdxl_ip2p ssd1b koala koala_1b vega sv3d_u sv3d_p
+    cascade_b flux_schnell flux_uxo flux_mask flux_fill flux_control flux2_edit flux2_klein chroma_radiance_linear
+    hunyuan_video_mask hunyuan_custom skyreels_i2v hunyuan_video_15_i2v hunyuan_image21_distilled wan21_bernini
+    wan21_flf2v wan21_fun_control wan21_flow_rvs wan22_i2v wan22_5b_i2v wan22_camera wan_humo_17b wan_causal_cached
+    wan_scail2 sd35_medium pixart_alpha hunyuan_dit1 qwen_image_mask qwen_image_edit_2511 qwen_image_layered
+    mageflow_edit newbie z_image_pixel omnigen2_edit boogu_edit hidream_e1 hidream_o1_edit krea2_edit ideogram4_mask
+    joyimage_edit pid pid15 ltxv_i2v ltxav_connectors ltxav_23 anima cosmos1_i2v cosmos_predict2_i2v cogvideox_5b
+    cogvideox_i2v cogvideox15_i2v cogvideox_inpaint kandinsky5_i2v minimax_h3_keyframe ace_step15_codes
+    ace_step15_timbre stable_audio3 hunyuan3d_v2_turbo
+    """.split()  # noqa: SIM905
+)
 
 
 @dataclass

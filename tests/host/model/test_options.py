@@ -15,6 +15,9 @@ from patching import Runs, same
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 FIRST = {"sd15", "sdxl", "flux", "krea2", "wan21_t2v", "svd_img2vid"}
+# Of the set-ups whose blocks others have, too, these bring classes of their own.
+OWN_CLASSES = {"cascade_b", "pid", "stable_audio3", "wan_scail2", "z_image_pixel"}
+READ = [name for name in zoo.SETUPS if name not in sweep.NEAR_DUPLICATES - OWN_CLASSES]
 
 
 def compiled_in(engine, network):
@@ -24,7 +27,7 @@ def compiled_in(engine, network):
     return list({type(m): m for block in blocks for m in (block, *parts_of(block))}.values())
 
 
-@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rest) for n in zoo.SETUPS])
+@pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rest) for n in READ])
 def test_code_of_the_host_reads_by_literal_keys(engine, name):
     """A key is left out where no code names it: what this finds is all that the host's code reads."""
     options_filter = engine("options.filter")
