@@ -119,6 +119,14 @@ def engine():
     return load
 
 
+@pytest.fixture(scope="module", autouse=True)
+def survivors_frozen():
+    """What the modules before have left stays, too: tests and the host collect all garbage often, up to a second each time."""
+    if len(gc.get_objects()) > 300_000:
+        gc.collect()
+        gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def in_the_host(request):
     """Tests marked `host` run with the pack loaded, as in a server."""
