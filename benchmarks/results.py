@@ -22,7 +22,7 @@ NAMES = {
     "hunyuan_video": "HunyuanVideo 13B, 848x480x33",
     "z_image": "Z-Image 6B, 1024x1024",
     "klein": "Flux.2 klein 4B, 1024x1024",
-    "wan22": "Wan 2.2 14B high and low noise with a LoRA (12 of 40 blocks), 832x480x33",
+    "wan22": "Wan 2.2 14B pair with a LoRA (12 of 40 blocks), 832x480x33",
     "qwen_edit": "Qwen-Image-Edit 20B with two references (20 of 60 blocks), 1024x1024",
     "sdxl": "SDXL, 1024x1024, cfg 5",
     "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",

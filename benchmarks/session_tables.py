@@ -201,7 +201,7 @@ def table_table() -> str:
 
 
 # The README's lines, the largest gain first.
-README_SETUPS = ("sdxl", "flux-scaled", "flux-int8", "flux", "z_image")
+README_SETUPS = ("sdxl", "flux-scaled", "flux-int8", "flux", "wan22", "z_image")
 # Models whose name is too long for the chart, or that are cut in depth: name, detail.
 CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks"), "qwen_edit": ("Qwen-Image-Edit", "20 of 60 blocks")}
 
