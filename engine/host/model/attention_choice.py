@@ -9,7 +9,6 @@ from torch import nn
 
 from ...background.gate import gate
 from ...cache.disk import current
-from ...compile.call_shapes import copied_containers
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger
@@ -46,16 +45,16 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
     return _chosen(network).get(wanted)
 
 
-def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous: bool) -> tuple[tuple, Callable | None]:
+def with_attention(wanted: str, base_model, args: tuple) -> tuple[tuple, Callable | None]:
     """The arguments of the host's `apply_model`, with a kernel in the options where that is allowed, and a function or None.
 
-    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments. A
-    `synchronous` call calls `executor` once more instead.
+    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments.
+    That is the sampler's own call: another pack may count calls, or draw random numbers.
     """
     options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
     if wanted == "comfyui" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
         return args, None
-    base_model, network = executor.class_obj, executor.class_obj.diffusion_model
+    network = base_model.diffusion_model
     chosen = _chosen(network)
     if wanted == "auto" and any(getattr(module, "function", None) is not None for module in _preferences(network)):
         _keep(base_model, wanted, CHECKPOINT)  # an override would replace the checkpoint's (`wrap_attn`)
@@ -67,11 +66,7 @@ def with_attention(wanted: str, executor, args: tuple, kwargs: dict, synchronous
             return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
         else:
             survey = AttentionSurvey(wanted)
-            if not synchronous:
-                return _with_override(args, survey), functools.partial(_choose, base_model, survey)
-            args_copy, kwargs_copy = copied_containers((args, kwargs))
-            executor(*_with_override(args_copy, survey), **kwargs_copy)
-            _choose(base_model, survey)
+            return _with_override(args, survey), functools.partial(_choose, base_model, survey)
     override = override_for(chosen[wanted])
     return (args if override is None else _with_override(args, override)), None
 

@@ -101,7 +101,7 @@ class BlockCompiler:
             as_without_us = functools.partial(executor, *args, **kwargs)
             if not worthwhile and not payback.may_choose_attention:
                 return eager(network, as_without_us)
-            args, measure_attention = with_attention(self.settings.attention, executor, tuple(args), kwargs, call.synchronous)
+            args, measure_attention = with_attention(self.settings.attention, base_model, tuple(args))
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)

@@ -17,20 +17,18 @@ def attention_pytorch(q, *_args, **_kwargs):
     return q
 
 
-class Executor:
-    """What the host gives an APPLY_MODEL wrapper: the model, and a call of it, which empties a list as ControlNet's are."""
+class Model:
+    """The host's model, as far as a wrapper of APPLY_MODEL knows it."""
 
     def __init__(self):
-        self.class_obj = type("Model", (), {"diffusion_model": torch.nn.Linear(2, 2)})()
+        self.diffusion_model = torch.nn.Linear(2, 2)
 
-    def __call__(self, x, _t, _concat, _context, control, options, **_kwargs):
-        control["output"].pop()
+    def apply(self, _x, options):
         options["optimized_attention_override"](attention_pytorch, *[torch.randn(2, 32, 256) for _ in range(3)], 4)
 
 
-@pytest.mark.parametrize("synchronous", [True, False])
 @pytest.mark.parametrize("memory", ["enough", "too little"])
-def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory, synchronous):
+def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monkeypatch, memory):
     choice, asked, remembered = engine("host.model.attention_choice"), [], []
 
     def seconds(kernel, _call):
@@ -49,18 +47,13 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
     monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", seconds)
     monkeypatch.setattr(choice, "current", Cache)
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
-    control, executor = {"output": [1]}, Executor()
-    args = torch.zeros(1), 0, None, None, control, {}
-    if synchronous:
-        _, after = choice.with_attention("auto", executor, args, {}, synchronous=True)
-        assert after is None and control == {"output": [1]}
-    else:  # the call itself is looked at, and nothing is run twice
-        given, after = choice.with_attention("auto", executor, args, {}, synchronous=False)
-        executor(*given)
-        assert not asked
-        after()
-    found = choice.chosen_kernel(executor.class_obj.diffusion_model, "auto")
-    again, after = choice.with_attention("auto", executor, args, {}, synchronous)
+    model, args = Model(), (torch.zeros(1), 0, None, None, None, {})
+    given, after = choice.with_attention("auto", model, args)
+    model.apply(given[0], given[5])
+    assert not asked
+    after()
+    found = choice.chosen_kernel(model.diffusion_model, "auto")
+    again, after = choice.with_attention("auto", model, args)
     assert after is None and (OVERRIDE in again[5]) == (found == "cudnn")
     if memory == "enough":
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
@@ -90,9 +83,11 @@ def test_what_was_measured_beside_another_attention_of_comfyui_is_not_remembered
     monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: 0.5 + (kernel != "cudnn"))
     monkeypatch.setattr(choice, "current", Cache)
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
-    executor = Executor()
-    choice.with_attention("auto", executor, (torch.zeros(1), 0, None, None, {"output": [1]}, {}), {}, synchronous=True)
-    assert choice.chosen_kernel(executor.class_obj.diffusion_model, "auto") == "cudnn"
+    model = Model()
+    given, after = choice.with_attention("auto", model, (torch.zeros(1), 0, None, None, None, {}))
+    model.apply(given[0], given[5])
+    after()
+    assert choice.chosen_kernel(model.diffusion_model, "auto") == "cudnn"
     assert (bool(asked), remembered) == (kept, ["cudnn"] * kept)
 
 
@@ -109,7 +104,8 @@ class ComfyAttention(nn.Module):
 
 @pytest.fixture
 def flux(tiny, engine, monkeypatch):
-    """A model whose kernels are as if measured: `efficient` is the fastest."""
+    """A model whose kernels are as if measured: `efficient` is the fastest. No other test's choice is recalled."""
+    monkeypatch.setattr(engine("host.model.attention_choice"), "current", lambda: None)
     monkeypatch.setattr(engine("host.model.attention_choice"), "_can_measure", lambda _device: True)
     monkeypatch.setattr(
         engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: {"efficient": 0.5}.get(kernel, 1.0)
@@ -137,6 +133,27 @@ def names(found):
     return [getattr(override, "__name__", type(override).__name__) for override in found]
 
 
+@pytest.mark.parametrize("when", ["in background", "before first image"])
+def test_measuring_calls_the_model_as_often_as_without(flux, engine, when):
+    """Packs count calls (step caches), or draw random numbers in them (ToMe)."""
+    calls = []
+    patcher = flux.attach(flux.patcher, compile_when=when)
+    with flux.patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(1)):
+        flux.run(patcher)
+    assert len(calls) == flux.steps and engine("host.model.attention_choice").chosen_kernel(
+        flux.patcher.model.diffusion_model, "auto"
+    )
+
+
+def test_a_warmup_compiles_what_the_measuring_call_did_not(flux, engine):
+    ran = []
+    patcher = flux.attach(flux.patcher)
+    size = engine("host.nodes.warmup_plan").Size(64, 64)
+    with flux.patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: ran.append(flux.graphs)):
+        engine("host.nodes.warmup").warm_up(patcher, flux.positive, flux.negative, 1.0, [size])
+    assert ran[2:] and flux.graphs == 1
+
+
 def test_what_was_measured_is_used(flux):
     patcher = flux.attach(flux.patcher)
     assert names(overrides(flux, patcher)) == ["AttentionSurvey", "attention_efficient"]
@@ -146,10 +163,10 @@ def test_what_was_measured_is_used(flux):
 @pytest.mark.parametrize(("wanted", "given"), [("auto", None), ("cudnn", "attention_cudnn")])
 def test_nothing_is_measured_while_other_gpus_are_at_work(engine, monkeypatch, wanted, given):
     """Under MultiGPU CFG Split: the kernels are switched on and off for the whole process."""
-    choice, model = engine("host.model.attention_choice"), Executor()
+    choice, model = engine("host.model.attention_choice"), Model()
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     args = torch.zeros(1), 0, None, None, None, {"multigpu_thread_device": torch.device("cuda:1")}
-    taken, after = choice.with_attention(wanted, model, args, {}, synchronous=False)
+    taken, after = choice.with_attention(wanted, model, args)
     assert after is None and getattr(taken[5].get(OVERRIDE), "__name__", None) == given
 
 
