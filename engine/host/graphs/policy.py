@@ -130,7 +130,7 @@ def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], ob
     torch.cuda.synchronize()
     if call.uncompiled or code.compiles != compiles:
         return result
-    backlog = (time.perf_counter() - launched) / (launched - began)
+    backlog = (time.perf_counter() - launched) / max(launched - began, 1e-9)
     if backlog < MAX_BACKLOG:
         payoff.pay, kept = True, PAY
     else:

@@ -1,0 +1,120 @@
+"""Whether CUDA graphs pay: measured in calls of compiled code, for each size."""
+
+import functools
+import types
+
+import pytest
+import torch
+from capturing import capture_again
+from patching import Runs
+from support import compile_settings
+from torch import nn
+
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
+
+
+class TwoBlocks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2))
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Machine:
+    """Calls take 0.1 s to launch; the GPU works on for `backlog` of that."""
+
+    def __init__(self, engine, monkeypatch, cache=None):
+        self.engine, self.now, self.backlog, self.launched = engine, 0.0, 0.1, False
+        policy = engine("host.graphs.policy")
+        monkeypatch.setattr(policy, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(policy, "current", lambda: cache)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.wait)
+
+    def wait(self, *_):
+        self.now += 0.1 * self.backlog * self.launched
+        self.launched = False
+
+    def model(self, **settings):
+        """A function that calls a new model with `size` numbers and returns how many captures there have been."""
+        engine, network = self.engine, TwoBlocks().requires_grad_(False)
+        host_calls = engine("host.model.network_calls")
+        calls = host_calls.NetworkCalls(engine("settings").CompileSettings(**settings))
+        loaded = engine("host.weights.blocks").Loaded(network, network, torch.float32, torch.device("cpu"))
+        host_calls.begin_run(network)
+
+        def run(x):
+            self.now, self.launched = self.now + 0.1, True
+            return network(x, transformer_options={})
+
+        def call(size=8):
+            x = torch.ones(size // 4, 4)
+            with calls.prepared() as made:
+                assert torch.allclose(calls.run(loaded, made, x.numel(), functools.partial(run, x)), run(x))
+            assert engine("background.thread").compiler.wait(60)
+            return engine("cuda_graphs.capture").graphs_of(network).captures
+
+        call.code = engine("compile.registry").code_of(network)
+        return call
+
+
+@pytest.fixture
+def machine(engine, monkeypatch):
+    wants = engine("settings").CompileSettings.wants_graphs
+    capture_again(engine, monkeypatch)
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", wants)
+    return Machine(engine, monkeypatch)
+
+
+@pytest.mark.parametrize("when", ["in background", "before first image"])
+@pytest.mark.parametrize("pays", [True, False])
+def test_compiled_calls_decide(machine, when, pays):
+    call = machine.model(compile_when=when)
+    machine.backlog = 9.0 if pays else 0.0  # of calls that are not compiled yet
+    call()
+    assert call.code.compiles, "the first call is traced"
+    if when == "in background":
+        call()  # the first of the compiled code
+    machine.backlog = 0.0 if pays else 9.0
+    assert [call() for _ in range(4)][-1] == pays
+
+
+def test_a_warmup_compiles_though_nothing_was_measured_before(engine, tiny, machine):
+    """It makes two calls, which were both measured uncompiled on a GPU."""
+    runs = Runs(tiny, engine, "flux", cfg=1.0, steps=2)
+    patcher = engine("host.model.attach").attach(runs.patcher, compile_settings(engine, mode="auto", backend="inductor"))
+    size = engine("host.nodes.warmup_plan").Size(64, 64)
+    prompts = runs.positive, runs.negative
+    engine("host.nodes.warmup").warm_up(patcher, *prompts, 1.0, [size], None, None)
+    assert runs.graphs == 2
+
+
+def test_graphs_that_do_not_pay_for_a_large_image_may_pay_for_a_small_one(machine):
+    call, large = machine.model(compile_when="before first image"), 4 * 64
+    machine.backlog = 9.0
+    assert [call(large) for _ in range(4)][-1] == 0
+    machine.backlog = 0.0
+    assert [call() for _ in range(4)][-1] == 1
+    machine.backlog = 9.0
+    assert [call(2 * large) for _ in range(4)][-1] == 1
+
+
+def test_what_was_measured_outlives_a_restart(engine, monkeypatch):
+    capture_again(engine, monkeypatch)
+    monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", False)
+    kept = {}
+    cache = types.SimpleNamespace(
+        remember=lambda _network, key, value: kept.update({key: value}), recall=lambda _network, key: kept.get(key)
+    )
+    machine = Machine(engine, monkeypatch, cache)
+    first = machine.model(compile_when="before first image")
+    machine.backlog = 9.0
+    for _ in range(3):
+        first(64)
+    again = machine.model(compile_when="before first image")
+    machine.backlog = 0.0
+    assert [again(64) for _ in range(4)][-1] == 0 and [again(128) for _ in range(4)][-1] == 0
+    assert [again(8) for _ in range(4)][-1] == 1
