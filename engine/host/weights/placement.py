@@ -70,6 +70,13 @@ class EvenLoad:
         finally:
             _tag_load_order(self.model)
 
+    def partially_unload(self, *args, **kwargs) -> int:
+        """Tag also what stays of a model that was loaded whole, which has no tag."""
+        freed = super().partially_unload(*args, **kwargs)  # type: ignore[misc]
+        if not is_dynamic(self) and _is_spread(self):
+            _tag_load_order(self.model)
+        return freed
+
     def _load_list(self, *args, **kwargs) -> list:
         """The host's list (comfy/model_patcher.py) in our order."""
         items = super()._load_list(*args, **kwargs)  # type: ignore[misc]
@@ -77,7 +84,6 @@ class EvenLoad:
             return items
         if args[0] if args else kwargs.get("for_dynamic"):
             return _even_by_rank(_ranks(self.model), items)
-        _tag_load_order(self.model)  # for unloading, which asks for the list too; `partially_load` sets the tag at its end
         return _even_by_size(_ranks(self.model), items)
 
 

@@ -422,3 +422,22 @@ def test_what_is_loaded_in_part_stays_when_more_is_loaded_in_the_middle_of_a_run
         patcher.partially_load(device, room)
     assert patcher.model.model_lowvram and not taken_off
     patcher.unpatch_model(device)
+
+
+@pytest.mark.parametrize("after", ["ours", "plain"])
+def test_what_stays_of_a_model_that_was_loaded_whole_is_in_our_order(after, flux, monkeypatch):
+    """After an image a text encoder takes room: ours adds to what has stayed, a plain patcher takes that off first."""
+    patcher, model, size = (
+        flux.attach(flux.patcher, compile_when="in background"),
+        flux.patcher.model,
+        flux.patcher.model_size(),
+    )
+    device, taken_off, move = patcher.load_device, [], model.to
+    patcher.partially_load(device, 1e32)
+    assert not model.model_lowvram
+    assert patcher.partially_unload(patcher.offload_device, size // 2) < size
+    monkeypatch.setattr(model, "to", lambda *args: taken_off.append(args) or move(*args))
+    (patcher if after == "ours" else flux.patcher).partially_load(device, size // 10)
+    assert model.model_lowvram and len(taken_off) == (after == "plain")
+    assert on_device(patcher) <= model.model_loaded_weight_memory
+    patcher.unpatch_model(device)
