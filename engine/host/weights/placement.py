@@ -95,19 +95,22 @@ def _tag_load_order(base_model) -> None:
     """Note that the loaded part is in our order, where the host notes the LoRA in the loaded part.
 
     Another order on top would leave both parts on the device. For a patcher without `EvenLoad` the tag is another set of LoRA,
-    so that the host loads anew (`partially_load`); `EvenLoad` takes the tag away first.
+    so that the host loads anew (`partially_load`); `EvenLoad` takes the tag away first. The tag holds the size of the loaded
+    part: such a patcher may also unload some of that part, and the tag stays.
     """
     current = getattr(base_model, "current_weight_patches_uuid", None)
-    if current is not None and not isinstance(current, tuple) and base_model.model_lowvram:
-        base_model.current_weight_patches_uuid = (KEY, current)
+    if isinstance(current, tuple):
+        current = current[1]
+    if current is not None and base_model.model_lowvram:
+        base_model.current_weight_patches_uuid = (KEY, current, base_model.model_loaded_weight_memory)
 
 
 def _load_anew_after_others(base_model) -> None:
     current = getattr(base_model, "current_weight_patches_uuid", None)
-    if isinstance(current, tuple):
+    if isinstance(current, tuple) and current[2] == base_model.model_loaded_weight_memory:
         base_model.current_weight_patches_uuid = current[1]
     elif current is not None and base_model.model_lowvram:
-        base_model.current_weight_patches_uuid = (KEY, None)
+        base_model.current_weight_patches_uuid = (KEY, None, None)
 
 
 def even_ranks(base_model) -> dict[str, tuple[int, int]]:

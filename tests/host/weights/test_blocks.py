@@ -441,3 +441,17 @@ def test_what_stays_of_a_model_that_was_loaded_whole_is_in_our_order(after, flux
     assert model.model_lowvram and len(taken_off) == (after == "plain")
     assert on_device(patcher) <= model.model_loaded_weight_memory
     patcher.unpatch_model(device)
+
+
+def test_a_part_that_a_plain_patcher_has_unloaded_is_no_longer_in_our_order(flux):
+    """A node runs again and its patcher is freed: the host unloads through the parent, which is plain (`_switch_parent`)."""
+    patcher, model, size = (
+        flux.attach(flux.patcher, compile_when="in background"),
+        flux.patcher.model,
+        flux.patcher.model_size(),
+    )
+    patcher.partially_load(patcher.load_device, size * 6 // 10)
+    assert flux.patcher.partially_unload(flux.patcher.offload_device, size * 3 // 10) > 0
+    patcher.partially_load(patcher.load_device, size // 10)
+    assert model.model_lowvram and 0 < on_device(patcher) <= model.model_loaded_weight_memory
+    patcher.unpatch_model(patcher.load_device)
