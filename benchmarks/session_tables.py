@@ -318,6 +318,17 @@ def more_vram() -> str:
     return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"
 
 
+def second_worker() -> str:
+    """The README's: when a cold machine is compiled, with a shared cache that has the code and without."""
+    ready = {(row["model"], row["shared"]): row["worker_two"]["code ready"] for row in rows("fleet", "fleet")[0]}
+    models = sorted({model for model, _ in ready}, key=lambda model: -ready[model, False])
+    each = [
+        f"{NAMES[model].partition(',')[0]} after {ready[model, True]:.0f} s instead of {ready[model, False]:.0f}"
+        for model in models
+    ]
+    return ", ".join(each)
+
+
 def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
     """Seconds of a prompt once compiled relative to eager's, KJNodes' and ours, for the chart; the largest gain first."""
     measured, _ = _measured()

@@ -29,6 +29,7 @@ INLINE = {
     "slowest first": session_tables.slowest_first,
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
+    "second worker": session_tables.second_worker,
 }
 README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
 FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}
