@@ -21,6 +21,7 @@ from ...settings import CompileSettings
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
 from ..weights.blocks import Loaded
+from ..weights.placement import override_methods
 from .attach import KEY, obstacle, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
 
@@ -108,7 +109,8 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     prepare_compiling(settings)
     compiled.control_model = CompiledControl(network, settings, Status(node, settings) if node is not None else None)
     compiled.control_model_wrapped = patcher = control.control_model_wrapped.clone()
-    set_callbacks(patcher, KEY, {CallbacksMP.ON_CLEANUP: _end_run, CallbacksMP.ON_LOAD: _on_load})
+    set_callbacks(patcher, KEY, {CallbacksMP.ON_CLEANUP: _end_run})
+    override_methods(patcher, EndRunAtLoad)
     logger.info("%s: %s; %s", type(network).__name__, settings.describe(), plan_for(network).summary())
     return compiled
 
@@ -131,10 +133,17 @@ def _end_run(patcher: Any) -> None:
     end_run(patcher.model)
 
 
-def _on_load(patcher: Any, *_: object) -> None:
-    """Have the next call begin a run, since weights may have moved.
+class EndRunAtLoad:
+    """Override `partially_load` of a ControlNet's patcher, which the host calls before each run, to end the run before.
 
-    The host calls no ON_CLEANUP after a cancelled run (comfy/samplers.py, `outer_sample`), and loads again in the middle of a
-    run when a VAE needs room.
+    The host calls no ON_CLEANUP after a cancelled run (comfy/samplers.py, `outer_sample`), and no ON_LOAD for a ControlNet that
+    is loaded whole. The host loads also in the middle of a run when a VAE needs room: weights may move, so that the next call
+    begins another run.
     """
-    _running.discard(patcher.model)
+
+    model: nn.Module
+
+    def partially_load(self, *args, **kwargs) -> int:
+        if self.model in _running:
+            _end_run(self)
+        return super().partially_load(*args, **kwargs)  # type: ignore[misc]
