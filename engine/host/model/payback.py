@@ -106,7 +106,8 @@ class Payback:
         if number != last or not self._seconds:
             return
         known = {kind: self._most_calls[kind] * seconds for kind, seconds in self._seconds.items()}
-        usual = sum(self._runs[kind] * known[kind] for kind in known) / sum(self._runs[kind] for kind in known)
+        runs = {kind: max(1, self._runs[kind]) for kind in known}  # the first call may have been another kind
+        usual = sum(runs[kind] * known[kind] for kind in known) / sum(runs.values())
         is_unet = has_convolutions(network)
         saved = usual * (SAVED_UNET if is_unet else SAVED)
         cost = max(COST, CALLS_OF_UNET * min(*self._seconds.values(), LONGEST_CALL)) if is_unet else COST

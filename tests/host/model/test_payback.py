@@ -28,6 +28,7 @@ def flux(engine, tiny, monkeypatch):
         line = next(iter(engine("notices.status").lines_of().values()))
         return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
 
+    run.conditioning = conditioning
     run.cost = lambda seconds: monkeypatch.setattr(payback, "COST", seconds)
     return run
 
@@ -134,6 +135,15 @@ def test_the_shortest_call_counts(flux, engine, a_call_takes, monkeypatch):
     monkeypatch.setattr(calls, "_measure", uneven)
     flux.cost(2.0)
     assert flux()[0] == 0
+
+
+def test_a_batch_that_changes_in_the_first_steps_ends_no_prompt(flux):
+    """A part of the prompt that begins later (ConditioningSetTimestepRange)."""
+    flux.cost(1e6)
+    (embedding, about), *_ = flux.conditioning[0]
+    flux.conditioning[0].append([embedding * 0.5, {**about, "start_percent": 0.3, "end_percent": 1.0}])
+    for steps in (4, 6):
+        assert flux(steps=steps)[0] == 0
 
 
 @pytest.mark.parametrize("steps", [2, 3, 4])
