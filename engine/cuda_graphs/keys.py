@@ -93,7 +93,7 @@ _DEEPEST = 3
 _OF_MODULES = frozenset(vars(nn.Module()))
 # Attributes of the host under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
 # memory for their transfers.
-_OF_THE_HOST = {
+OF_THE_HOST = {
     "weight_lowvram_function",
     "bias_lowvram_function",
     "_v_weight",
@@ -187,12 +187,12 @@ class HeldValues:
             (weakref.ref(module), name, weakref.ref(value))
             for module in modules
             for name, value in vars(module).items()
-            if name[0] != "_" and _is_plain_object(value)
+            if name[0] != "_" and name not in OF_THE_HOST and _is_plain_object(value)
         ]
         for owner in (*modules, *(value for *_, opened in self._opened if (value := opened()) is not None)):
             entries, reference = vars(owner), weakref.ref(owner)
             # Sorted: the host removes attributes of a layer and puts them back.
-            public = sorted(name for name in entries.keys() - _OF_THE_HOST if not name.startswith("_"))
+            public = sorted(name for name in entries.keys() - OF_THE_HOST if not name.startswith("_"))
             names = tuple(name for name in public if type(entries[name]) in _HELD_PLAIN)
             if names:
                 self._listed.append((reference, len(entries), operator.itemgetter(*names, names[0])))
@@ -201,7 +201,7 @@ class HeldValues:
                 value = entries[name]
                 if type(value) in _HELD_CONTAINERS and 0 < len(value) <= _LONGEST and _key_or_class(value) is not type(value):
                     self._containers.append((reference, name))
-            for name in sorted(entries.keys() - _OF_MODULES - _OF_THE_HOST):
+            for name in sorted(entries.keys() - _OF_MODULES - OF_THE_HOST):
                 value = entries[name]
                 if isinstance(value, torch.Tensor) or (type(value) in _OPENED and _may_hold_tensors(value)):
                     self._tensors.append((reference, name))

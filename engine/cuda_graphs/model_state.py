@@ -11,7 +11,7 @@ from ..blocks.state import MethodsNow
 from ..compile.binding import is_ours
 from ..forwards import is_of_class
 from ..per_model import Same
-from .keys import HeldValues, value_key
+from .keys import OF_THE_HOST, HeldValues, value_key
 
 # Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
 # and those of layers that it does not page, again for each run.
@@ -112,7 +112,7 @@ def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
     return [
         (name, Same(getattr(value, "__func__", value)), Same(getattr(value, "__self__", None)))
         for name, value in module.__dict__.items()
-        if callable(value) and not is_ours(value) and not is_of_class(module, name, value)
+        if callable(value) and name not in OF_THE_HOST and not is_ours(value) and not is_of_class(module, name, value)
     ]
 
 

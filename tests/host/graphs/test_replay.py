@@ -75,6 +75,24 @@ def test_a_page_that_was_taken_away_is_fetched_by_a_plain_call(flux, compiled, p
     assert pages.pinned == 0 and graphs_of(flux).graphs
 
 
+@pytest.mark.parametrize("kind", ["lora", "diff"])
+def test_a_lora_that_the_host_sets_anew_for_each_prompt(flux, compiled, pages, kind):
+    """ComfyUI makes a new object for each layer with a LoRA (comfy/model_patcher.py, `ModelPatcherDynamic.load`)."""
+    import comfy.model_patcher
+    from comfy.weight_adapter.lora import LoRAAdapter
+
+    name, layer = next(iter(pages.layers.items()))
+    rows, columns = layer.weight.shape
+    zeros = torch.zeros(rows, 2), torch.zeros(2, columns), 1.0, None, None, None
+    patch = LoRAAdapter(set(), zeros) if kind == "lora" else ("diff", (torch.zeros_like(layer.weight),))
+    key = f"diffusion_model.{name}.weight"
+    patches = {key: [(0.1, patch, 1.0, None, None)]}
+    for prompt in range(2):
+        layer.weight_lowvram_function = comfy.model_patcher.LowVramPatch(key, patches)
+        layer.weight_lowvram_function._pin_state = layer._pin_state
+        assert check(flux, compiled) == ((0, 3) if prompt else (1, 1))
+
+
 def test_a_lora_that_belongs_in_the_pages_is_put_there_first(flux, compiled, pages):
     check(flux, compiled)
     layer = pages.layers[next(iter(pages.memory))]
