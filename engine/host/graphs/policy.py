@@ -6,6 +6,7 @@ weights in bf16 and in INT8 the GPU is as far behind in eager steps of Flux, and
 
 import enum
 import math
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ from ...torch_compat import private
 MAX_BACKLOG = 0.3
 # A measured call holds the worker, beside which launching is slow, for so long at most.
 CALL_SECONDS = 2.0
-PAY, NOT_FROM = "pay", "do not pay from "
 
 
 class Way(enum.Enum):
@@ -56,7 +56,7 @@ def way_of_call(
     # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
     if pays or (not synchronous and code_of(network).is_being_compiled):
         return Way.REPLAYED
-    if graphs_of(network).graphs:
+    if graphs_of(network).graphs and not payoff_of(network).pay_to:
         graphs_of(network).drop()
     return Way.MEASURED if pays is None else Way.COMPILED
 
@@ -86,18 +86,19 @@ class Payoff:
     """Whether graphs pay for a network.
 
     Args:
-        pay: at sizes below `not_from`.
-        not_from: from this size of a latent on the GPU is busy enough without.
+        pay_to: up to this size of a latent.
+        not_from: from this size on the GPU is busy enough without.
         recalled: what an earlier process has measured is known.
         ran: by size how often code had been made in the last call: a measured call is not the first of its code.
     """
 
-    pay: bool = False
+    pay_to: float = 0
     not_from: float = math.inf
     recalled: bool = False
     ran: dict[int, int] = field(default_factory=dict)
 
 
+_KEPT = re.compile(r"pay to (\S+), not from (\S+)")
 payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
 
 
@@ -105,22 +106,26 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
     payoff, cache = payoff_of(network), current()
     if not payoff.recalled and cache is not None:
-        payoff.recalled, kept = True, cache.recall(network, "graphs") or ""
-        payoff.pay = payoff.pay or kept == PAY
-        if kept.startswith(NOT_FROM) and kept[len(NOT_FROM) :].isdigit():
-            payoff.not_from = min(payoff.not_from, int(kept[len(NOT_FROM) :]))
+        payoff.recalled, kept = True, _KEPT.fullmatch(cache.recall(network, "graphs") or "")
+        if kept:
+            payoff.pay_to, payoff.not_from = max(payoff.pay_to, float(kept[1])), min(payoff.not_from, float(kept[2]))
     if size >= payoff.not_from:
         return False
-    return payoff.pay or None
+    return size <= payoff.pay_to or None
 
 
-def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], object]) -> object:
-    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched."""
+def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], object], convolutional: bool) -> object:
+    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched.
+
+    Args:
+        convolutional: with graphs convolutions are faster too (replay.py): graphs that pay at one size pay at larger ones.
+    """
     payoff, code = payoff_of(network), code_of(network)
     compiles = code.compiles
     if payoff.ran.get(size) != compiles:
         result = run()
-        payoff.ran[size] = code.compiles
+        if call.ran:
+            payoff.ran[size] = code.compiles
         return result
     gate.hold(CALL_SECONDS)
     torch.cuda.synchronize()
@@ -128,22 +133,23 @@ def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], ob
     result = run()
     launched = time.perf_counter()
     torch.cuda.synchronize()
-    if call.uncompiled or code.compiles != compiles:
+    if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
         return result
     backlog = (time.perf_counter() - launched) / max(launched - began, 1e-9)
-    if backlog < MAX_BACKLOG:
-        payoff.pay, kept = True, PAY
+    pay = backlog < MAX_BACKLOG
+    if pay:
+        payoff.pay_to = math.inf if convolutional else size
     else:
-        payoff.not_from, kept = size, f"{NOT_FROM}{size}"
+        payoff.not_from = size
     logger.info(
         "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
-        "pay" if payoff.pay else "would not pay",
+        "pay" if pay else "would not pay",
         100 * backlog,
     )
     cache = current()
     if cache is not None:
-        cache.remember(network, "graphs", kept)
+        cache.remember(network, "graphs", f"pay to {payoff.pay_to}, not from {payoff.not_from}")
     return result
 
 

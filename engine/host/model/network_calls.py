@@ -23,7 +23,7 @@ from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
 from ..graphs.policy import Way, measure, note, way_of_call
-from ..graphs.replay import graphed, new_run
+from ..graphs.replay import graphed, has_convolutions, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
@@ -69,7 +69,7 @@ class NetworkCalls:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
                 scopes.enter_context(told or nullcontext())
-                result = measure(network, size, call, run) if way is Way.MEASURED else run()
+                result = measure(network, size, call, run, has_convolutions(network)) if way is Way.MEASURED else run()
                 code_of(network).eager_calls += call.uncompiled
             return result
 
