@@ -702,6 +702,7 @@ def test_japanese_nodes_show_no_english(page, server):
                 await kit.frames();
             }"""
         )
+        page.until("() => !LiteGraph.vueNodesMode || document.body.innerText.includes('コンパイルの時期')")
         shown = page.js("""() => (LiteGraph.vueNodesMode
             ? [...document.querySelectorAll("[data-node-id]")].map((node) => node.innerText)
             : [...drawn, ...[...document.querySelectorAll(".torch-compile-kit-report")].map((text) => text.innerText)]
