@@ -24,7 +24,6 @@ from ...torch_settings import numerics
 from ...user_input import check_model, check_sampling
 from ..adapter import is_dynamic
 from ..model.attach import KEY, Nothing, compile_plan, diffusion_model, model_name, notes_about, settings_for
-from ..model.attention_choice import chosen_kernel
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
 from .progress import WarmupProgress
@@ -125,10 +124,9 @@ class _Warmup:
         return run in self.code.warm and self.code.warm[run] <= self._guards()
 
     def _sample_at(self, latent: dict, on_step: Callable[[], None]) -> None:
-        attention = self.settings.attention
-        chosen = chosen_kernel(self.model, attention)
+        uncompiled = self.code.eager_calls
         calls = sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step)
-        if chosen_kernel(self.model, attention) != chosen:  # in a call that was not compiled
+        if self.code.eager_calls != uncompiled:  # the attention was measured
             calls = sample_once(self.patcher, self.conditioning, self.cfg, latent, on_step)
         if calls.early:  # else the run says nothing about whether the model's second call needs other code
             self.steps = STEPS if calls.late else 1
