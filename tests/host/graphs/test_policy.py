@@ -142,7 +142,6 @@ def test_what_was_measured_outlives_a_restart(engine, monkeypatch):
         first(64)
     machine.backlog = 0.0
     assert [first(8) for _ in range(4)][-1] == 1
-    again = machine.model(compile_when="before first image")
+    again, machine.backlog = machine.model(compile_when="before first image"), 9.0
     assert [again(64) for _ in range(2)][-1] == 0 and [again(128) for _ in range(2)][-1] == 0
-    machine.backlog = 9.0
     assert [again(8) for _ in range(2)][-1] == 1, "known to pay: plain, captured"

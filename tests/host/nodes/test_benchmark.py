@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
+from capturing import capture_again
 from paging import paged
 from patch_kinds.weights import load_partly
 from patching import Runs
@@ -41,6 +42,23 @@ def benchmarked(tiny, engine):
     return lambda *args, **settings: Benchmarked(tiny, engine, *args, **settings)
 
 
+def test_nothing_is_captured_while_it_is_timed(benchmarked, engine, monkeypatch):
+    """Nor while CUDA graphs and attention are chosen, in a model that has not run yet."""
+    capture_again(engine, monkeypatch)
+    runs, captures = benchmarked(), []
+    graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+
+    def count(executor, *args, **kwargs):
+        result = executor(*args, **kwargs)
+        captures.append(graphs.captures)
+        return result
+
+    runs.compiled.add_wrapper_with_key("apply_model", "count", count)
+    runs.benchmark(steps=3)
+    timed = captures[-2 - 3 * 6 :]  # the last two are profiled
+    assert set(timed) == {graphs.captures} and graphs.captures
+
+
 BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.rest)]
 
 
@@ -49,7 +67,7 @@ def test_rounds_alternate_and_only_the_warm_one_compiles(own_code, benchmarked, 
     runs = benchmarked(backend=backend)
     result = runs.benchmark(steps=3)
     e, c = "eager", "compiled"
-    assert runs.calls == [e] * 2 + [c] * 2 + [e] * 3 + [c] * 6 + [e] * 6 + [c] * 3 + [c] * 2  # the last two are profiled
+    assert runs.calls == [e] * 2 + [c] * 4 + [e] * 3 + [c] * 6 + [e] * 6 + [c] * 3 + [c] * 2  # the last two are profiled
     assert result.late_graphs == 0
     assert result.cost.graphs == runs.graphs == 2 and result.cost.cold
     assert 0 < result.cost.seconds <= result.cost_seconds
@@ -162,7 +180,7 @@ def test_progress_counts_every_step_once(benchmarked):
         runs.benchmark(steps=2, trace=True)
     finally:
         comfy.utils.set_progress_bar_global_hook(before)
-    total = 2 * 2 + 3 * 2 * 2 + 2 * 2
+    total = 3 * 2 + 3 * 2 * 2 + 2 * 2
     assert seen[-1] == (total, total) and [value for value, _ in seen] == sorted({value for value, _ in seen})
 
 
