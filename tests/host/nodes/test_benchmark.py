@@ -45,6 +45,10 @@ def benchmarked(tiny, engine):
 def test_nothing_is_captured_while_it_is_timed(benchmarked, engine, monkeypatch):
     """Nor while CUDA graphs and attention are chosen, in a model that has not run yet."""
     capture_again(engine, monkeypatch)
+    settings = engine("settings").CompileSettings
+    monkeypatch.setattr(settings, "wants_graphs", False)  # but measures whether they pay
+    monkeypatch.setattr(settings, "may_have_graphs", True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     runs, captures = benchmarked(), []
     graphs = engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
 
