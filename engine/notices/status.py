@@ -127,6 +127,7 @@ class Status(Line):
 
     def __init__(self, node: str, settings: CompileSettings):
         self._settings = settings
+        self.is_left = False  # to another node, which compiles the model
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -221,7 +222,7 @@ class Status(Line):
         if self.in_call and self._was_compiling():
             return self._sent
         self._compiling_since = None
-        if watch_of(network).left or any(taken.is_compiled for taken in code.taken):
+        if self.is_left or any(taken.is_compiled for taken in code.taken):
             return News("unclear", told("leftAsIs", told("compiledElsewhere")))
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         failed |= dict.fromkeys(failure.block for failure in code.failures)

@@ -80,6 +80,8 @@ class BlockCompiler:
         before, watch.left = watch.left, is_compiled_elsewhere(base_model.diffusion_model, options.get("wrappers", {}))
         if watch.left and not before:
             logger.warning("%s is left as it is: %s", type(base_model).__name__, COMPILED_ELSEWHERE)
+        if self.status is not None:
+            self.status.is_left = watch.left
         if watch.left and self.status is not None and not _is_copy_for_another_device(base_model):
             self.status.begins(network, None, None)
             self.status.stopped()

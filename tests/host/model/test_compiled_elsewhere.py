@@ -153,3 +153,14 @@ def test_a_model_that_another_node_compiled_in_the_prompt_before(flux):
     flux.run(flux.alone(WAYS["the model patched"]))
     patcher = flux.with_both(lambda *_: None, ORDERS[0], only_blocks="double_blocks.*")
     assert flux.check(patcher) == 0 and flux.graphs == 1 and flux.line().says != LEFT
+
+
+def test_only_the_node_with_another_behind_it_says_so(flux, engine):
+    """Two branches of one model."""
+    settings = engine("settings").CompileSettings(backend="eager")
+    ours = engine("host.model.attach").attach(flux.patcher, settings, "8")
+    both = flux.with_both(WAYS["the model wrapped"], ORDERS[1])
+    flux.check(ours)
+    flux.run(both)
+    lines = engine("notices.status").lines_of()
+    assert lines["7"].says == LEFT and str(lines["8"].says[0]).startswith("ready")
