@@ -134,6 +134,7 @@ class AttentionSurvey:
             return self.wanted
         chosen = _costliest(self.calls)
         if not chosen:
+            self.complete = False  # a step cache may have skipped the call
             return "comfyui"
         ready = {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
         try:

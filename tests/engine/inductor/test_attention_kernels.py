@@ -38,6 +38,10 @@ def test_the_users_own_kernel_is_not_counted(survey):
     assert not survey.calls and survey.best() == "comfyui"
 
 
+def test_a_call_without_attention_chooses_nothing_for_good(survey):
+    assert survey.best() == "comfyui" and not survey.complete
+
+
 def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, survey):
     for tokens, keys, count in ((4096, 4096, 5), (1024, 1024, 5), (4096, 77, 5), (64, 64, 1)):  # SD 1.5
         for _ in range(count):
