@@ -114,7 +114,9 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     return size <= payoff.pay_to or None
 
 
-def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], object], convolutional: bool) -> object:
+def measure(
+    network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object], convolutional: bool
+) -> object:
     """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched.
 
     Args:
@@ -128,11 +130,11 @@ def measure(network: nn.Module, size: int, call: ModelCall, run: Callable[[], ob
             payoff.ran[size] = code.compiles
         return result
     gate.hold(CALL_SECONDS)
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = run()
     launched = time.perf_counter()
-    torch.cuda.synchronize()
+    torch.cuda.synchronize(device)
     if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
         return result
     backlog = (time.perf_counter() - launched) / max(launched - began, 1e-9)

@@ -69,7 +69,9 @@ class NetworkCalls:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
                 scopes.enter_context(told or nullcontext())
-                result = measure(network, size, call, run, has_convolutions(network)) if way is Way.MEASURED else run()
+                if way is Way.MEASURED:
+                    run = functools.partial(measure, network, loaded.device, size, call, run, has_convolutions(network))
+                result = run()
                 code_of(network).eager_calls += call.uncompiled
             return result
 
