@@ -12,8 +12,8 @@ Life cycle of a call within `graphed`:
 Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when memory is short (`_pinned`), and when the host
 unloads the model (`watch_unloading`).
 
-Not seen: methods that another node replaces on an object that is an attribute of a layer, numbers that it sets in a Python module,
-and values on an object that its attention override names there. A graph captured before replays without them.
+Not seen: methods that another node replaces on an object that is an attribute of a layer, numbers that it sets in a Python
+module, and values on an object that its attention override names there. A graph captured before replays without them.
 """
 
 from __future__ import annotations
