@@ -51,11 +51,11 @@ from ...per_model import PerModel, Same
 from ...torch_settings import numerics
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
-from .policy import note
+from .policy import CALL_SECONDS, note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # Of consecutive calls that run without a CUDA graph, each of the first PLAIN_CALLS holds the worker for up to CALL_SECONDS.
-PLAIN_CALLS, CALL_SECONDS = 3, 2.0
+PLAIN_CALLS = 3
 # Entries that no code below `apply_model` can depend on but through the patcher's machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 # File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.

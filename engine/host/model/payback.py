@@ -105,9 +105,9 @@ class Payback:
             self._seconds[kind] = min(self._began - began, self._seconds.get(kind, math.inf))
         if number != last or not self._seconds:
             return
-        known = {kind: self._most_calls[kind] * seconds for kind, seconds in self._seconds.items()}
-        runs = {kind: max(1, self._runs[kind]) for kind in known}  # the first call may have been another kind
-        usual = sum(runs[kind] * known[kind] for kind in known) / sum(runs.values())
+        run_seconds = {kind: self._most_calls[kind] * seconds for kind, seconds in self._seconds.items()}
+        runs = {kind: max(1, self._runs[kind]) for kind in run_seconds}  # the first call may have been another kind
+        usual = sum(runs[kind] * run_seconds[kind] for kind in run_seconds) / sum(runs.values())
         is_unet = has_convolutions(network)
         saved = usual * (SAVED_UNET if is_unet else SAVED)
         cost = max(COST, CALLS_OF_UNET * min(*self._seconds.values(), LONGEST_CALL)) if is_unet else COST
