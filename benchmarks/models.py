@@ -134,6 +134,15 @@ MODELS = {
         torch.float16, (512, 512, 1), 5.0, (1, 77, 768), channels=4,
     ),
 }  # fmt: skip
+# Of real widths with a few blocks: a session takes a minute. The UNet is Segmind Vega's, which the host's loader knows.
+MODELS["flux_wide"] = replace(MODELS["flux"], config=dict(MODELS["flux"].config, depth=4, depth_single_blocks=8))
+MODELS["sdxl_wide"] = replace(
+    MODELS["sdxl"],
+    config=dict(
+        MODELS["sdxl"].config, transformer_depth=[0, 0, 1, 1, 2, 2], transformer_depth_middle=-1,
+        transformer_depth_output=[0, 0, 0, 1, 1, 1, 2, 2, 2],
+    ),
+)  # fmt: skip
 # Small enough for two cores of a CPU.
 MODELS["flux_small"] = Model(
     dict(

@@ -111,6 +111,8 @@ SESSIONS = {
     "qwen_image": Session(20, other_size=(1472, 1104), other_tokens=300),
     "wan14": Session(20, VIDEO, other_size=(640, 480)),
     "sd15": Session(20, SHORT),
+    "flux_wide": Session(50, other_tokens=256),  # so many steps that compiling is worth while
+    "sdxl_wide": Session(60, other_tokens=154),
     "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
     "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
     "klein_small": Session(4, other_size=(320, 192), other_tokens=600),
