@@ -5,22 +5,18 @@ kernel launches do: a second of such work takes five beside the worker. PyTorch'
 functions call `Gate.wait`:
 
 1. The gate is open while the host executes no prompt, and while a model is replayed from CUDA graphs (`open`). A sampling run
-   closes it (`close`). Threads that close it or call a model (`watch`) are the host's threads: under MultiGPU CFG Split each
-   device has one, while the sampler's waits for them (comfy/multigpu.py).
+   closes it (`close`).
 2. While it is closed, the worker runs for DUTY_CYCLE of the time that it has waited: `wait` earns credit, running spends it.
-3. A host thread whose frame has not moved for BLOCKED_AFTER waits for the GPU, a disk or a lock. While all of them do, the
-   worker runs at no cost.
-4. While a call traces (`tracing`), or a capture is near (`hold`), the worker earns nothing, unless the host's threads are
-   blocked: they may wait for a lock of the worker's.
-5. A job that has waited for CEILING seconds waits no more. When the process ends, `wait` raises `Stopped`.
+3. While a call traces (`tracing`), or a capture is near (`hold`), the worker earns nothing, unless a call waits for the worker
+   (`opened`).
+4. A job that has waited for CEILING seconds waits no more. When the process ends, `wait` raises `Stopped`.
 
-Waiting is polling: no event tells when the host's thread blocks.
+The gate does not ask where the host's threads are: whoever holds a frame of another thread (`sys._current_frames`) owns its
+locals when it returns, and destroys them on the wrong thread. Tensors of a CUDA graph capture end the process there.
 """
 
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -31,7 +27,7 @@ from ..torch_settings import SharedScope
 # less: code is ready after 45 s at 0.15, after 21 s at 0.5.
 DUTY_CYCLE = 0.5
 CEILING = 20.0
-POLL_SECONDS, BLOCKED_AFTER = 0.003, 0.005
+POLL_SECONDS = 0.003
 # Credit is never below minus this: between two calls of `wait` the worker may also have been idle, or waited for a compiler.
 MAX_DEBT = 0.05
 _BUSIEST = "dispatch_of_fake_tensors", "run_node", "can_fuse", "codegen_node_schedule"
@@ -49,11 +45,10 @@ class Gate:
         self.waited = 0.0
         self.jobs_past_ceiling = 0
         self._open = threading.Event()
-        # Of each of the host's threads where it was last seen, and since when. Not by identifier, which a later thread may get.
-        self._places: weakref.WeakKeyDictionary[threading.Thread, tuple] = weakref.WeakKeyDictionary()
         self._asked: float | None = None
         self._credit = 0.0
         self._tracing = 0
+        self._calls_waiting = 0
         self._held_until = 0.0
         self._stopped = False
         self._waited_before_job = 0.0
@@ -81,11 +76,14 @@ class Gate:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
+        """While it lasts, a call waits for the worker, or for a lock of the worker's."""
         was_open = self._open.is_set()
+        self._calls_waiting += 1
         self._open.set()
         try:
             yield
         finally:
+            self._calls_waiting -= 1
             if not was_open:
                 self._open.clear()
 
@@ -95,27 +93,20 @@ class Gate:
 
     def close(self) -> None:
         """Called by the thread that samples."""
-        self.watch()
         self._open.clear()
-
-    def watch(self) -> None:
-        """Called by each thread that calls a model."""
-        self._places.setdefault(threading.current_thread(), (None, 0.0))
 
     def wait(self) -> None:
         """On the worker: wait until the gate is open or there is credit."""
         if self._stopped:
             raise Stopped
-        while self._is_held() and not self._stopped:
-            if self._is_host_blocked(time.monotonic()) or self._has_waited_enough():
-                break
+        while self._is_held() and not self._stopped and not self._has_waited_enough():
             time.sleep(POLL_SECONDS)
             self.waited += POLL_SECONDS
         now = time.monotonic()
         if self._asked is not None:
             self._credit = max(self._credit - (now - self._asked), -MAX_DEBT)
         self._asked = None
-        if self._is_free(now):
+        if self._is_free():
             return
         while self._credit <= 0:
             self._open.wait(POLL_SECONDS)
@@ -123,32 +114,23 @@ class Gate:
             self.waited += then - now
             self._credit += DUTY_CYCLE * (then - now)
             now = then
-            if self._is_free(now):
+            if self._is_free():
                 return
         self._asked = now
 
     def _is_held(self) -> bool:
+        if self._calls_waiting:
+            return False
         return self._tracing > 0 or (self._held_until > time.monotonic() and not self._open.is_set() and self.is_busy())
 
-    def _is_free(self, now: float) -> bool:
-        return self._open.is_set() or not self.is_busy() or self._is_host_blocked(now) or self._has_waited_enough()
+    def _is_free(self) -> bool:
+        return self._open.is_set() or not self.is_busy() or self._has_waited_enough()
 
     def _has_waited_enough(self) -> bool:
         if not self._is_past_ceiling and self.waited - self._waited_before_job >= CEILING:
             self._is_past_ceiling = True
             self.jobs_past_ceiling += 1
         return self._is_past_ceiling
-
-    def _is_host_blocked(self, now: float) -> bool:
-        frames, blocked = sys._current_frames(), True
-        for thread, (before, since) in list(self._places.items()):
-            frame = frames.get(thread.ident or 0) if thread.is_alive() else None
-            place = (id(frame), frame.f_lasti) if frame is not None else None
-            if place != before:
-                since = now
-                self._places[thread] = place, since
-            blocked = blocked and (place is None or now - since > BLOCKED_AFTER)
-        return blocked
 
 
 gate = Gate()

@@ -44,7 +44,6 @@ class NetworkCalls:
         """A context for one call, with the settings of PyTorch and of the host that hold also for an uncompiled call."""
         if compiler.awaited:
             compiler.wait(poll=raise_if_interrupted)
-        gate.watch()
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
         with watching, without_hosts_compiler(), sampling_scope.applied(**switches) if switches else nullcontext():
             synchronous = self.settings.waits or is_warming()

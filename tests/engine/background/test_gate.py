@@ -1,12 +1,11 @@
 """The thread that compiles waits while the host needs Python, save for a share of the time."""
 
-import contextlib
 import copy
-import functools
 import sys
 import threading
 import time
 import traceback
+import types
 
 import pytest
 import torch
@@ -20,7 +19,6 @@ def gate(engine, monkeypatch):
     """The gate, of a host that executes a prompt, in Python all the time."""
     found = engine("background.gate").gate
     monkeypatch.setattr(found, "is_busy", lambda: True)
-    monkeypatch.setattr(found, "_is_host_blocked", lambda now: False)
     monkeypatch.setattr(engine("background.gate"), "DUTY_CYCLE", 0.0)
     monkeypatch.setattr(found, "_credit", 0.0)
     found.close()
@@ -128,13 +126,55 @@ def test_it_has_its_share_of_a_host_that_never_rests(engine, gate, asked, monkey
     assert 0 < gate.waited - waited < seconds
 
 
-@pytest.mark.parametrize("stands", [lambda: time.sleep(0.05), lambda: threading.Event().wait(0.05)])
-def test_a_host_that_stands_in_a_call_needs_no_python(gate, asked, monkeypatch, stands):
-    """It waits for the GPU, a disk, or a lock that our thread holds: then neither would ever go on."""
-    monkeypatch.setattr(gate, "_is_host_blocked", functools.partial(type(gate)._is_host_blocked, gate))
-    step = asked()
-    until_made(step, stands)
-    assert step.graphs == 1
+def test_a_call_that_waits_for_a_lock_of_the_workers_is_not_waited_for(gate, asked):
+    """While it traces: neither would go on before the ceiling."""
+    waited, step = gate.waited, asked()
+    with gate.tracing():
+        until(lambda: gate.waited > waited)
+        assert step.is_being_compiled
+        with gate.opened():
+            until(lambda: not step.is_being_compiled)
+    assert step.graphs == 1 and gate.jobs_past_ceiling == 0
+
+
+class Local:
+    """A local of the host's thread, which notes on which thread it was destroyed."""
+
+    def __init__(self, threads):
+        self.threads = threads
+
+    def __del__(self):
+        self.threads.append(threading.get_ident())
+
+
+def test_no_local_of_the_hosts_thread_is_destroyed_on_the_worker(engine, monkeypatch):
+    """A tensor of a CUDA graph capture ended ComfyUI's process there."""
+    gate, destroyed, is_over = engine("background.gate").Gate(), [], threading.Event()
+    gate.is_busy = lambda: True
+    gate.close()
+    gate.hold(60)
+
+    def layer(depth):
+        local = Local(destroyed)
+        return layer(depth - 1) if depth else local is None
+
+    def work():
+        while not is_over.is_set():
+            gate.wait()
+
+    worker, interval = threading.Thread(target=work), sys.getswitchinterval()
+    clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _seconds: None)  # else the thread looks rarely
+    monkeypatch.setattr(engine("background.gate"), "time", clock)
+    sys.setswitchinterval(5e-5)
+    try:
+        worker.start()
+        for _ in range(5000):
+            layer(19)
+    finally:
+        sys.setswitchinterval(interval)
+        is_over.set()
+        worker.join(60)
+    assert set(destroyed) == {threading.get_ident()}
 
 
 def test_time_between_two_jobs_is_not_held_against_it(engine, gate, monkeypatch):
@@ -143,54 +183,6 @@ def test_time_between_two_jobs_is_not_held_against_it(engine, gate, monkeypatch)
     began, waited = time.monotonic(), gate.waited
     gate.wait()
     assert 0 < gate.waited - waited <= time.monotonic() - began < 60
-
-
-def test_a_host_that_computes_needs_it(engine, gate, monkeypatch):
-    monkeypatch.setattr(gate, "_is_host_blocked", functools.partial(type(gate)._is_host_blocked, gate))
-    monkeypatch.setattr(engine("background.thread"), "waiting_at_gate", contextlib.nullcontext)  # the rest is not asked
-    passed, ended = [], threading.Event()
-
-    def asks():
-        while not ended.is_set():
-            gate.wait()
-            passed.append(time.monotonic())
-            time.sleep(0.001)
-
-    asking = threading.Thread(target=asks)
-    asking.start()
-    counts = []
-    for meanwhile in (compute, functools.partial(time.sleep, 0.05)):
-        before = len(passed)
-        for _ in range(8):
-            meanwhile()
-        counts.append(len(passed) - before)
-    ended.set()
-    gate.open()
-    asking.join(10)
-    assert counts[0] < counts[1] / 5, counts
-
-
-def test_one_thread_that_computes_needs_it_while_another_waits(gate):
-    """MultiGPU CFG Split: the sampler's thread waits for those of the devices."""
-    is_blocked, seen, ended = functools.partial(type(gate)._is_host_blocked, gate), [], threading.Event()
-
-    def call_model():
-        gate.watch()
-        while not ended.is_set():
-            compute()
-
-    def ask():
-        for _ in range(50):
-            seen.append(is_blocked(time.monotonic()))
-            time.sleep(0.002)
-
-    calling, asking = threading.Thread(target=call_model), threading.Thread(target=ask)
-    calling.start()
-    asking.start()
-    asking.join(60)
-    ended.set()
-    calling.join(60)
-    assert sum(seen) < len(seen) / 2
 
 
 def test_other_threads_import_as_ever_while_code_is_made(engine, gate):
