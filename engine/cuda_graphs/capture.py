@@ -7,14 +7,22 @@ launches no kernels one by one. Small models are bound by those; large ones gain
 1. `drop_if_stale` has `ModelState.look_at` note, once a sampling run, where the weights are and what the layers run; graphs of
    a model that has changed are dropped.
 2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
-   the call counts as none: that code has never run, and a capture can neither trace nor load kernels.
+   the call counts as none: that code has never run, and a capture can neither trace nor load kernels. Shapes of the result
+   are noted.
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
    under the same lock. The graph is then replayed, which gives the result of this call.
 4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output.
 5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
    never replayed. A call that cannot be captured is remembered with the reason, and runs without.
-6. Out of memory drops all graphs and their pool. A graph that has never run keeps its addresses for ever (`_never_allocated`).
-   A call that failed in a capture in another way is not captured again while the layers run the same functions.
+6. Out of memory drops all graphs and their pool. A call that failed in a capture in another way, or keeps memory that it has
+   allocated, is not captured again while the layers run the same functions.
+
+Memory. What a capture allocates must be freed within it: under cudaMallocAsync a tensor of a capture that is freed later is at
+best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process when the graph has never run, or
+its memory was given back (CUDAMallocAsyncAllocator.cpp, `free_impl`). So inputs, outputs and cuBLAS's workspace are allocated
+before; garbage is collected within a capture only when it holds memory of the capture; and an error drops the locals of the
+frames that it has left. What is alive all the same belongs to others, who may free it at any time: it is kept for good, with
+its graph (`_kept_for_good`).
 
 Launches of Triton kernels. Triton's launchers ask the driver about each pointer that comes as a tensor
 (triton/backends/nvidia/driver.py, `getPointer`), and the driver knows nothing of memory from cudaMallocAsync, ComfyUI's default
@@ -27,6 +35,7 @@ import functools
 import gc
 import sys
 import threading
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Hashable, Iterator
@@ -102,26 +111,19 @@ class Captured:
 
     Args:
         inputs: the tensors to fill before a replay, in the order of the flattened arguments.
-        output: overwritten by each replay.
+        output: its tensors were allocated before the capture; overwritten by each replay.
     """
 
     device: torch.device
     graph: torch.cuda.CUDAGraph
     inputs: list[torch.Tensor]
     output: object
-    has_run: bool = False
 
     def replay(self, tensors: list[torch.Tensor]) -> object:
         with torch.cuda.device(self.device):  # the current device may differ
             for static, tensor in zip(self.inputs, tensors, strict=True):
                 static.copy_(tensor)
-            try:
-                self.graph.replay()
-            except RuntimeError:
-                if not self.has_run:
-                    _never_allocated.append((self.graph, self.output))
-                raise
-            self.has_run = True
+            self.graph.replay()
             return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, self.output)
 
 
@@ -153,9 +155,8 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# Memory of graphs that have never run. Under cudaMallocAsync only a run allocates it, and freeing what was never allocated ends
-# the process (CUDAMallocAsyncAllocator.cpp, `free_impl`).
-_never_allocated: list[object] = []
+# Graphs, each with memory of its capture that was alive at the end. PyTorch keeps a pointer to a graph that could not be ended.
+_kept_for_good: list[tuple[torch.cuda.CUDAGraph, list[torch.UntypedStorage]]] = []
 # Graphs that are being captured.
 _capturing: list[torch.cuda.CUDAGraph] = []
 
@@ -165,11 +166,13 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
     """As `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
 
     PyTorch cannot end an invalid capture, and leaves the thread on its stream. The setting is the process's, so with a second
-    GPU, which may be at work, it is not changed.
+    GPU, which may be at work, it is not changed. Garbage waits: what an earlier capture has left might be in it.
     """
+    collects = gc.isenabled()
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
     mode = torch.cuda.get_sync_debug_mode()
     _capturing.append(graph)
+    gc.disable()
     try:
         with as_numbers(), capture:
             if torch.cuda.device_count() == 1:
@@ -186,6 +189,15 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
         raise
     finally:
         _capturing.remove(graph)
+        if collects:
+            gc.enable()
+
+
+def allocate_workspace(stream: torch.cuda.Stream) -> None:
+    """cuBLAS's, which PyTorch allocates at the first product on a stream, and keeps for all later ones."""
+    with torch.cuda.stream(stream):
+        one = torch.ones(1, 1, device=stream.device)
+        torch.mm(one, one)
 
 
 @functools.cache
@@ -205,16 +217,67 @@ def _is_allocated(address: int) -> bool:
     return driver is not None and driver.cuPointerGetAttribute(*query) == 0
 
 
+def _may_free(stream: torch.cuda.Stream) -> bool:
+    """Whether the running capture is valid: in an invalid one freeing memory ends the process."""
+    driver, status = _driver(), ctypes.c_int()
+    if driver is None or driver.cuStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status)):
+        return True
+    return status.value != 2  # CU_STREAM_CAPTURE_STATUS_INVALIDATED
+
+
 def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
-    """What the running capture has allocated and not freed, wherever a call that failed has left it: looks at all tensors."""
+    """What the running capture has allocated and not freed, whoever has it: looks at all tensors."""
     storages: list[torch.UntypedStorage] = []
-    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
-        return storages
     for tensor in (value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter)):
         with suppress(RuntimeError):  # no memory: another thread traces with it
             if tensor.device == device and tensor.data_ptr() and not _is_allocated(tensor.data_ptr()):
-                storages.append(tensor.untyped_storage())
+                storage = tensor.untyped_storage()
+                if storage.resizable():  # else not PyTorch's memory: pages of dynamic VRAM, which may not be there
+                    storages.append(storage)
     return storages
+
+
+def _left_by_capture(device: torch.device, may_free: bool) -> list[torch.UntypedStorage]:
+    """What the running capture has allocated and others than garbage have."""
+    if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
+        return []
+    left = _allocated_by_capture(device)
+    if left and may_free:
+        left.clear()
+        gc.collect()
+        left = _allocated_by_capture(device)
+    return left
+
+
+def _drop_locals(error: BaseException | None, dropped: set[int]) -> None:
+    """Drop the locals of the frames that an error, and those behind it, have left; `dropped`: ids of errors to leave alone."""
+    if error is None or id(error) in dropped:
+        return
+    dropped.add(id(error))
+    traceback.clear_frames(error.__traceback__)
+    for other in (error.__cause__, error.__context__):
+        _drop_locals(other, dropped)
+
+
+def _without_data(result: object) -> list[tuple[torch.Tensor, torch.device]]:
+    """For each tensor in a call's result, one that is like it on the meta device, and its device."""
+    tensors = [leaf for leaf in private.pytree.tree_flatten(result)[0] if type(leaf) is torch.Tensor]
+    return [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in tensors]
+
+
+def _copied_into(buffers: list[torch.Tensor], result: object) -> object:
+    """The result, with its tensors copied into `buffers`."""
+    leaves, spec = private.pytree.tree_flatten(result)
+    places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if [_kind(leaves[i]) for i in places] != [_kind(buffer) for buffer in buffers]:
+        raise ValueError("the result has other tensors than in the call before")
+    for i, buffer in zip(places, buffers, strict=True):
+        leaves[i] = buffer.copy_(leaves[i])
+    return private.pytree.tree_unflatten(leaves, spec)
+
+
+def _kind(tensor: torch.Tensor) -> tuple:
+    return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
 # Keeps the weights in place; yields whether all are where the graphs expect them.
@@ -227,14 +290,14 @@ class ModelGraphs:
 
     Args:
         graphs: ordered by their last replay.
-        seen: keys of calls that have run without a graph, and so have compiled code.
+        seen: keys of calls that have run without a graph, and so have compiled code; with what their result is like.
         failures: why a call is not captured.
         _functions_of_failures: for failures that do not pass when the weights move, what the layers ran.
         plain_calls: calls without a graph since the last replay.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
-    seen: dict[Hashable, None] = field(default_factory=dict)
+    seen: dict[Hashable, list[tuple[torch.Tensor, torch.device]]] = field(default_factory=dict)
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
@@ -304,7 +367,7 @@ class ModelGraphs:
                         if are_held:
                             self._make_room()
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
-                        if captured is not None:
+                        if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:
                     try:
@@ -320,7 +383,7 @@ class ModelGraphs:
         result = forward(*args, **kwargs, **fixed)
         self._drop_if_code_is_new(code())
         if self.code == before or not ran_uncompiled():  # else there is code now that has never run
-            _remember(self.seen, key, None)
+            _remember(self.seen, key, _without_data(result))
         return result
 
     def _drop_if_code_is_new(self, code: Hashable) -> None:
@@ -356,11 +419,13 @@ class ModelGraphs:
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
     ) -> Captured | None:
-        """The call as a graph that has not run yet; None if that fails."""
+        """The call as a graph that has not run yet; None if that fails. A graph that is for this call alone is not kept."""
         device = self.model.device
         stream = capture_stream(device)
+        left: list[torch.UntypedStorage] = []
         try:
             static = [t.clone(memory_format=torch.preserve_format) for t in tensors]
+            buffers = [torch.empty_like(like, device=where) for like, where in self.seen[key]]
             replacements = iter(static)
             copied = [next(replacements) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             args, kwargs = private.pytree.tree_unflatten(copied, spec)
@@ -368,21 +433,30 @@ class ModelGraphs:
                 if not self.graphs:  # PyTorch frees a pool with its last graph (CUDACachingAllocator.cpp, `releasePool`)
                     self._pool = torch.cuda.graph_pool_handle()
                 graph = torch.cuda.CUDAGraph()
+                allocate_workspace(stream)
                 torch.cuda.synchronize(device)
-                output, failed, unallocated = None, None, []
+                result, output, failed, is_kept = None, None, None, False
                 try:
                     with _recording(graph, self._pool, stream):
                         try:
-                            output = forward(*args, **kwargs, **fixed)
+                            result = forward(*args, **kwargs, **fixed)
+                            output = _copied_into(buffers, result)
                         except BaseException as error:  # the host's interrupt is no Exception
-                            failed, unallocated = error, _allocated_by_capture(device)
-                    if failed is not None:
-                        graph.replay()  # allocates what the error keeps alive
+                            failed = error
+                        may_free = _may_free(stream)
+                        if may_free:
+                            result = None
+                            _drop_locals(failed, {id(sys.exc_info()[1])})
+                        left = _left_by_capture(device, may_free)
+                    if left and failed is not None:
+                        graph.replay()  # whoever has what is left may read it
                         torch.cuda.synchronize(device)
                 except RuntimeError:
-                    _never_allocated.append((graph, output, unallocated))
+                    is_kept = True
                     raise
                 finally:
+                    if left or is_kept:
+                        _kept_for_good.append((graph, left))
                     if failed is not None:
                         raise failed
         except Exception as error:
@@ -393,14 +467,22 @@ class ModelGraphs:
             if is_out_of_memory(error):
                 self._ran_out_of_memory(key, in_one_line(error))
             else:
-                self._fails(key, in_one_line(error))
-                _remember(self._functions_of_failures, key, self.model.functions)
+                self._fails_for_good(key, in_one_line(error))
             return None
         self.captures += 1
-        logger.info("CUDA graph %d captured", self.captures)
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
-        self.graphs[key] = Captured(device, graph, static, output)
-        return self.graphs[key]
+        captured = Captured(device, graph, static, output)
+        if left:
+            self._fails_for_good(key, "the call keeps tensors that it has computed")
+        else:
+            logger.info("CUDA graph %d captured", self.captures)
+            self.graphs[key] = captured
+        return captured
+
+    def _fails_for_good(self, key: Hashable, reason: str) -> None:
+        """Until the layers run other functions."""
+        self._fails(key, reason)
+        _remember(self._functions_of_failures, key, self.model.functions)
 
 
 def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:
