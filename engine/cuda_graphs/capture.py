@@ -193,6 +193,11 @@ def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Str
             gc.enable()
 
 
+def _keep_for_good(graph: torch.cuda.CUDAGraph, left: list[torch.UntypedStorage]) -> None:
+    _kept_for_good.append((graph, left))
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(_kept_for_good[-1]))  # at exit Python empties this list
+
+
 def allocate_workspace(stream: torch.cuda.Stream) -> None:
     """cuBLAS's, which PyTorch allocates at the first product on a stream, and keeps for all later ones."""
     with torch.cuda.stream(stream):
@@ -228,11 +233,13 @@ def _may_free(stream: torch.cuda.Stream) -> bool:
 def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
     """What the running capture has allocated and not freed, whoever has it: looks at all tensors."""
     storages: list[torch.UntypedStorage] = []
+    kept = {storage.data_ptr() for _graph, left in _kept_for_good for storage in left}
     for tensor in (value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter)):
         with suppress(RuntimeError):  # no memory: another thread traces with it
             if tensor.device == device and tensor.data_ptr() and not _is_allocated(tensor.data_ptr()):
                 storage = tensor.untyped_storage()
-                if storage.resizable():  # else not PyTorch's memory: pages of dynamic VRAM, which may not be there
+                # Not resizable: not PyTorch's memory, but pages of dynamic VRAM, which may not be there.
+                if storage.resizable() and storage.data_ptr() not in kept:
                     storages.append(storage)
     return storages
 
@@ -456,7 +463,7 @@ class ModelGraphs:
                     raise
                 finally:
                     if left or is_kept:
-                        _kept_for_good.append((graph, left))
+                        _keep_for_good(graph, left)
                     if failed is not None:
                         raise failed
         except Exception as error:
