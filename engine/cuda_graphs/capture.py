@@ -480,7 +480,7 @@ class ModelGraphs:
         # In-place work on the inputs while capturing did not run; the replay starts from the caller's values.
         captured = Captured(device, graph, static, output)
         if left:
-            self._fails_for_good(key, "the call keeps tensors that it has computed")
+            self._fails_for_good(key, f"the call keeps {len(left)} of the tensors that it has computed")
         else:
             logger.info("CUDA graph %d captured", self.captures)
             self.graphs[key] = captured
