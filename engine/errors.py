@@ -21,10 +21,6 @@ class BlockCompileError(TorchCompileKitError):
     """A block could not be compiled and `on_failure` is `stop`."""
 
 
-def in_one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
-
-
 def shown(value: object) -> str:
     """Shorten a value for a message: an input of megabytes must not write megabytes of log."""
     if isinstance(value, int) and value.bit_length() > 4 * SHOWN:  # Python refuses to write out the longest

@@ -1,5 +1,8 @@
 """Compile the forward of one block group and call it; run eager what cannot be compiled, or stop where the user wants that."""
 
+from __future__ import annotations
+
+import enum
 import functools
 import inspect
 import threading
@@ -43,6 +46,13 @@ PATCH_VARIANTS = 4
 VARIANTS_IN_RUN = 8
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
+
+
+class Remedy(enum.Enum):
+    """What was done about an error, so that a block can be compiled again."""
+
+    FILES_REMOVED = enum.auto()  # damaged ones, from the disk cache
+    LAYERS_EXCLUDED = enum.auto()  # from the block's graphs, see `on_compile_failure`
 
 
 @dataclass(eq=False)
@@ -148,10 +158,10 @@ class BlockCode:
             if is_limit_hit(error):
                 self._reach_limit()
                 return self.forward(block, *args, **kwargs)
-            cache = current_cache()
-            if cache is None or not cache.drop_if_corrupt(self.folder[0], error):
-                if self._excludes_layers(error, block, call.began):
-                    return self.forward(block, *args, **kwargs)
+            remedy = self._remedy(error, block, call.began)
+            if remedy is Remedy.LAYERS_EXCLUDED:
+                return self.forward(block, *args, **kwargs)
+            if remedy is None:
                 return self._run_after(error, block, args, kwargs)
         else:
             self._traced |= traces_for
@@ -186,15 +196,24 @@ class BlockCode:
         """
         if version != self.version:
             return False
-        block = self._block() if self._block is not None else None
-        cache = current_cache()
-        if cache is not None and cache.drop_if_corrupt(self.folder[0], error):
-            return True
-        if block is not None and self._excludes_layers(error, block, self._traced_from):
+        remedy = self._remedy(error, self._block() if self._block is not None else None, self._traced_from)
+        if remedy is Remedy.LAYERS_EXCLUDED:
             self.discard()
-        else:
+        elif remedy is None:
             self.give_up(describe_failure(self.name, error))
-        return False
+        return remedy is Remedy.FILES_REMOVED
+
+    def _remedy(self, error: Exception, block: nn.Module | None, since: float) -> Remedy | None:
+        """What was done about an error; None where the block has to run uncompiled, also if doing something has failed."""
+        try:
+            cache = current_cache()
+            if cache is not None and cache.drop_if_corrupt(self.folder[0], error):
+                return Remedy.FILES_REMOVED
+            if block is not None and self._excludes_layers(error, block, since):
+                return Remedy.LAYERS_EXCLUDED
+        except Exception:
+            logger.warning("%s: after an error another one", self.name, exc_info=True)
+        return None
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: float) -> bool:
         """Whether layers that may have caused the error have been excluded since `since`."""

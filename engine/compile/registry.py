@@ -11,8 +11,8 @@ from torch import nn
 
 from ..blocks.state import BlockState, MethodsNow, unify_classes
 from ..cache.disk import folder_name, structure_of
-from ..errors import TorchCompileKitError, in_one_line
-from ..failures.describe import Failure, never_swallowed
+from ..errors import TorchCompileKitError
+from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..forwards import forward_of_class
 from ..log import logger
 from ..options.code import NamedFunctions

@@ -47,8 +47,7 @@ import torch
 from torch import nn
 
 from ..compile.traced_graph import gpu_locks
-from ..errors import in_one_line
-from ..failures.describe import is_out_of_memory, never_swallowed
+from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..log import logger
 from ..per_model import PerModel
 from ..torch_compat import private

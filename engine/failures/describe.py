@@ -7,7 +7,7 @@ import torch
 
 from ..torch_compat import private
 from .machine import Machine
-from .table import MAY_PASS, OTHERWISE, diagnose, sentence, text_of
+from .table import MAY_PASS, OTHERWISE, diagnose, in_one_line, message_of, sentence, text_of
 
 
 @dataclass(frozen=True)
@@ -25,12 +25,13 @@ class Failure:
 
 def chain(error: BaseException) -> list[BaseException]:
     """The error and all errors that caused it, outermost first."""
-    errors: list[BaseException] = []
+    errors: dict[int, BaseException] = {}  # by `id`: errors of one class may compare what they hold, such as tensors
     current: BaseException | None = error
-    while current is not None and current not in errors:
-        errors.append(current)
-        current = getattr(current, "inner_exception", None) or current.__cause__ or current.__context__
-    return errors
+    while current is not None and id(current) not in errors:
+        errors[id(current)] = current
+        causes = getattr(current, "inner_exception", None), current.__cause__, current.__context__
+        current = next((cause for cause in causes if isinstance(cause, BaseException)), None)
+    return list(errors.values())
 
 
 def never_swallowed(error: BaseException) -> bool:
@@ -49,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device has no memory left; CUDA's own error has no class in PyTorch (comfy/model_management.py, `is_oom`)."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in str(error)
+    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in message_of(error)
 
 
 def is_limit_hit(error: BaseException) -> bool:
@@ -57,7 +58,18 @@ def is_limit_hit(error: BaseException) -> bool:
 
 
 def describe_failure(block: str, error: Exception, machine: Machine | None = None) -> Failure:
-    """Name the cause, and the cure for `machine` or this machine."""
+    """Name the cause, and the cure for `machine` or this machine.
+
+    Never raises: to look at a machine can fail in as many ways as there are broken installations, and the block's call goes on.
+    """
+    try:
+        return _described(block, error, machine)
+    except Exception as another:
+        reason = f"{in_one_line(error).rstrip('.')} (to look for its cure failed: {in_one_line(another)})."
+        return Failure(block, reason, OTHERWISE)
+
+
+def _described(block: str, error: Exception, machine: Machine | None) -> Failure:
     errors = chain(error)
     # Without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))

@@ -40,7 +40,8 @@ class Machine:
         makers = {"AMD": torch.version.hip, "NVIDIA": torch.version.cuda, "Intel": private.xpu_is_compiled()}
         makers["Apple"] = torch.backends.mps.is_built()
         gpu = next((maker for maker, is_built_for in makers.items() if is_built_for), "")
-        tritons = (_version(package.version) for name in _PACKAGES for package in importlib.metadata.distributions(name=name))
+        packages = (package for name in _PACKAGES for package in importlib.metadata.distributions(name=name))
+        tritons = filter(None, map(_version_of, packages))
         needed = [Path(sysconfig.get_paths()["include"]) / "Python.h"]
         if platform.system() == "Windows":
             needed.append(folder / "libs" / f"python{python[0]}{python[1]}.lib")
@@ -123,7 +124,7 @@ def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
         try:
             import triton.compiler  # noqa: F401
         except Exception as error:  # a broken DLL raises whatever it likes
-            _, cure = table.diagnose([error]) or ("", f"Triton does not load: {type(error).__name__}: {error}")
+            _, cure = table.diagnose([error]) or ("", f"Triton does not load: {table.text_of(error)}")
             lacks.append(machine.cure(cure))
     return has, list(dict.fromkeys(lacks))
 
@@ -135,6 +136,14 @@ def _dotted(version: tuple[object, ...]) -> str:
 def _version(text: str) -> tuple[int, int]:
     major, minor = re.findall(r"^(\d+)\.(\d+)", text)[0]
     return int(major), int(minor)
+
+
+def _version_of(package: importlib.metadata.Distribution) -> tuple[int, int] | None:
+    """None for what an uninstallation has left: a folder without METADATA, or with one that says no version."""
+    try:
+        return _version(package.version)
+    except (TypeError, KeyError, IndexError):
+        return None
 
 
 def _has_code(capability: tuple[int, int] | None) -> bool:

@@ -161,8 +161,20 @@ def diagnose(errors: Iterable[BaseException]) -> tuple[str, Cure] | None:
     return None
 
 
+def message_of(error: BaseException) -> str:
+    """The text of an error; one of another pack's classes may fail to write it."""
+    try:
+        return str(error).strip()
+    except Exception:
+        return ""
+
+
+def in_one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {message_of(error).partition(chr(10))[0]}"
+
+
 def text_of(error: BaseException) -> str:
-    name, text = type(error).__name__, str(error).strip() or "no message"
+    name, text = type(error).__name__, message_of(error) or "no message"
     return text if text.startswith(f"{name}:") else f"{name}: {text}"
 
 

@@ -41,8 +41,8 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
 from ...cuda_graphs.model_state import functions_of
-from ...errors import BlockCompileError, in_one_line
-from ...failures.describe import never_swallowed
+from ...errors import BlockCompileError
+from ...failures.describe import in_one_line, never_swallowed
 from ...forwards import exchanged
 from ...options.code import NamedFunctions
 from ...options.filter import BOOKKEEPING, keys_read

@@ -21,7 +21,7 @@ from torch import nn
 
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
-from ...failures.describe import never_swallowed
+from ...failures.describe import in_one_line, never_swallowed
 from ...forwards import is_of_class
 from ...log import logger
 from ...notices.status import Line
@@ -150,7 +150,7 @@ class LaidOut:
             except comfy.model_management.InterruptProcessingException:
                 raise
             except Exception as error:
-                why = "" if never_swallowed(error) else f"{type(error).__name__}: {error}"
+                why = "" if never_swallowed(error) else in_one_line(error)
                 if not why:  # at once: the plain call may have no memory either
                     self._too_large.add(shape)
         with self.trial.timed(shape, False):

@@ -65,3 +65,52 @@ def test_an_import_of_pytorchs_that_fails_is_told_with_its_cure(engine, monkeypa
     assert torch.allclose(result, net(x)) and torch.allclose(step(x)[0], net(x))
     (failure,) = step.failures
     assert "cannot import name 'triton_key'" in failure and "Triton" in failure.partition("triton_key")[2]
+
+
+class Mute(RuntimeError):
+    """Another pack's error, which fails to write itself."""
+
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def _left_over_by_an_uninstallation(engine, monkeypatch, tmp_path):
+    (tmp_path / "triton-3.6.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def _unreadable_machine(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine("failures.machine").Machine, "this", lambda: 1 / 0)
+
+
+def _failing_layers(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [lambda _block: 1 / 0])
+
+
+def _failing_cache(engine, monkeypatch, tmp_path):
+    monkeypatch.setattr(engine("compile.compiled_code"), "current_cache", lambda: 1 / 0)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'triton'"), Mute()], ids=["triton", "mute"])
+@pytest.mark.parametrize("breaks", [_left_over_by_an_uninstallation, _unreadable_machine, _failing_layers, _failing_cache])
+def test_an_error_while_an_error_is_described_costs_no_image_and_is_not_tried_again(
+    engine, monkeypatch, tmp_path, at_once, error, breaks
+):
+    tries = []
+
+    def compile_fx(graph, *_args, **_options):
+        tries.append(graph)
+        raise error
+
+    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
+    breaks(engine, monkeypatch, tmp_path)
+    net, x = Net(), torch.randn(2, 4, 8)
+    expected, step = net(x), CompiledNet(engine, net, backend="inductor")
+    for _ in range(3):
+        assert torch.equal(step.at_once(x) if at_once else step(x)[0], expected)
+        step.wait()
+    (failure,) = step.failures
+    assert type(error).__name__ in failure and len(tries) == 1
+    if breaks is not _unreadable_machine:
+        assert engine("failures.machine").preflight_here(False)[0], "the page asks for it"
