@@ -66,7 +66,11 @@ def named_origin(function: Any) -> str:
 
 @contextmanager
 def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
-    """While it lasts, these modules have these forwards."""
+    """While it lasts, these modules have these forwards.
+
+    A forward that somebody else has put in the place of one of these stays there. It may go on calling this one, which
+    afterwards must do what the class's does.
+    """
     before = {module: module.__dict__.get(name) for module in forwards}
     try:
         for module, forward in forwards.items():
@@ -74,6 +78,8 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
         yield
     finally:
         for module, forward in before.items():
+            if module.__dict__.get(name) is not forwards[module]:
+                continue
             if forward is None:
                 module.__dict__.pop(name, None)
             else:

@@ -86,12 +86,13 @@ class Binding:
         code = code_of(self._model)
         runs: dict[nn.Module, _Run] = code.look(self._model, lambda: self._runs(code), {})
         try:
-            with exchanged({block: functools.partial(_run_block, run, block) for block, run in runs.items()}):
+            with exchanged({block: functools.partial(_run_block, runs, block) for block in runs}):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
             effort = next((run.effort for run in runs.values()), None)  # one for all
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
+            runs.clear()  # what another node has kept of our forwards runs uncompiled
             code.packings = code.packings | self.call.packings
             if self._weights is not None:
                 self._weights.drop()  # before the worker asks for room
@@ -129,8 +130,10 @@ class _Run:
     effort: Effort | None
 
 
-def _run_block(run: _Run, block: nn.Module, *args: object, **kwargs: object) -> object:
-    if torch.compiler.is_dynamo_compiling():  # this call: somebody compiles the whole model around us
+def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
+    # While Dynamo traces this, somebody compiles the whole model around us.
+    run = None if torch.compiler.is_dynamo_compiling() else runs.get(block)
+    if run is None:
         return type(block).forward(block, *args, **kwargs)
     run.call.ran = True
     run.call.poll()

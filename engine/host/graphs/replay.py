@@ -132,14 +132,21 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
         bound = network.__dict__.get("forward")  # compiled, if the model is one block
         return (bound if is_ours(bound) else hosts_forward)(*args, **kwargs)
 
-    with exchanged({network: functools.partial(_run_inside, network, graphed_call, forward)}):
-        yield
+    calls = [graphed_call]
+    try:
+        with exchanged({network: functools.partial(_run_inside, network, calls, forward)}):
+            yield
+    finally:
+        calls.clear()
 
 
-def _run_inside(network: nn.Module, call: Callable, forward: Callable, *args, **kwargs) -> object:
-    """A call of the model through `call(forward, args, kwargs)`. Where a cache of steps wraps the model, `call` gets the
-    function inside the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
+def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
+    """A call of the model through the function in `calls`. Where a cache of steps wraps the model, that gets the function inside
+    the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
     """
+    if not calls:  # another node has kept this function
+        return forward(*args, **kwargs)
+    (call,) = calls
     kind: Any = type(network)
     wrappers = _wrappers(kwargs.get("transformer_options") or {})
     names = _inner_names(kind) if wrappers and all(map(_is_harmless, wrappers)) else None
@@ -148,7 +155,8 @@ def _run_inside(network: nn.Module, call: Callable, forward: Callable, *args, **
     inner = getattr(network, INNER)
 
     def run_inner(*args, **kwargs):
-        return call(inner, (), {**dict(zip(names, args, strict=False)), **kwargs}, wrapped=True)
+        kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+        return call(inner, (), kwargs, wrapped=True) if calls else inner(**kwargs)
 
     with exchanged({network: run_inner}, INNER):
         return forward(*args, **kwargs)

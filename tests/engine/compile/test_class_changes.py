@@ -1,5 +1,6 @@
 """Classes that are exchanged under a block, and methods that are replaced on them, after code was made and before."""
 
+import copy
 import gc
 import weakref
 
@@ -207,3 +208,34 @@ def test_methods_that_a_node_replaces_again_and_again_leave_no_groups_behind(eng
         seen.append({code.group_of(block, settings, now) for block in net.blocks})
     assert all(len(groups) == 1 for groups in seen), "shared by the blocks"
     assert len(code.groups) <= registry.MOST_LIKE and seen[-1] <= set(code.groups.values())
+
+
+class WrapsOnce(Net):
+    """As another node's wrapper that gives blocks a forward in the first call that it sees, and leaves it there."""
+
+    wraps = False
+
+    def forward(self, x):
+        for block in self.blocks:
+            if self.wraps and not hasattr(block, "wrapped"):
+                block.wrapped, own = True, block.forward
+                block.forward = lambda x, own=own: own(x) * 1.5
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_forward_that_is_set_during_a_call_stays_and_may_call_ours(engine, at_once):
+    net, x = WrapsOnce(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net)
+    plain = net(x)
+    other = copy.deepcopy(net)
+    other.wraps = True
+    expected = other(x)
+    for wraps in (False, True, True):
+        net.wraps = wraps
+        assert torch.equal(step.at_once(x) if at_once else step(x)[0], expected if wraps else plain)
+        step.wait()
+    assert torch.equal(net(x), expected), "also without this pack"
+    for block in net.blocks:
+        del block.forward
+    assert torch.equal(step.at_once(x), plain) and not any("forward" in vars(block) for block in net.blocks)
