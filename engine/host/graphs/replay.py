@@ -141,8 +141,8 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
 
 
 def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
-    """A call of the model through the function in `calls`. Where a cache of steps wraps the model, that gets the function inside
-    the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
+    """A call of the model through the function in `calls`. Where a cache of steps wraps the model, that gets the function
+    inside the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
     """
     if not calls:  # another node has kept this function
         return forward(*args, **kwargs)

@@ -51,8 +51,8 @@ def with_attention(wanted: str, base_model, args: tuple) -> tuple[tuple, Callabl
     Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments.
     That is the sampler's own call: another pack may count calls, or draw random numbers.
     """
-    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else None
-    if wanted == "comfyui" or options is None or OVERRIDE in options or not _can_measure(args[0].device):
+    options = args[OPTIONS_AT]
+    if wanted == "comfyui" or OVERRIDE in options or not _can_measure(args[0].device):
         return args, None
     network = base_model.diffusion_model
     chosen = _chosen(network)

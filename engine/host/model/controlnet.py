@@ -52,9 +52,9 @@ class CompiledControl:
     def __deepcopy__(self, memo: dict) -> nn.Module:
         return copy.deepcopy(self.network, memo)
 
-    def __call__(self, x, **inputs: Any) -> object:
+    def __call__(self, x, *more: Any, **inputs: Any) -> object:
         network = self.network
-        run = functools.partial(network, x, **inputs)
+        run = functools.partial(network, x, *more, **inputs)
         if are_training(network, x):
             return eager(network, run)
         if network not in _running:

@@ -46,16 +46,17 @@ class BlockCompiler:
         self._calls = NetworkCalls(settings)
         self.notes = self._calls.notes
 
-    def __call__(self, executor, *args, **kwargs):
+    def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
+        """Parameters have the host's names: a wrapper of another pack may pass each of them by name."""
+        args = x, t, c_concat, c_crossattn, control, {} if transformer_options is None else transformer_options
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         if self.status is None or _is_copy_for_another_device(executor.class_obj):
             return self._call(executor, *args, **kwargs)
         network = executor.class_obj.diffusion_model
         code, graphs = code_of(network), graphs_of(network)
-        options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
-        shapes, control = shapes_of(args[2:4], kwargs), len(args) > 4 and args[4] is not None
-        inputs = str(args[0].shape), shapes, control, _patches_in(options)
+        options = args[OPTIONS_AT]
+        inputs = str(x.shape), shapes_of(args[2:4], kwargs), control is not None, _patches_in(options)
         self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
         try:
@@ -65,9 +66,9 @@ class BlockCompiler:
             raise
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
         # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
-        beside = eager_calls > before[0] and args[0].device.type == "cpu"
+        beside = eager_calls > before[0] and x.device.type == "cpu"
         self.status.ends(eager_calls > before[0], waits or beside or tuple(other) != before[1:])
-        sizes, shape = watch_of(network).sizes, args[0].shape
+        sizes, shape = watch_of(network).sizes, x.shape
         if eager_calls == before[0] and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
@@ -75,7 +76,7 @@ class BlockCompiler:
     def _is_left(self, base_model, args: tuple) -> bool:
         """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
         forwards, up to its limit."""
-        options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+        options = args[OPTIONS_AT]
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
         before, watch.left = watch.left, is_compiled_elsewhere(base_model.diffusion_model, options.get("wrappers", {}))
         if watch.left and not before:
@@ -96,14 +97,13 @@ class BlockCompiler:
             note(self.notes, text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
-            options = (args[OPTIONS_AT] if len(args) > OPTIONS_AT else None) or {}
             payback = payback_of(network)
-            worthwhile = call.synchronous or payback.is_worthwhile(network, args[0], options)
+            worthwhile = call.synchronous or payback.is_worthwhile(network, args[0], args[OPTIONS_AT])
             watch_of(network).put_off = payback.after
             as_without_us = functools.partial(executor, *args, **kwargs)
             if not worthwhile and not payback.may_choose_attention:
                 return eager(network, as_without_us)
-            args, measure_attention = with_attention(self.settings.attention, base_model, tuple(args))
+            args, measure_attention = with_attention(self.settings.attention, base_model, args)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)
@@ -150,10 +150,9 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
     shape = args[0].shape
     ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
-    options = args[OPTIONS_AT] if len(args) > OPTIONS_AT else {}
+    options, context = args[OPTIONS_AT], args[3]
     prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
-    context = args[3] if len(args) > 3 else None
-    inputs = {"concat latent": args[2] if len(args) > 2 else None, **kwargs}
+    inputs = {"concat latent": args[2], **kwargs}
     shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
     shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in sizes) for name, sizes in shapes.items()}
     return CallInfo(
@@ -163,7 +162,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         batch=shape[0] // prompts_per_call,
         prompts_per_call=prompts_per_call,
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
-        controlnet=len(args) > 4 and args[4] is not None,
+        controlnet=args[4] is not None,
         inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
         patches=_patches_in(options),
         layers=_exchanged_layers(base_model.diffusion_model, settings),

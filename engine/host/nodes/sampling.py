@@ -126,7 +126,7 @@ class Calls:
 
     def __call__(self, executor, *args, **kwargs):
         """An APPLY_MODEL wrapper of the host."""
-        options = next((a for a in args if isinstance(a, dict)), {})
+        options = next((a for a in (*args, kwargs.get("transformer_options")) if isinstance(a, dict)), {})
         self.joined |= len(options.get("cond_or_uncond", ())) > 1
         return executor(*args, **kwargs)
 

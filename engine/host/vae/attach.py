@@ -130,13 +130,16 @@ class LaidOut:
         function: Any = self._function()  # alive: a LaidOut is called as its network's method
         return function
 
-    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> object:
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        if not args:  # by name, and VAEs name it differently
+            return self.function(**kwargs)
+        x = args[0]
         # By a later node, whose code would be compiled anew for each `ChannelsLast`.
         if _is_compiled(getattr(self.function, "__self__", None)):
             if self.trial.other is not False:
                 self.trial.give_up()
                 self.line.put(self._word, told("leftAsIs", told("compiledElsewhere")))
-            return self.function(x, *args, **kwargs)
+            return self.function(*args, **kwargs)
         shape = (tuple(x.shape), x.dtype)
         # Our kernels have no backward.
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
@@ -146,7 +149,7 @@ class LaidOut:
         if channels_last:
             try:
                 with self.trial.timed(shape, True):
-                    return run_channels_last(kernels(), self.function, (x, *args), kwargs, video=True)
+                    return run_channels_last(kernels(), self.function, args, kwargs, video=True)
             except comfy.model_management.InterruptProcessingException:
                 raise
             except Exception as error:
@@ -154,7 +157,7 @@ class LaidOut:
                 if not why:  # at once: the plain call may have no memory either
                     self._too_large.add(shape)
         with self.trial.timed(shape, False):
-            result = self.function(x, *args, **kwargs)
+            result = self.function(*args, **kwargs)
         if why:  # and the plain call raised no error, so the layout was the cause
             self.trial.give_up()
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)

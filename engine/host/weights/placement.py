@@ -25,18 +25,18 @@ KEY = "torch-compile-kit.placement"  # tags a model that is loaded in our order,
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
-def spread_weights(executor, patcher, *args, **kwargs):
+def spread_weights(executor, model, *args, **kwargs):
     """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): a model too large to load whole is loaded evenly over blocks."""
-    override_methods(patcher, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
+    override_methods(model, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
     if not host().list_of_layers:
-        return executor(patcher, *args, **kwargs)
-    base_model, device = patcher.model, patcher.load_device
-    if is_dynamic(patcher) and device not in _paged(base_model):
+        return executor(model, *args, **kwargs)
+    base_model, device = model.model, model.load_device
+    if is_dynamic(model) and device not in _paged(base_model):
         # Pages are allocated once; afterwards the host only moves the line between kept and paged.
         _forget_pages(base_model, device)
         _paged(base_model).add(device)
-    with nullcontext() if is_dynamic(patcher) or device.type == "cpu" else _buffers_announced(patcher):
-        return executor(patcher, *args, **kwargs)
+    with nullcontext() if is_dynamic(model) or device.type == "cpu" else _buffers_announced(model):
+        return executor(model, *args, **kwargs)
 
 
 def override_methods(patcher: Any, methods: type) -> None:

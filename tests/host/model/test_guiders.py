@@ -1,5 +1,6 @@
 """Ways of sampling beyond KSampler, with the host's own nodes: each equals eager, and adds no graph after it has run once."""
 
+import functools
 import importlib
 
 import pytest
@@ -134,3 +135,25 @@ def test_high_and_low_noise(tiny, engine):
     same(sample(*compiled), expected)
     assert not torch.allclose(expected, sample(high.patcher, high.patcher), rtol=1e-3)
     assert graphs and (high.graphs, low.graphs) == (graphs, graphs) and not high.failures
+
+
+def wrapped(patcher, kind, wrapper):
+    clone = patcher.clone()
+    clone.add_wrapper_with_key(kind, "of another pack", wrapper)
+    return clone
+
+
+APPLY_MODEL = ("x", "t", "c_concat", "c_crossattn", "control", "transformer_options")
+PREPARE_SAMPLING = ("model", "noise_shape", "conds", "model_options")
+
+
+@pytest.mark.parametrize("named", range(len(APPLY_MODEL)), ids=APPLY_MODEL)
+def test_a_wrapper_that_passes_arguments_by_name(tiny, engine, named):
+    def by_name(names, named, executor, *args, **kwargs):
+        return executor(*args[:named], **dict(zip(names[named:], args[named:], strict=False)), **kwargs)
+
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
+    patcher = wrapped(runs.patcher, "apply_model", functools.partial(by_name, APPLY_MODEL, named))
+    patcher = wrapped(patcher, "prepare_sampling", functools.partial(by_name, PREPARE_SAMPLING, 0))
+    same(runs.run(runs.attach(patcher)), runs.run(runs.patcher))
+    assert runs.graphs
