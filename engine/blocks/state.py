@@ -5,13 +5,16 @@ KJNodes' attention for Wan), replace methods of a class or hook into layers, bef
 guards the class of a module, its class attributes and static methods, but no method: compiled code would keep calling the one
 that was traced.
 
-Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), each of
-which would need a graph of its own: `unify_classes` gives all of these the first one's.
+Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), and some
+nodes for each prompt; each would need a graph of its own. `sharing_classes` shows compiled code the first such class, while the
+block runs and no longer: by its class another node tells which layers it has to take back.
 """
 
+import sys
 import types
 import weakref
 from collections.abc import Hashable, Iterator, MutableMapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -19,17 +22,52 @@ from torch import nn
 from ..forwards import callables_of, contents_of, given_forward, is_of_class
 from ..per_model import Same, SameObjects
 
+# In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
+_SHARED = "_torch_compile_kit_classes"
+Shared = list[tuple[weakref.ref, weakref.ref]]
 
-def unify_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> None:
-    """Give modules whose class was made inside a function the class in `first`, if its code and closure are the same."""
+
+def shared_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> Shared:
+    """The modules of another class than the one in `first` with the same code and closure, each with that one."""
+    pairs, kept = [], []
     for module in block.modules():
-        if "<locals>" in type(module).__qualname__:
-            module.__class__ = first.setdefault(class_key(type(module)), type(module))
+        if _is_made_anew(type(module)):
+            kept.append(shared := first.setdefault(class_key(type(module)), type(module)))
+            if type(module) is not shared:
+                pairs.append((weakref.ref(module), weakref.ref(shared)))
+    block.__dict__.pop(_SHARED, None)
+    if kept:
+        block.__dict__[_SHARED] = tuple(dict.fromkeys(kept))
+    return pairs
+
+
+@contextmanager
+def sharing_classes(pairs: Shared) -> Iterator[None]:
+    """While a block runs, its modules have the classes with which its code was traced."""
+    before = []
+    try:
+        for module, shared in ((module(), shared()) for module, shared in pairs):
+            if module is not None and shared is not None:
+                before.append((module, type(module), shared))
+                module.__class__ = shared
+        yield
+    finally:
+        for module, cls, shared in before:
+            if type(module) is shared:
+                module.__class__ = cls
+
+
+def _is_made_anew(cls: type) -> bool:
+    """Whether a class is not the one that its module has under its name: it was made by a function, or by `type`."""
+    place: Any = sys.modules.get(cls.__module__)
+    for name in cls.__qualname__.split("."):
+        place = getattr(place, name, None)
+    return place is not cls
 
 
 def class_key(cls: type) -> Hashable:
     """A key that classes made by one function share while their methods are the same; methods of base classes do not count."""
-    if "<locals>" not in cls.__qualname__:
+    if not _is_made_anew(cls):
         return Same(cls), *map(Same, functions_in(cls))
     members: list[tuple] = []
     for name, member in sorted(vars(cls).items()):
@@ -104,9 +142,11 @@ class BlockState:
         groups: what the block runs, by settings.
         methods: those of each class in the block, its own class first; then what other nodes have put over methods.
         forwards: by path, what other nodes have put over forwards of the classes.
+        shared: for `sharing_classes`.
     """
 
-    def __init__(self, block: nn.Module, now: MethodsNow):
+    def __init__(self, block: nn.Module, now: MethodsNow, first: MutableMapping[Hashable, type]):
+        self.shared = shared_classes(block, first)
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
         self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()

@@ -16,7 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose
 from ..blocks.discovery import BlockPlan, find_blocks, unwrapped
-from ..blocks.state import MethodsNow
+from ..blocks.state import MethodsNow, Shared, sharing_classes
 from ..forwards import exchanged, given_forward, named_origin
 from ..per_model import PerModel
 from ..settings import CompileSettings
@@ -116,7 +116,8 @@ class Binding:
         for block in dict.fromkeys([*self._free, *groups]):
             group, weights = groups.get(block), places.get(id(block))
             if group is not None or weights is not None:
-                runs[block] = _Run(self.call, group, weights, effort)
+                state = code.state_of(block)
+                runs[block] = _Run(self.call, group, weights, effort, state.shared if state is not None else [])
         return runs
 
 
@@ -128,6 +129,7 @@ class _Run:
     group: BlockGroup | None
     weights: Any
     effort: Effort | None
+    shared: Shared
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
@@ -140,7 +142,8 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     with nullcontext() if run.weights is None else _placed(run.weights):
         if run.group is None:
             return type(block).forward(block, *args, **kwargs)
-        return run.group(block, run.call, args, kwargs, run.effort)
+        with sharing_classes(run.shared) if run.shared else nullcontext():
+            return run.group(block, run.call, args, kwargs, run.effort)
 
 
 def is_ours(forward: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.state import BlockState, MethodsNow, unify_classes
+from ..blocks.state import BlockState, MethodsNow, sharing_classes
 from ..cache.disk import folder_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
@@ -50,7 +50,7 @@ class ModelCode:
         self.packings: frozenset[BlockCode] = frozenset()
         self._generation = 0, False
         self._said_taken: set[Taken] = set()
-        self._local_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
+        self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
 
     @property
@@ -84,10 +84,10 @@ class ModelCode:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block, now):
-            unify_classes(block, self._local_classes)
-            state = self._of_block[block] = BlockState(block, now)
+            state = self._of_block[block] = BlockState(block, now, self._classes)
         if not _is_current(state, settings_key, now):
-            group = state.groups[settings_key] = self._find_group(block, state, settings)
+            with sharing_classes(state.shared):
+                group = state.groups[settings_key] = self._find_group(block, state, settings)
             now.current[group] = True
         return state.groups[settings_key]
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ...background.model_call import ModelCall
 from ...blocks.convolutions import choose
-from ...blocks.state import MethodsNow
+from ...blocks.state import MethodsNow, sharing_classes
 from ...compile.binding import blocks_of
 from ...compile.registry import ModelCode, code_of
 from ...compile.session import CompileStats, watching
@@ -81,7 +81,8 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
     try:
         if before != trained.threads:
             torch.set_num_threads(trained.threads)
-        with watching, without_hosts_compiler():
+        state = trained.code.state_of(block)
+        with watching, without_hosts_compiler(), sharing_classes(state.shared if state is not None else []):
             inputs = tuple(map(_no_view, args)), {name: _no_view(value) for name, value in kwargs.items()}
             return group(block, ModelCall(True, raise_if_interrupted), *inputs)
     finally:

@@ -239,3 +239,43 @@ def test_a_forward_that_is_set_during_a_call_stays_and_may_call_ours(engine, at_
     for block in net.blocks:
         del block.forward
     assert torch.equal(step.at_once(x), plain) and not any("forward" in vars(block) for block in net.blocks)
+
+
+def by_statement(kind):
+    class Patched(kind):
+        def forward(self, x):
+            return super().forward(x) * 1.5
+
+    return Patched
+
+
+def by_type(kind):
+    return type("Patched", (kind,), {"forward": lambda self, x: kind.forward(self, x) * 1.5})
+
+
+@pytest.mark.parametrize("make", [by_statement, by_type])
+def test_a_class_that_another_node_makes_for_each_prompt_is_that_nodes_and_compiled_once(check, make):
+    net = Net(Outer)
+    check(net)
+    for _prompt in range(3):
+        own = make(Inner)
+        for block in net.blocks:
+            block.more.__class__ = own
+        assert check(net) == 2
+        assert all(type(block.more) is own for block in net.blocks)
+        for block in net.blocks:
+            if isinstance(block.more, own):  # how the node tells what it has to take back
+                block.more.__class__ = Inner
+        del own
+        gc.collect()
+    assert check(net) == 2 and all(type(block.more) is Inner for block in net.blocks)
+
+
+@pytest.mark.parametrize("make", [by_statement, by_type])
+def test_blocks_of_a_class_that_each_has_of_its_own(check, make):
+    net = Net(Outer)
+    classes = [make(Outer) for _ in net.blocks]
+    for block, cls in zip(net.blocks, classes, strict=True):
+        block.__class__ = cls
+    check(net)
+    assert check(net) == 1 and [type(block) for block in net.blocks] == classes

@@ -126,7 +126,7 @@ def test_a_state_notices_layers_forwards_and_hooks(engine):
     block, methods = Block(), engine("blocks.state").MethodsNow()
 
     def state_of(block):
-        return engine("blocks.state").BlockState(block, methods)
+        return engine("blocks.state").BlockState(block, methods, {})
 
     state = state_of(block)
     assert state.holds(block, methods)
