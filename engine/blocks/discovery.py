@@ -46,11 +46,15 @@ class BlockPlan:
 
     def select(self, patterns: tuple[str, ...]) -> BlockPlan:
         """Keep the blocks whose path matches a pattern of fnmatch, or all; InvalidSetting if a pattern matches no block."""
-        if not patterns:
-            return self
         for pattern in patterns:
             if not any(fnmatchcase(b.path, pattern) for b in self.blocks):
                 raise InvalidSetting("only_blocks", pattern, f"matches no block; this model has {self.summary()}.")
+        return self.matching(patterns)
+
+    def matching(self, patterns: tuple[str, ...]) -> BlockPlan:
+        """As `select`, also if a pattern matches no block: where a patch hides blocks, their patterns match none."""
+        if not patterns:
+            return self
         chosen = tuple(b for b in self.blocks if any(fnmatchcase(b.path, p) for p in patterns))
         return BlockPlan(chosen, self.total_parameters, self.whole_model)
 

@@ -15,28 +15,53 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose
-from ..blocks.discovery import BlockPlan, find_blocks, unwrapped
+from ..blocks.discovery import BlockPlan, find_blocks, size_of, unwrapped
 from ..blocks.state import MethodsNow, Shared, sharing_classes
 from ..forwards import exchanged, given_forward, named_origin
-from ..per_model import PerModel
+from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
 from .eager import Eager
 from .group import BlockGroup
 from .registry import ModelCode, code_of
 
 
-def _found(model: nn.Module) -> BlockPlan:
-    plan = find_blocks(model)
-    code_of(model).not_looked_at.pop(type(model).__name__, None)  # of a search that failed
-    return plan
+class _Search:
+    """The blocks of a model, and its modules when they were searched for."""
+
+    def __init__(self, model: nn.Module):
+        self.plan = find_blocks(model)
+        self.modules = SameObjects(model.modules())
+        self.run = code_of(model).runs
+        code_of(model).not_looked_at.pop(type(model).__name__, None)  # of a search that failed
+
+    def renew(self, model: nn.Module) -> None:
+        """At the begin of a run: search again if the modules are others, as another node's may have hidden blocks then."""
+        self.run = code_of(model).runs
+        if not self.modules.are(model.modules()):
+            search = _Search(model)
+            self.modules = search.modules
+            if _covered(model, search.plan) > _covered(model, self.plan):
+                self.plan = search.plan
 
 
-_plans = PerModel(_found)
+_searches = PerModel(_Search)
 
 
 def plan_for(model: nn.Module) -> BlockPlan:
-    """All blocks of a model, searched for once; none while the search fails, because of another node's patches for example."""
-    return code_of(model).look(model, lambda: _plans(model), BlockPlan((), 0))
+    """All blocks of a model; none while the search fails, because of another node's patches for example."""
+
+    def search() -> BlockPlan:
+        search = _searches(model)
+        if search.run != code_of(model).runs:
+            search.renew(model)
+        return search.plan
+
+    return code_of(model).look(model, search, BlockPlan((), 0))
+
+
+def _covered(model: nn.Module, plan: BlockPlan) -> int:
+    """How many parameters the blocks of a plan hold that are in the model now."""
+    return 0 if plan.whole_model else sum(map(size_of, dict.fromkeys(modules_at(model, plan))))
 
 
 class Binding:
@@ -162,7 +187,7 @@ def _placed(weights: Any) -> Iterator[None]:
 
 
 def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
-    return list(dict.fromkeys(modules_at(model, plan_for(model).select(settings.patterns))))
+    return list(dict.fromkeys(modules_at(model, plan_for(model).matching(settings.patterns))))
 
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:

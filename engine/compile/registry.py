@@ -34,6 +34,7 @@ class ModelCode:
         parts: what is compiled of blocks that are not compiled whole, by class.
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
+        runs: how many have begun.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
         packings: code that unpacks weights of its layers, shared by all models with weights packed so.
     """
@@ -48,6 +49,7 @@ class ModelCode:
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
         self.packings: frozenset[BlockCode] = frozenset()
+        self.runs = 0
         self._generation = 0, False
         self._said_taken: set[Taken] = set()
         self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
@@ -158,6 +160,7 @@ class ModelCode:
         return sum(code.compiles for code in self._codes())
 
     def new_run(self) -> None:
+        self.runs += 1
         free_unused()
         for code in self._codes():
             code.reset_failure()

@@ -1,10 +1,12 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import NamedTuple
 
+import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
@@ -194,7 +196,21 @@ def settings_for(patcher, no_node: Nothing) -> CompileSettings | Nothing:
 
 
 def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
-    return plan_for(diffusion_model(patcher)).select(settings.patterns)
+    with _as_built(patcher):
+        return plan_for(diffusion_model(patcher)).select(settings.patterns)
+
+
+@contextmanager
+def _as_built(patcher) -> Iterator[None]:
+    """While it lasts, the model is without the object patches of the prompt before, which the host takes back when it loads
+    the model again."""
+    backups = [(name, value) for name, value in patcher.object_patches_backup.items() if name.startswith("diffusion_model.")]
+    patches = [(name, comfy.utils.set_attr(patcher.model, name, value)) for name, value in backups]
+    try:
+        yield
+    finally:
+        for name, patch in reversed(patches):
+            comfy.utils.set_attr(patcher.model, name, patch)
 
 
 def diffusion_model(patcher):

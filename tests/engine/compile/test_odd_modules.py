@@ -97,3 +97,30 @@ def test_a_cuda_graph_of_a_model_with_a_module_of_torch_jit(engine):
     state = engine("cuda_graphs.model_state").ModelState()
     state.look_at(net, torch.device("cpu"), None, lambda: None)
     assert state.obstacle is None and state.held() == state.held()
+
+
+class AllInOne(nn.Module):
+    """As a cache of steps over the blocks: one module, in the place of their list, that calls them."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.hidden = blocks
+
+    def forward(self, x):
+        for block in self.hidden:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("hidden", [nn.ModuleList, list], ids=["modules", "unseen"])
+@pytest.mark.parametrize("runs", [(True, False), (False, True, False)], ids=["at first", "later"])
+def test_blocks_that_another_nodes_module_hid_for_a_run(check, engine, hidden, runs):
+    net, code = Net(), engine("compile.registry").code_of
+    blocks = net.blocks
+    for hides in runs:
+        code(net).new_run()
+        net.blocks = nn.ModuleList([AllInOne(hidden(blocks))]) if hides else blocks
+        graphs = check(net)
+    assert graphs == (1 if hidden is nn.ModuleList else 2)
+    plan = engine("compile.binding").plan_for(net)
+    assert plan.summary() == "blocks.* (3 Block)"

@@ -117,3 +117,31 @@ def test_blocks_that_another_node_compiles_are_told_by_their_own_class(flux, eng
     assert [note for note in engine("host.model.attach").notes_about(compiled) if "DoubleStreamBlock" in note] == [
         "2 DoubleStreamBlock are left as they are: another node compiles them; remove one of the two."
     ]
+
+
+class AllInOne(torch.nn.Module):
+    """As a cache of steps over the blocks: one module, in the place of their list, that calls them."""
+
+    def __init__(self, blocks):
+        super().__init__()
+        self.hidden = [*blocks]
+
+    def forward(self, x, *args, **kwargs):
+        for block in self.hidden:
+            x = block(x, *args, **kwargs)
+        return x
+
+
+@pytest.mark.parametrize("attached", ["while the patch is in place", "before"])
+def test_blocks_that_the_object_patch_of_another_prompt_hides(flux, attached):
+    name = "diffusion_model.single_blocks"
+    patched, plain = flux.patcher.clone(), flux.plain()
+    patched.add_object_patch(name, torch.nn.ModuleList([AllInOne(flux.patcher.get_model_object(name))]))
+    only = {"only_blocks": "single_blocks.*", "compile_when": "before first image"}
+    compiled = flux.attach(flux.patcher, **only) if attached == "before" else None
+    assert relative_error(flux.run(patched), plain) == 0.0
+    compiled = compiled or flux.attach(flux.patcher, **only)  # the model holds the patch until it is loaded again
+    assert relative_error(flux.run(patched), plain) == 0.0
+    assert relative_error(flux.run(compiled), plain) == 0.0
+    assert [group.class_name for group in flux.groups] == ["SingleStreamBlock"] and flux.graphs == 1
+    assert relative_error(flux.run(flux.attach(patched, only_blocks="double_blocks.*")), plain) == 0.0
