@@ -1,5 +1,6 @@
 """Carry what holds for one call of a model."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ class ModelCall:
             five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
+        trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
+        traced: for how long blocks have been traced.
+        put_off: a block ran uncompiled since no trace might begin.
         packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
     """
 
@@ -25,9 +29,19 @@ class ModelCall:
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    trace_seconds: float = math.inf
+    traced: float = 0.0
+    put_off: bool = False
     packings: set[Any] = field(default_factory=set)
     when_over: list[Callable[[], object]] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
+
+    @property
+    def may_trace(self) -> bool:
+        return self.synchronous or self.traced <= self.trace_seconds
+
+    def put_off_trace(self) -> None:
+        self.uncompiled = self.put_off = True
 
     def over(self) -> None:
         while self.when_over:

@@ -20,7 +20,7 @@ from ..blocks.state import MethodsNow, Shared, sharing_classes
 from ..forwards import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
-from .eager import Eager
+from .eager import CALL_SECONDS, RUN_SECONDS, Eager
 from .group import BlockGroup
 from .registry import ModelCode, code_of
 
@@ -109,6 +109,7 @@ class Binding:
         as always, and a forward that another node has put there stays.
         """
         code = code_of(self._model)
+        self.call.trace_seconds = min(CALL_SECONDS, RUN_SECONDS - code.traced)
         runs: dict[nn.Module, _Run] = code.look(self._model, lambda: self._runs(code), {})
         try:
             with exchanged({block: functools.partial(_run_block, runs, block) for block in runs}):
@@ -118,6 +119,8 @@ class Binding:
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
             runs.clear()  # what another node has kept of our forwards runs uncompiled
+            code.traced += self.call.traced
+            code.put_off += self.call.put_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:
                 self._weights.drop()  # before the worker asks for room

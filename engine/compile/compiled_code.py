@@ -128,6 +128,8 @@ class BlockCode:
                 compiled = self._compiled = self._compile()
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_after(error, block, args, kwargs)
+        if not call.may_trace and self._function is not None:
+            compiled = private.run(self._function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         if self.stats.graph_breaks and self.writes_in_place:
@@ -165,6 +167,8 @@ class BlockCode:
                 return self._run_after(error, block, args, kwargs)
         else:
             self._traced |= traces_for
+            if session.is_held and not call.may_trace:  # no graph has run
+                call.put_off_trace()
             return result
         finally:
             current.call = outer
@@ -176,6 +180,7 @@ class BlockCode:
                 self.is_tracing = False
                 self.compiles += 1
                 self.traces += 1
+                call.traced += session.seconds
                 self.stats.add(session.stats())
         return self.call(block, call, args, kwargs)  # what was damaged on disk is gone: once more
 

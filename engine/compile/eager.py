@@ -18,6 +18,10 @@ from ..forwards import TORCH_COMPILE
 from ..options.patches import changes_an_object
 from .traced_graph import is_capturing
 
+# After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a
+# step is so much longer at most, and one trace (LTX-AV's block: 13 s on two slow cores). Flux takes 2.3 s in all.
+CALL_SECONDS, RUN_SECONDS = 4.0, 20.0
+
 
 class Eager(enum.Enum):
     """Why a block runs eager."""
@@ -28,6 +32,7 @@ class Eager(enum.Enum):
     FAILED = enum.auto()  # the block, or its patches, could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
+    TRACE_TIME = enum.auto()  # tracing has taken too long in this call of the model, or in this run
     PREPARING = enum.auto()  # the process prepares for compiling (cache/startup.py), beside which a trace is slow
 
 
@@ -81,4 +86,6 @@ def why_eager(
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):
         return Eager.CAPTURING
+    if not call.may_trace and not patched.code.has_code:
+        return Eager.TRACE_TIME
     return Eager.PREPARING if not call.synchronous and is_preparing() else None

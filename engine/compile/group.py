@@ -92,6 +92,8 @@ class BlockGroup:
         if reason is not None:
             self.eager.add(reason)
             call.uncompiled |= reason is Eager.PREPARING
+            if reason is Eager.TRACE_TIME:
+                call.put_off_trace()
             if reason is not Eager.FAILED:
                 return self.forward(block, *args, **kwargs)
             for code in (self.code, group.code):
@@ -109,7 +111,7 @@ class BlockGroup:
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
-            counted = patches or (all_options and self.filter_options.is_whole)
+            counted = call.may_trace and (patches or (all_options and self.filter_options.is_whole))
             if counted and group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
                 if patches not in self._outside and self.filter_options.moves(all_options, patches):
                     self._outside.add(patches)
@@ -141,7 +143,7 @@ class BlockGroup:
             watching.renew()
             signature = self.code.version, *shapes
             result = self.code.call(block, call, args, kwargs)
-            if self.failure is None and self.code.has_code:
+            if self.failure is None and self.code.has_code and not call.put_off:
                 self._seen.add(signature)
         return result
 

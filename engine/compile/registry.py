@@ -20,7 +20,7 @@ from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
 from .compiled_code import BlockCode, free_unused
-from .eager import Eager, Taken
+from .eager import CALL_SECONDS, RUN_SECONDS, Eager, Taken
 from .group import BlockGroup
 
 
@@ -35,6 +35,8 @@ class ModelCode:
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
         runs: how many have begun.
+        traced: for how many seconds blocks were traced in this run.
+        put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
         packings: code that unpacks weights of its layers, shared by all models with weights packed so.
     """
@@ -50,6 +52,10 @@ class ModelCode:
         self.eager_calls = 0
         self.packings: frozenset[BlockCode] = frozenset()
         self.runs = 0
+        self.traced = 0.0
+        self.put_off = 0
+        self._new_groups: Counter[tuple] = Counter()
+        self._over_limit: list[tuple[BlockState, tuple]] = []
         self._generation = 0, False
         self._said_taken: set[Taken] = set()
         self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
@@ -127,6 +133,8 @@ class ModelCode:
             if small:
                 lines.append(f"So do blocks at which compiling would save little ({_counted(small)}).")
         lines += map(self._not_looked_at_in_words, self.not_looked_at)
+        if self.put_off:
+            lines.append(_PUT_OFF.format(self.put_off, CALL_SECONDS, RUN_SECONDS))
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
         caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
@@ -161,6 +169,13 @@ class ModelCode:
 
     def new_run(self) -> None:
         self.runs += 1
+        self.traced = 0.0
+        # Whose code was replaced that often may have one group more in each run.
+        self._new_groups = Counter({kind: MOST_NEW - 1 for kind, count in self._new_groups.items() if count >= MOST_NEW})
+        for state, key in self._over_limit:
+            state.groups.clear()
+            self._groups.pop(key, None)
+        self._over_limit.clear()
         free_unused()
         for code in self._codes():
             code.reset_failure()
@@ -177,14 +192,31 @@ class ModelCode:
             group = BlockGroup(
                 name, forward, settings, OptionsFilter(block, not settings.fullgraph), folder_name(name, structure)
             )
-            _groups[key] = group
+            group.named = named
+            kind = name, structure, settings.settings_key()
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."
                 group.code.failure = Failure(group.class_name, reason, "Remove the hook.")
+            elif self._new_groups[kind] >= MOST_NEW:
+                return self._given_up(group, state, kind)
+            self._new_groups[kind] += not state.hooked
+            _groups[key] = group
         group.named = named  # functions may be others of the same code
         group.record_varying_ints(block)
         self._groups[key] = group
         self._forget_like(key)
+        return group
+
+    def _given_up(self, group: BlockGroup, state: BlockState, kind: tuple) -> BlockGroup:
+        """A group that runs the block uncompiled for the rest of the run; the last one of its kind is in the report."""
+        name, structure, settings_key = kind
+        key = (None, structure, name, settings_key)
+        reason = f"its code, or that of its layers, was replaced more than {MOST_NEW} times in one run."
+        failure = Failure(name, reason, "A node does so in each step; runs without that node stay compiled.")
+        if self._groups.pop(key, None) is None:
+            logger.warning("%s", failure.message())
+        group.code.failure, self._groups[key] = failure, group
+        self._over_limit.append((state, key))
         return group
 
     def _forget_like(self, key: tuple) -> None:
@@ -212,8 +244,14 @@ def _is_current(state: BlockState, settings_key: Hashable, now: MethodsNow) -> b
 
 # A workflow's branches switch between a few.
 MOST_LIKE = 8
+# So many groups of blocks of one class and structure are made in a run at most; fewer than are kept, the usual ones among them.
+MOST_NEW = 6
 
 _UNCALLED = "The model does not call its blocks ({}) as modules but by other methods: they run uncompiled."
+_PUT_OFF = (
+    "Tracing blocks took too long in {} calls of the model (it stops after {:.0f} s in one, and {:.0f} s in a run): what was "
+    "left ran uncompiled in them, and is compiled in later ones. If that goes on, a node brings new code in each step."
+)
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 
 

@@ -258,6 +258,10 @@ class CompileSession:
         else:
             _is_long_held = True
 
+    @property
+    def is_held(self) -> bool:
+        return self._locked is not None
+
     def release(self) -> None:
         if self._locked is not None:
             self._locked.release()

@@ -204,6 +204,7 @@ def test_methods_that_a_node_replaces_again_and_again_leave_no_groups_behind(eng
     for number in range(registry.MOST_LIKE + 4):
         monkeypatch.setattr(Block, "helper", lambda self, _number=number: self, raising=False)
         monkeypatch.setattr(Block, "forward", lambda self, x, _number=number: x + _number)
+        code.new_run()
         now = engine("blocks.state").MethodsNow()
         seen.append({code.group_of(block, settings, now) for block in net.blocks})
     assert all(len(groups) == 1 for groups in seen), "shared by the blocks"
