@@ -23,7 +23,7 @@ from ..forwards import callables_of, contents_of, given_forward, is_of_class
 from ..per_model import Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
-_SHARED = "_torch_compile_kit_classes"
+_SHARED = "torch_compile_kit_classes"
 Shared = list[tuple[weakref.ref, weakref.ref]]
 
 
