@@ -229,6 +229,12 @@ def numerics() -> tuple:
     )
 
 
+def modes() -> tuple:
+    """Modes of PyTorch in which a model is called; each needs code of its own, and tensors of its own."""
+    autocast = ((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu"))
+    return torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype(), *autocast
+
+
 _REDUCTIONS = "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from ..blocks import channels_last
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
-from ..torch_settings import numerics
+from ..torch_settings import modes, numerics
 
 
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
@@ -38,15 +38,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
     leaves = private.pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
-    settings = (
-        torch.is_grad_enabled(),
-        torch.is_inference_mode_enabled(),
-        torch.get_default_dtype(),
-        torch.is_autocast_enabled("cuda"),
-        torch.is_autocast_enabled("cpu"),
-        numerics(),
-    )
-    return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, settings
+    return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, modes(), numerics()
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from ...options.code import NamedFunctions
 from ...options.filter import BOOKKEEPING, keys_read
 from ...options.patches import OVERRIDE, keys_of_patch
 from ...per_model import PerModel, Same
-from ...torch_settings import numerics
+from ...torch_settings import modes, numerics
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
 from .policy import CALL_SECONDS, note
@@ -96,7 +96,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             try:
                 held = graphs.model.held()
                 options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
-                key = binding.settings, numerics(), fast, held, state.read.named, options_key, inputs_key
+                key = binding.settings, modes(), numerics(), fast, held, state.read.named, options_key, inputs_key
                 reason = graphs.model.obstacle
             except NoKey as error:
                 reason = f"the call depends on {error}, which may change unseen"

@@ -590,3 +590,14 @@ def test_a_prompt_of_its_own_is_not_captured_anew(engine, monkeypatch):
         monkeypatch.setattr(comfy.memory_management, "extra_ram_release_callback", functools.partial(int))
         sample(compiled, prompts, latent, 1.0, seed=1, steps=2)
     assert (graphs.captures, graphs.replays) == (1, 4)
+
+
+def test_a_call_outside_of_inference_mode_has_a_graph_of_its_own(flux, counts, compiled):
+    """A graph that was captured in it has inputs which nothing else may write to."""
+    plain = flux.run(flux.patcher)
+    for mode in (torch.no_grad, torch.enable_grad):
+        with torch.inference_mode(False), mode():
+            same(flux.run(compiled), plain)
+        assert counts() == ((1, 1) if mode is torch.no_grad else (0, 3)), "the host's sampling switches gradients off"
+    same(flux.run(compiled), plain)
+    assert counts() == (1, 1), "anew, since there is more code now"
