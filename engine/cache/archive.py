@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ..errors import TorchCompileKitError
+from ..files import replace
 from .disk import ABOUT, DiskCache
 from .environment import environment
 from .folders import make_private, remove, remove_leftovers
@@ -85,7 +86,7 @@ def write_cache_file(
                 archive.writestr(HEADER, json.dumps(header, indent=1))
                 archive.comment = _NO_DIGEST
         _write_digest(partial)
-        os.replace(partial, path)
+        replace(partial, path)
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
     finally:
@@ -113,7 +114,7 @@ def load_cache_file(path: Path, cache: DiskCache) -> CacheFile:
             if not (cache.root / name).exists():
                 make_private(cache.root / name.partition("/")[0])
                 (cache.root / name).parent.mkdir(parents=True, exist_ok=True)
-                os.replace(incoming / name, cache.root / name)
+                replace(incoming / name, cache.root / name)
         cache.loaded({name.partition("/")[0] for name in header.members})
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read, or the cache folder {cache.root} not written: {error}") from error

@@ -6,7 +6,6 @@ import pickle
 import re
 import shutil
 import stat
-import tempfile
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -14,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ..failures.describe import chain
+from ..files import write_whole
 from ..log import logger
 
 # Suffixes of files that are written under their final name and never empty, as locks and the choices of autotuning are.
@@ -202,7 +202,4 @@ def read_json(file: Path) -> dict:
 
 
 def write_json(file: Path, content: object, indent: int | None = None) -> None:
-    """Write a whole file or nothing."""
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as out:
-        out.write(json.dumps(content, indent=indent))
-    os.replace(out.name, file)
+    write_whole(file, json.dumps(content, indent=indent).encode())

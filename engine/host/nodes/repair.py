@@ -5,7 +5,6 @@ that such a file needs: the header is written anew, the weights are copied as th
 """
 
 import json
-import os
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +12,7 @@ from pathlib import Path
 import folder_paths
 
 from ...errors import InvalidSetting
+from ...files import replace
 from ...notices.words import say
 
 KINDS = ("loras", "diffusion_models", "checkpoints")
@@ -58,7 +58,7 @@ def repair(choice: str) -> tuple[Path, str]:
             with unfinished.open("wb") as out:
                 out.write(len(text).to_bytes(8, "little") + text)
                 shutil.copyfileobj(source, out, 2**24)
-            os.replace(unfinished, target)
+            replace(unfinished, target)
         finally:
             unfinished.unlink(missing_ok=True)
     return target, say("repaired", count, len(header) - ("__metadata__" in header), target.name)
