@@ -30,7 +30,7 @@ def main(folder):
     os.environ["TORCH_COMPILE_KIT_CACHE"] = folder
     cache = engine("cache.disk").open_cache(Path(folder))
     assert cache.root == Path(folder, "torch-compile-kit")
-    engine("cache.shared").configure("", Path(folder) / "shared.key")
+    engine("cache.shared").configure(Path(folder))
     engine("background.thread").RETRY_SECONDS = 1.0
     torch.manual_seed(0)
     equal, failures = True, []

@@ -66,6 +66,11 @@ class Proxy(socketserver.ThreadingTCPServer):
     def __init__(self, port, delay=0.0, cut_after=None):
         super().__init__(("127.0.0.1", 0), None)
         self.to, self.delay, self.cut_after, self.bytes = port, delay, cut_after, 0
+        self._silenced = 0
+
+    def silence(self):
+        """What is open passes nothing any more, as when a firewall has forgotten a connection that was idle."""
+        self._silenced += 1
 
     def finish_request(self, request, _address):
         with socket.create_connection(("127.0.0.1", self.to)) as server:
@@ -73,8 +78,11 @@ class Proxy(socketserver.ThreadingTCPServer):
             self._pump(server, request, self.delay, self.cut_after)
 
     def _pump(self, source, sink, delay=0.0, left=None):
+        opened = self._silenced
         with contextlib.suppress(OSError):
             while piece := source.recv(65536):
+                if opened != self._silenced:
+                    continue
                 time.sleep(delay)
                 sink.sendall(piece[:left])
                 if left is not None and (left := left - len(piece)) <= 0:

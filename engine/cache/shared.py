@@ -3,7 +3,7 @@
 A worker that starts cold compiles for minutes what another has compiled. PyTorch can ask a server for a graph that is not on
 disk (torch/_inductor/remote_cache.py), but it unpickles whatever comes, and waits for it as long as that takes. Here:
 
-1. `configure` reads where the shared cache is, and the key that signs entries. Without a key there is none.
+1. `configure` asks `shared_place` where the shared cache is, and for the key that signs entries. Without a key there is none.
 2. `sharing` holds while the worker thread lowers a graph. PyTorch looks on disk, then calls `_Graphs.get`.
 3. An entry begins with an HMAC of its name and content. If that differs, the entry is a miss, and nothing unpickles it. Else
    it is written to the group's folder too, where a restart finds it.
@@ -19,134 +19,36 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import hashlib
+import errno
 import hmac
-import importlib.util
-import itertools
 import json
-import os
 import queue
-import random
 import re
-import stat
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from ..log import logger
 from ..torch_compat import private
 from ..torch_settings import SharedScope, lowering_settings
+from . import shared_place
 from .disk import current
 from .folders import read_json, write_json
+from .shared_place import KEY
+from .stores import CLAIM_SECONDS, FolderStore, RedisStore, without_secrets
 
-SHARED, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
-SHORTEST_KEY = 16
-# For a connection, and for each answer of Redis.
-LIMIT_SECONDS = 0.5
 # For what a store is asked: looking up a host's name, and a network volume that hangs, have no limit of their own.
 ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
-CLEANING_SECONDS = 1.0
-KEPT_SECONDS = 30 * 24 * 3600
-# How long a worker may take to compile a graph before others compile it too.
-CLAIM_SECONDS = 120
 # The choices of autotuning, which PyTorch writes beside a kernel's source (torch/_inductor/runtime/autotune_cache.py).
 _TUNED = re.compile(r"[a-z0-9]+/[a-z0-9]+\.best_config")
-_OF_FOLDER = re.compile(r"[0-9a-f]{64}(\.claim)?|[0-9a-f]{32}\.tmp")  # names that `_Folder` gives
 
 
 class CompiledElsewhere(BaseException):
     """Another worker compiles this graph. PyTorch, through which this is raised, swallows exceptions of a remote cache."""
-
-
-class _Redis:
-    def __init__(self, url: str):
-        import redis
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        self.refused: type[Exception] = redis.exceptions.ResponseError
-        limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), LIMIT_SECONDS)
-        self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
-
-    def get(self, name: str) -> bytes | None:
-        return self._client.get(name)
-
-    def put(self, name: str, entry: bytes) -> None:
-        self._client.set(name, entry, ex=KEPT_SECONDS)
-
-    def claim(self, name: str) -> bool:
-        return bool(self._client.set(f"{name}:claim", b"", nx=True, ex=CLAIM_SECONDS))
-
-    def release(self, name: str) -> None:
-        self._client.delete(f"{name}:claim")
-
-
-class _Folder:
-    """A folder that all workers can write, such as a network volume; its rights do not matter, as entries are signed."""
-
-    refused: type[Exception] = OSError
-
-    def __init__(self, folder: str):
-        self._folder = Path(folder)
-        self._folder.mkdir(parents=True, exist_ok=True)
-        # On a network volume each look takes milliseconds: this worker sees to some of what there is, others to more.
-        files = [file for file in self._folder.iterdir() if _OF_FOLDER.fullmatch(file.name)]
-        random.Random().shuffle(files)
-        until = time.monotonic() + CLEANING_SECONDS
-        for file in itertools.takewhile(lambda _: time.monotonic() < until, files):
-            if _is_older(file, KEPT_SECONDS):
-                _remove(file)
-
-    def _file(self, name: str, suffix: str = "") -> Path:
-        return self._folder / (hashlib.sha256(name.encode()).hexdigest() + suffix)
-
-    def get(self, name: str) -> bytes | None:
-        try:
-            return self._file(name).read_bytes()
-        except FileNotFoundError:
-            return None
-
-    def put(self, name: str, entry: bytes) -> None:
-        # Not by `tempfile`, whose files other users cannot read.
-        written = self._folder / f"{uuid.uuid4().hex}.tmp"
-        try:
-            written.write_bytes(entry)
-            os.replace(written, self._file(name))
-        except OSError:
-            _remove(written)
-            raise
-
-    def claim(self, name: str) -> bool:
-        claim = self._file(name, ".claim")
-        if is_over := _is_older(claim, CLAIM_SECONDS):
-            _remove(claim)
-        try:
-            claim.touch(exist_ok=False)
-        except FileExistsError:
-            return is_over
-        return True
-
-    def release(self, name: str) -> None:
-        _remove(self._file(name, ".claim"))
-
-
-def _is_older(file: Path, seconds: float) -> bool:
-    try:
-        return time.time() - file.stat().st_mtime > seconds
-    except FileNotFoundError:
-        return False
-
-
-def _remove(file: Path) -> None:
-    """Unless another user's rights forbid it (a folder with the sticky bit)."""
-    with contextlib.suppress(OSError):
-        file.unlink()
 
 
 class SharedCache:
@@ -156,12 +58,12 @@ class SharedCache:
         place: for messages, without a password.
     """
 
-    def __init__(self, place: str, key: bytes, connect: Callable[[], _Redis | _Folder]):
+    def __init__(self, place: str, key: bytes, connect: Callable[[], RedisStore | FolderStore]):
         self.place = place
         # Name -> when this process found that another compiles the graph.
         self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
-        self._store: _Redis | _Folder | None = None
+        self._store: RedisStore | FolderStore | None = None
         self._thread: threading.Thread | None = None
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
@@ -198,7 +100,7 @@ class SharedCache:
         try:
             return self._within_limit(lambda: action(self._connected()))
         except Exception as error:  # of whatever kind: it must not stop a compilation
-            reason, until = f"{type(error).__name__}: {error}"[:300], time.monotonic() + OFF_SECONDS
+            reason, until = without_secrets(error), time.monotonic() + OFF_SECONDS
             if writes and self._store is not None and isinstance(error, self._store.refused):
                 self._read_only_until = until
                 self._warn_once("the shared cache %s takes no entries (%s): code compiled here stays on this machine", reason)
@@ -213,7 +115,7 @@ class SharedCache:
     def _within_limit(self, action: Callable[[], Any]) -> Any:
         """The result of `action`, on a thread of its own: the caller holds a lock that the sampler may wait for."""
         if self._thread is not None and self._thread.is_alive():
-            raise TimeoutError("an earlier request is not over")
+            raise TimeoutError(errno.ETIMEDOUT, "an earlier request is not over")
         results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
 
         def run() -> None:
@@ -227,13 +129,13 @@ class SharedCache:
         try:
             result, error = results.get(timeout=ANSWER_SECONDS)
         except queue.Empty:
-            raise TimeoutError(f"no answer within {ANSWER_SECONDS} s") from None
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS} s") from None
         self._thread.join()
         if error is not None:
             raise error
         return result
 
-    def _connected(self) -> _Redis | _Folder:
+    def _connected(self) -> RedisStore | FolderStore:
         self._store = self._store or self._connect()
         return self._store
 
@@ -248,51 +150,16 @@ class _Configured:
     cache: SharedCache | None = None
 
 
-def configure(setting: object, key_file: Path) -> None:
-    """Use the shared cache that the environment or, without it, the user's setting names; say in the log why if that is off."""
-    place = os.environ.get(SHARED) or (setting if isinstance(setting, str) else "")
-    where = place.strip(), os.environ.get(KEY), _version_of(key_file)  # the file may be written, or closed, when the log asks
+def configure(folder: Path) -> None:
+    """Use the shared cache that the environment or files in `folder` name; say in the log why if that is off."""
+    where = shared_place.state(folder)
     if where != _Configured.where:
         _Configured.where, _Configured.cache = where, None
         try:
-            _Configured.cache = _open(where[0], key_file) if where[0] else None
-        except (ValueError, OSError) as error:
+            if opened := shared_place.read(folder):
+                _Configured.cache = SharedCache(*opened)
+        except shared_place.SharedCacheOff as error:
             logger.warning("the shared cache is off: %s", error)
-
-
-def _version_of(file: Path) -> tuple:
-    try:
-        status = file.stat()
-    except OSError:
-        return ()
-    return status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
-
-
-def _open(place: str, key_file: Path) -> SharedCache:
-    key = _read_key(key_file)
-    if os.path.isabs(place):
-        return SharedCache(place, key, lambda: _Folder(place))
-    url = urlsplit(place)
-    if url.scheme not in ("redis", "rediss") or not url.hostname:
-        raise ValueError(f"{SHARED} must be redis://user:password@host:6379/0 (rediss:// for TLS) or the path of a folder.")
-    if importlib.util.find_spec("redis") is None:
-        raise ValueError("Python's client of Redis is missing. Install it with: python -m pip install redis")
-    return SharedCache(f"{url.scheme}://{url.hostname}", key, lambda: _Redis(place))
-
-
-def _read_key(file: Path) -> bytes:
-    key = os.environ.get(KEY, "").strip().encode()
-    if not key and file.exists():
-        status = file.stat()
-        if hasattr(os, "geteuid") and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
-            raise ValueError(f"others may read {file} ({stat.filemode(status.st_mode)}). Close it with: chmod 600 {file}")
-        key = file.read_bytes().strip()
-    if len(key) < SHORTEST_KEY:
-        raise ValueError(
-            f"entries are code and must be signed, but there is no key of {SHORTEST_KEY} characters or more. Give all machines "
-            f"the same one (openssl rand -hex 32), as {KEY} or in {file} (mode 600)."
-        )
-    return key
 
 
 @dataclass

@@ -14,7 +14,7 @@ from ...settings import CompileSettings
 from ..adapter import device_type
 
 CACHE = "cache"
-LIMIT_SETTING, SHARED_SETTING = "TorchCompileKit.CacheGiB", "TorchCompileKit.SharedCache"  # js/settings.js
+LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
 
 
 def kit_folder() -> Path:
@@ -24,13 +24,15 @@ def kit_folder() -> Path:
 
 def open_users_cache() -> DiskCache | None:
     compile_for(device_type())
-    settings = users_settings()
-    configure(settings.get(SHARED_SETTING), kit_folder() / "shared.key")
-    return open_cache(kit_folder() / CACHE, settings.get(LIMIT_SETTING))
+    configure(kit_folder())
+    return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
 
 
 def users_settings() -> dict:
-    """The settings of the page (app/user_manager.py, app/app_settings.py); of several users those of the first."""
+    """The settings of the page (app/user_manager.py, app/app_settings.py); of several users those of the first.
+
+    Pages of other sites can write them: nothing read from them may name a place, or delete more than compiled code.
+    """
     try:
         settings = json.loads((Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json").read_text("utf-8"))
     except (OSError, ValueError):

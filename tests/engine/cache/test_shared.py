@@ -26,23 +26,28 @@ NAME = "torch-compile-kit:0123456789ab:fx:key"
 @pytest.fixture
 def shared(engine, monkeypatch):
     module = engine("cache.shared")
-    monkeypatch.setattr(module._Configured, "where", ("", None))
+    monkeypatch.setattr(module._Configured, "where", ())
     monkeypatch.setattr(module._Configured, "cache", None)
-    for name in (module.SHARED, module.KEY):
+    for name in module.shared_place.FILES:
         monkeypatch.delenv(name, raising=False)
     return module
 
 
 @pytest.fixture
-def configure(shared, monkeypatch, tmp_path):
-    """A function: use the shared cache at a place, or what the user's setting names, with a key."""
+def stores(engine):
+    return engine("cache.stores")
 
-    def configure(place=None, key=SECRET, setting="", file=tmp_path / "shared.key"):
-        for name, value in ((shared.SHARED, place), (shared.KEY, key)):
+
+@pytest.fixture
+def configure(shared, monkeypatch, tmp_path):
+    """A function: use the shared cache at a place with a key; what is None can be in files of tmp_path."""
+
+    def configure(place=None, key=SECRET):
+        for name, value in zip(shared.shared_place.FILES, (place, key), strict=True):
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, str(value))
-        shared.configure(setting, file)
+        shared.configure(tmp_path)
         return shared._Configured.cache
 
     return configure
@@ -65,6 +70,15 @@ def worker(engine, monkeypatch, tmp_path):
         return nets[-1]
 
     return worker
+
+
+def subfolder(place):
+    return Path(place, "torch-compile-kit-shared")
+
+
+def files_of(place):
+    """What a shared cache in a folder has written, without the file that says whose the folder is."""
+    return [file for file in subfolder(place).iterdir() if file.name != "about-this-folder.txt"]
 
 
 class Compiled:
@@ -167,15 +181,15 @@ def test_the_calling_thread_never_talks_to_the_server(configure, shared, worker,
 
 
 @pytest.fixture
-def elsewhere(configure, shared, worker, tmp_path, monkeypatch):
+def elsewhere(configure, stores, worker, tmp_path, monkeypatch):
     """Another worker holds the claim of the graph; a function that ends the other's compiling."""
-    volume, claims, original = tmp_path / "volume", [], shared._Folder.claim
+    volume, claims, original = tmp_path / "volume", [], stores.FolderStore.claim
     cache = configure(volume)
     with monkeypatch.context() as recording:
-        recording.setattr(shared._Folder, "claim", lambda store, name: claims.append(name) or original(store, name))
+        recording.setattr(stores.FolderStore, "claim", lambda store, name: claims.append(name) or original(store, name))
         images(worker("one"))
-    contents = {file: file.read_bytes() for file in volume.iterdir()}
-    assert not list(volume.glob("*.claim"))
+    contents = {file: file.read_bytes() for file in files_of(volume)}
+    assert contents and not [file for file in contents if file.suffix == ".claim"]
     for file in contents:
         file.unlink()
     (name,) = claims
@@ -229,9 +243,9 @@ def test_a_graph_that_waits_for_another_worker_is_compiled_when_sampling_waits_f
         assert not uncompiled and torch.equal(result, runs.net(X))
 
 
-def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, shared, worker, tmp_path):
-    (claim,) = (tmp_path / "volume").glob("*.claim")
-    os.utime(claim, (time.time() - shared.CLAIM_SECONDS - 1,) * 2)
+def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, stores, worker, tmp_path):
+    (claim,) = subfolder(tmp_path / "volume").glob("*.claim")
+    os.utime(claim, (time.time() - stores.CLAIM_SECONDS - 1,) * 2)
     assert images(worker("two")).graphs == 1
 
 
@@ -242,10 +256,10 @@ def test_what_was_compiled_between_a_miss_and_the_claim_is_taken(configure, shar
     assert shared._Sharing(cache, "names", tmp_path, True).get(NAME) == b"content"
 
 
-def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, shared, worker, monkeypatch):
+def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, shared, stores, worker, monkeypatch):
     """Workers that fail one after the other each claim the graph anew."""
     monkeypatch.setattr(shared, "CLAIM_SECONDS", 1)
-    monkeypatch.setattr(shared._Folder, "claim", lambda *_: False)
+    monkeypatch.setattr(stores.FolderStore, "claim", lambda *_: False)
     assert images(worker("two")).graphs == 1
 
 
@@ -409,89 +423,13 @@ def test_a_server_that_does_not_answer_is_left_alone_for_a_minute(configure, sha
     assert caplog.text.count("does not answer") == 1 and "word" not in caplog.text
 
 
-def test_entries_have_a_time_to_live(configure, shared):
-    with RedisServer() as server:
-        cache = configure(server.url)
-        cache.put(NAME, b"content")
-        cache.claim(NAME)
-        assert shared.KEPT_SECONDS - 60 < server.client.ttl(NAME) <= shared.KEPT_SECONDS
-        assert 0 < server.client.ttl(f"{NAME}:claim") <= shared.CLAIM_SECONDS
-
-
-def test_what_is_old_goes_from_a_folder(configure, shared, tmp_path):
-    cache = configure(tmp_path / "volume")
-    cache.put(NAME, b"content")
-    cache.put(f"{NAME}2", b"content")
-    os.utime(cache._store._file(NAME), (time.time() - shared.KEPT_SECONDS - 60,) * 2)
-    (tmp_path / "volume" / "the user's").touch()
-    os.utime(tmp_path / "volume" / "the user's", (0, 0))
-    cache._store = None
-    assert cache.get(NAME) is None and cache.get(f"{NAME}2") == b"content"
-    assert (tmp_path / "volume" / "the user's").exists()
-
-
-def test_a_folder_with_many_entries_is_cleaned_for_a_second_only(configure, shared, tmp_path, monkeypatch):
-    """On a volume where a look at each takes time: a worker that starts would find no answer within its limit."""
-    cache, looks = configure(tmp_path / "volume"), []
-    for n in range(50):
-        cache.put(f"{NAME}{n}", b"content")
-
-    def is_older(file, _seconds):
-        looks.append(file)
-        clock.append(clock[-1] + 0.1)
-
-    clock = [0.0]
-    monkeypatch.setattr(shared, "_is_older", is_older)
-    monkeypatch.setattr(shared.time, "monotonic", lambda: clock[-1])
-    shared._Folder(cache.place)
-    assert 5 < len(looks) < 15
-
-
-def test_what_is_old_in_a_folder_goes_if_it_is_an_entry(configure, shared, tmp_path):
-    """The user may have named a folder with other files in it."""
-    cache = configure(tmp_path / "volume")
-    cache.put(NAME, b"content")
-    left, mine = tmp_path / "volume" / f"{'0a' * 16}.tmp", tmp_path / "volume" / "notes.tmp"
-    for file in (left, mine):
-        file.write_text("left")
-    for file in (tmp_path / "volume").iterdir():
-        os.utime(file, (0, 0))
-    shared._Folder(cache.place)
-    assert list((tmp_path / "volume").iterdir()) == [mine]
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
-def test_workers_of_other_users_can_read_what_is_in_a_folder(cache):
-    before = os.umask(0o022)
-    try:
-        cache.put(NAME, b"content")
-    finally:
-        os.umask(before)
-    assert cache._store._file(NAME).stat().st_mode & 0o044 == 0o044
-
-
-def test_what_cannot_be_deleted_from_a_folder_is_left(cache, shared):
-    """A folder in the place of a file: neither can be deleted as a file, nor what belongs to another user as root would."""
-    store = shared._Folder(cache.place)
-    for file, age in ((store._file(NAME), shared.KEPT_SECONDS), (store._file(NAME, ".claim"), shared.CLAIM_SECONDS)):
-        file.mkdir()
-        os.utime(file, (time.time() - age - 60,) * 2)
-    assert cache.put(f"{NAME}2", b"content") and cache.get(f"{NAME}2") == b"content"
-    assert cache.claim(NAME) and cache.put(f"{NAME}3", b"content")  # nobody holds a claim that is over
-
-
-def test_a_failed_write_leaves_nothing_in_a_folder(cache, shared):
-    shared._Folder(cache.place)._file(NAME).mkdir()
-    assert not cache.put(NAME, b"content") and not list(Path(cache.place).glob("*.tmp"))
-
-
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
 def test_a_folder_that_hangs_costs_no_image(configure, shared, worker, tmp_path, monkeypatch, caplog):
     """Reading a FIFO waits until somebody writes into it."""
     monkeypatch.setattr(shared, "ANSWER_SECONDS", 0.2)
     configure(tmp_path / "volume")
     images(worker("one"))
-    files = list((tmp_path / "volume").iterdir())
+    files = files_of(tmp_path / "volume")
     for file in files:
         file.unlink()
         os.mkfifo(file)
@@ -529,52 +467,6 @@ def test_without_a_key_it_is_off_and_says_why(configure, caplog):
     assert configure("redis://127.0.0.1/0", key=None) is None
     assert "must be signed" in caplog.text and "TORCH_COMPILE_KIT_SHARED_KEY" in caplog.text
     assert configure("redis://127.0.0.1/0", key="short") is None
-
-
-def test_a_key_that_is_written_when_the_log_asks_for_it_is_read_without_a_restart(configure, tmp_path, caplog):
-    file = tmp_path / "shared.key"
-    for _run in range(2):
-        assert configure(tmp_path / "volume", key=None, file=file) is None
-    assert caplog.text.count(f"in {file} (mode 600)") == 1
-    file.write_text(SECRET)
-    file.chmod(0o600)
-    assert configure(tmp_path / "volume", key=None, file=file) is not None
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has no modes")
-def test_a_key_that_others_can_read_is_refused(configure, tmp_path, caplog):
-    file = tmp_path / "shared.key"
-    file.write_text(f"{SECRET}\n")
-    file.chmod(0o640)
-    for _run in range(2):
-        assert configure(tmp_path / "volume", key=None, file=file) is None
-    assert caplog.text.count(f"chmod 600 {file}") == 1
-    file.chmod(0o600)
-    cache = configure(tmp_path / "volume", key=None, file=file)
-    assert cache is not None, "without a restart"
-    cache.put(NAME, b"content")
-    assert configure(tmp_path / "volume", key=None, file=file) is cache
-    assert configure(tmp_path / "volume", key=SECRET).get(NAME) == b"content"
-
-
-def test_the_environment_goes_before_the_setting(configure, tmp_path):
-    assert configure(None) is None
-    assert configure(None, setting=str(tmp_path / "set")).place == str(tmp_path / "set")
-    assert configure(tmp_path / "volume", setting=str(tmp_path / "set")).place == str(tmp_path / "volume")
-
-
-def test_a_missing_client_is_named_with_its_command(configure, shared, monkeypatch, caplog):
-    monkeypatch.setattr(shared.importlib.util, "find_spec", lambda _name: None)
-    assert configure("rediss://user:word@host:6379/0") is None
-    assert "python -m pip install redis" in caplog.text and "word" not in caplog.text
-
-
-@pytest.mark.parametrize("place", ["host:6379", "http://host/", "redis:///0", "relative/folder", "redis://host:port/0"])
-def test_a_place_that_is_none_is_refused(configure, place, caplog):
-    pytest.importorskip("redis", reason="redis-server is not installed: nor is its client for Python")
-    cache = configure(place)
-    assert cache is None or cache.get(NAME) is None
-    assert "the shared cache" in caplog.text
 
 
 def test_choices_of_autotuning_are_shared(configure, shared, worker, engine, tmp_path):

@@ -97,16 +97,23 @@ def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch):
     folder.get_ready_again()
 
 
-def test_the_shared_cache_of_the_users_settings_is_used(engine, monkeypatch, tmp_path):
+def test_the_shared_cache_is_named_by_a_file_of_the_users_never_by_a_setting(engine, monkeypatch, tmp_path):
+    """Pages of other sites can write ComfyUI's settings."""
     folder, shared = engine("host.model.user_folder"), engine("cache.shared")
-    monkeypatch.setattr(shared._Configured, "where", ("", None))
+    monkeypatch.setattr(shared._Configured, "where", ())
     monkeypatch.setattr(shared._Configured, "cache", None)
     monkeypatch.delenv("TORCH_COMPILE_KIT_SHARED_CACHE", raising=False)
     monkeypatch.setenv("TORCH_COMPILE_KIT_SHARED_KEY", "k" * 32)
     monkeypatch.setattr(folder.folder_paths, "get_user_directory", lambda: str(tmp_path))
     (tmp_path / "default").mkdir()
-    settings = {"TorchCompileKit.SharedCache": str(tmp_path / "volume")}
+    settings = {"TorchCompileKit.SharedCache": str(tmp_path / "foreign")}
     (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps(settings))
+    folder.open_users_cache()
+    assert shared._Configured.cache is None and not (tmp_path / "foreign").exists()
+    address = folder.kit_folder() / "shared.address"
+    address.parent.mkdir(exist_ok=True)
+    address.write_text(str(tmp_path / "volume"))
+    address.chmod(0o600)
     folder.open_users_cache()
     assert shared._Configured.cache.place == str(tmp_path / "volume")
 

@@ -1,0 +1,156 @@
+"""Keep bytes by name where several machines reach them: in Redis, or in a folder on a volume.
+
+One worker at a time can claim a name; a claim ends when its worker releases it, or after `CLAIM_SECONDS`. What a store returns
+may come from anybody: callers check a signature. Stores raise whatever goes wrong, and `without_secrets` says it: the text of
+a client's exception can hold the URL, and the URL a password.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import itertools
+import os
+import random
+import re
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..failures.describe import chain
+from ..files import remove_file, write_whole
+
+# For a connection, and for each answer of Redis.
+LIMIT_SECONDS = 0.5
+CLEANING_SECONDS = 1.0
+KEPT_SECONDS = 30 * 24 * 3600
+# How long a worker may take to compile a graph before others compile it too.
+CLAIM_SECONDS = 120
+FOLDER, MARKER = "torch-compile-kit-shared", "about-this-folder.txt"
+_ABOUT = "Torch Compile Kit for ComfyUI keeps compiled code here, and deletes what it wrote 30 days ago or earlier.\n"
+_ENTRY = re.compile(r"[0-9a-f]{64}\.(entry|claim)|[0-9a-f]{32}\.tmp")
+_RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+
+
+class RedisStore:
+    def __init__(self, url: str):
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        self.refused: type[Exception] = redis.exceptions.ResponseError
+        self._broken = redis.exceptions.ConnectionError, redis.exceptions.TimeoutError
+        self._claims: dict[str, str] = {}
+        limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), LIMIT_SECONDS)
+        self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
+
+    def _ask(self, command: Callable[[Any], Any]) -> Any:
+        """Twice where a connection breaks: the server or a firewall has closed one that was idle."""
+        try:
+            return command(self._client)
+        except self._broken:
+            self._client.connection_pool.disconnect()
+            return command(self._client)
+
+    def get(self, name: str) -> bytes | None:
+        return self._ask(lambda client: client.get(name))
+
+    def put(self, name: str, entry: bytes) -> None:
+        self._ask(lambda client: client.set(name, entry, ex=KEPT_SECONDS))
+
+    def claim(self, name: str) -> bool:
+        key, mine = f"{name}:claim", uuid.uuid4().hex
+        # The first of two attempts may have claimed the name without an answer.
+        is_mine = self._ask(lambda c: c.set(key, mine, nx=True, ex=CLAIM_SECONDS) or c.get(key) == mine.encode())
+        if is_mine:
+            self._claims[name] = mine
+        return bool(is_mine)
+
+    def release(self, name: str) -> None:
+        mine = self._claims.pop(name, "")
+        self._ask(lambda client: client.eval(_RELEASE, 1, f"{name}:claim", mine))
+
+
+class FolderStore:
+    """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter.
+
+    Other people's files may lie beside the subfolder: one without the marker is refused unless it is empty, and a link too.
+    Only the file server's clock is asked, as this machine's may be wrong by days. What has a date in the future is new.
+    """
+
+    refused: type[Exception] = OSError
+
+    def __init__(self, place: str):
+        self._folder = Path(place, FOLDER)
+        self._claims: dict[str, str] = {}
+        self._folder.mkdir(parents=True, exist_ok=True)
+        names = os.listdir(self._folder)
+        if self._folder.resolve() != Path(place).resolve() / FOLDER or (names and MARKER not in names):
+            raise OSError(errno.EEXIST, f"{self._folder} holds something else; rename it, or choose another folder")
+        if not names:
+            (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
+        # On a network volume each look takes milliseconds: this worker sees to some of what there is, others to more.
+        files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
+        random.Random().shuffle(files)
+        until, now = time.monotonic() + CLEANING_SECONDS, self._now()
+        for file in itertools.takewhile(lambda _: time.monotonic() < until, files):
+            if now - _written(file) > KEPT_SECONDS:
+                remove_file(file)
+
+    def _now(self) -> float:
+        probe = self._folder / f"{uuid.uuid4().hex}.tmp"
+        try:
+            probe.touch()
+            return probe.stat().st_mtime
+        finally:
+            remove_file(probe)
+
+    def _file(self, name: str, kind: str = "entry") -> Path:
+        return self._folder / f"{hashlib.sha256(name.encode()).hexdigest()}.{kind}"
+
+    def get(self, name: str) -> bytes | None:
+        try:
+            return self._file(name).read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def put(self, name: str, entry: bytes) -> None:
+        write_whole(self._file(name), entry)
+
+    def claim(self, name: str) -> bool:
+        claim, mine = self._file(name, "claim"), uuid.uuid4().hex
+        for _ in range(2):
+            try:
+                with claim.open("x") as file:
+                    file.write(mine)
+            except FileExistsError:
+                if is_over := self._now() - _written(claim) > CLAIM_SECONDS:
+                    remove_file(claim)
+                else:
+                    return False
+            else:
+                self._claims[name] = mine
+                return True
+        return is_over  # and cannot be removed
+
+    def release(self, name: str) -> None:
+        claim, mine = self._file(name, "claim"), self._claims.pop(name, "")
+        with contextlib.suppress(FileNotFoundError):
+            if claim.read_text() == mine:
+                remove_file(claim)
+
+
+def _written(file: Path) -> float:
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return float("inf")
+
+
+def without_secrets(error: BaseException) -> str:
+    """What went wrong: the kind of the error, and what the system says, but not the text of a client's exception."""
+    reasons = (cause.strerror for cause in chain(error) if isinstance(cause, OSError))
+    return ": ".join([type(error).__name__, *[str(reason) for reason in reasons if reason][:1]])
