@@ -1,9 +1,9 @@
 // Settings for a purpose, in the menu of Torch Compile.
 import { app } from "/scripts/app.js";
+import { compileWhen } from "./settings.js";
 import { say } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
-const WHEN = "TorchCompileKit.CompileWhen"; // js/settings.js: what a new node has
 const KEPT = ["only_blocks", "attention", "allow_tf32", "cudnn_benchmark"]; // no preset has a view on them
 // Titles and the inputs that they set; the others become what a new node has. js/docs/TorchCompileKitModel.md lists them.
 export const presets = () => [
@@ -17,7 +17,7 @@ export const presets = () => [
 export function apply(node, sets) {
   const options = Object.values(node.constructor.nodeData?.input ?? {}).reduce((all, some) => ({ ...all, ...some }), {});
   for (const widget of node.widgets ?? []) {
-    const fresh = (widget.name === "compile_when" && app.extensionManager?.setting?.get(WHEN)) || options[widget.name]?.[1]?.default;
+    const fresh = widget.name === "compile_when" ? compileWhen() : options[widget.name]?.[1]?.default;
     if (fresh === undefined || KEPT.includes(widget.name)) continue;
     widget.value = sets[widget.name] ?? fresh;
     widget.callback?.(widget.value);

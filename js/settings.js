@@ -6,9 +6,11 @@ const GROUP = ["Torch Compile Kit", "Torch Compile Kit"];
 const LIMIT = "TorchCompileKit.CacheGiB"; // engine/host/model/user_folder.py
 const COMPILE = "TorchCompileKit.CompileWhen";
 const NOTICES = "TorchCompileKit.Notices";
-const BACKGROUND = "in background";
+const CHOICES = ["in background", "before first image"];
 
 const valueOf = (id) => app.extensionManager?.setting?.get(id);
+// Pages of other sites can write ComfyUI's settings: with a value that is none, every prompt of a new node would be refused.
+export const compileWhen = () => CHOICES.find((choice) => choice === valueOf(COMPILE)) ?? CHOICES[0];
 export const showsNotices = () => valueOf(NOTICES) !== false;
 
 function limitCache(gib, before) {
@@ -36,8 +38,8 @@ app.registerExtension({
       category: [...GROUP, "Compile"],
       name: "New Torch Compile nodes compile",
       type: "combo",
-      options: [BACKGROUND, "before first image"],
-      defaultValue: BACKGROUND,
+      options: CHOICES,
+      defaultValue: CHOICES[0],
     },
     {
       id: LIMIT,
@@ -49,22 +51,12 @@ app.registerExtension({
       defaultValue: 2,
       onChange: limitCache,
     },
-    {
-      id: "TorchCompileKit.SharedCache", // engine/host/model/user_folder.py
-      category: [...GROUP, "SharedCache"],
-      name: "Cache shared with other machines: redis://host:6379/0, or a folder",
-      tooltip:
-        "Compiled once, on every machine. It needs a key, see docs/fleet.md. " +
-        "The environment variable TORCH_COMPILE_KIT_SHARED_CACHE overrides this; it counts from the next start.",
-      type: "text",
-      defaultValue: "",
-    },
   ],
 
   // Of a workflow that is loaded the values come afterwards.
   nodeCreated(node) {
     if (node.comfyClass !== "TorchCompileKitModel") return;
     const widget = node.widgets?.find((found) => found.name === "compile_when");
-    if (widget) widget.value = valueOf(COMPILE) ?? BACKGROUND;
+    if (widget) widget.value = compileWhen();
   },
 });

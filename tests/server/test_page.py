@@ -587,16 +587,21 @@ def test_a_preset_sets_what_it_names_and_puts_back_the_rest():
         said.push([content, preset.content]);
         said.push(node.widgets.map((widget) => widget.value), heard);
     """
-    other, titles, values, heard = play("presets.js", scene)
+    settings = source("settings.js")
+    other, titles, values, heard = play("presets.js", scene, settings)
     assert other == [] and titles == ["Presets", "Fastest steps (minutes of compiling)"]
     assert values == ["max-autotune", 0, "a.*", "in background", ""]
     assert heard == [["mode", "max-autotune"], ["cache_limit", 0], ["compile_when", "in background"]]
-    chosen = 'app.extensionManager.setting = { get: (id) => id.endsWith("CompileWhen") ? "before first image" : null };'
-    assert play("presets.js", chosen + scene)[2][3] == "before first image", "the user's setting for new nodes"
+    for value, expected in (("before first image", "before first image"), ("planted by a foreign page", "in background")):
+        chosen = f'app.extensionManager.setting = {{ get: (id) => id.endsWith("CompileWhen") ? "{value}" : null }};'
+        assert play("presets.js", chosen + scene, settings)[2][3] == expected, "the user's setting for new nodes"
+        node = '{ comfyClass: "TorchCompileKitModel", widgets: [{ name: "compile_when" }] }'
+        created = f"{chosen} const node = {node}; extension.nodeCreated(node); said.push(node.widgets[0].value);"
+        assert play("settings.js", created, "") == [expected]
 
 
 def test_presets_are_settings_of_the_node_and_in_its_help(engine):
-    (found,) = play("presets.js", "said.push(presets());")
+    (found,) = play("presets.js", "said.push(presets());", source("settings.js"))
     assert len(found) == len(dict(found)) == 5
     help_page = (JS / "docs" / "TorchCompileKitModel.md").read_text(encoding="utf-8")
     for title, sets in found:
