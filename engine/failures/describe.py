@@ -73,7 +73,11 @@ def _described(block: str, error: Exception, machine: Machine | None) -> Failure
     errors = chain(error)
     # Without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))
-    reason, cure = diagnose(errors) or (sentence(unwrapped), OTHERWISE)
-    may_pass = any(isinstance(e, OSError | EOFError) or re.search(MAY_PASS, text_of(e)) for e in errors)
+    diagnosed, reason, cure = diagnose(errors) or (None, sentence(unwrapped), OTHERWISE)
+    # An error of the system may pass, unless it has led to, or is, what the table has a cure for: "cl is not found" comes from
+    # a FileNotFoundError.
+    unexplained = errors if diagnosed is None else errors[: errors.index(diagnosed)]
+    may_pass = any(isinstance(e, OSError | EOFError) for e in unexplained)
+    may_pass = may_pass or any(re.search(MAY_PASS, text_of(e)) for e in errors)
     text = cure if isinstance(cure, str) else (machine or Machine.this()).cure(cure)
     return Failure(block, reason, text, may_pass or never_swallowed(error))

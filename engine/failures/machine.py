@@ -124,7 +124,7 @@ def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
         try:
             import triton.compiler  # noqa: F401
         except Exception as error:  # a broken DLL raises whatever it likes
-            _, cure = table.diagnose([error]) or ("", f"Triton does not load: {table.text_of(error)}")
+            _, _, cure = table.diagnose([error]) or (error, "", f"Triton does not load: {table.text_of(error)}")
             lacks.append(machine.cure(cure))
     return has, list(dict.fromkeys(lacks))
 

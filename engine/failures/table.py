@@ -150,14 +150,14 @@ MAY_PASS = (
 )
 
 
-def diagnose(errors: Iterable[BaseException]) -> tuple[str, Cure] | None:
-    """The line of an error and of what it was raised from, outermost first, that the table has a cure for, and the cure."""
+def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure] | None:
+    """Of an error and of what it was raised from, outermost first: the one that the table has a cure for, its line, the cure."""
     innermost_first = [(error, text_of(error)) for error in errors][::-1]
     for _, pattern, cure in TROUBLES:
         for error, text in innermost_first:
             match = re.search(pattern, text)
             if match is not None:
-                return sentence(error, text.rfind("\n", 0, match.start()) + 1), cure
+                return error, sentence(error, text.rfind("\n", 0, match.start()) + 1), cure
     return None
 
 

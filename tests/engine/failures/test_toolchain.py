@@ -240,11 +240,44 @@ def test_each_error_has_its_cure(machine, failure, error, here, cure, wrapped):
     assert len(description.reason) < 280 and not re.search(r"[\n{}]", description.cure) and "\n" not in description.message()
 
 
+class InvalidCxxCompiler(RuntimeError):
+    """As torch._inductor.exc's, which PyTorch 2.15 raises on Windows too."""
+
+
+MAY_PASS = (torch.OutOfMemoryError, Postponed)
+
+
+@pytest.mark.parametrize("wrapped", [False, "backend", "inductor"])
+@pytest.mark.parametrize("error", [*(error for error, _, _ in CURES), InvalidCxxCompiler("No working C++ compiler")], ids=repr)
+def test_what_has_a_cure_does_not_pass_by_itself(failure, machine, error, wrapped):
+    """Whatever PyTorch has raised the error from, and if it is one of the system itself: a path that is too long."""
+    cause = FileNotFoundError(2, "The system cannot find the file specified")
+    try:
+        raise error from cause
+    except type(error) as raised:
+        assert failure(raised, machine(), wrapped).may_pass is isinstance(error, MAY_PASS)
+    finally:
+        error.__cause__ = error.__context__ = None
+
+
+@pytest.mark.parametrize("wrapped", [False, "backend", "inductor"])
+def test_an_error_of_the_system_may_pass_also_after_another_was_handled(failure, machine, wrapped):
+    try:
+        try:
+            raise NO_CL
+        except RuntimeError:
+            raise OSError(28, "No space left on device")  # noqa: B904
+    except OSError as error:
+        assert failure(error, machine(), wrapped).may_pass
+    finally:
+        NO_CL.__context__ = None
+
+
 def test_all_that_are_known_are_met_here_and_in_the_table(engine, machine):
     table = engine("failures.table")
     met = set()
     for error, _, _ in CURES:
-        cure = table.diagnose([error])[1]
+        cure = table.diagnose([error])[2]
         met |= {pattern for _, pattern, text in table.TROUBLES if text is cure and re.search(pattern, table.text_of(error))}
     assert met == {pattern for _, pattern, _ in table.TROUBLES}
     page = (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
