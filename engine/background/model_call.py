@@ -1,11 +1,14 @@
 """Carry what holds for one call of a model."""
 
+import itertools
 import math
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+# A number for each moment that is asked for, in order. Clocks do not tell what came first: Windows' stand still for 16 ms.
+next_moment = itertools.count(1).__next__
 
 
 @dataclass
@@ -34,7 +37,7 @@ class ModelCall:
     put_off: bool = False
     packings: set[Any] = field(default_factory=set)
     when_over: list[Callable[[], object]] = field(default_factory=list)
-    began: float = field(default_factory=time.monotonic)
+    began: int = field(default_factory=next_moment)
 
     @property
     def may_trace(self) -> bool:

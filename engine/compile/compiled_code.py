@@ -6,7 +6,6 @@ import enum
 import functools
 import inspect
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..background.model_call import ModelCall
+from ..background.model_call import ModelCall, next_moment
 from ..background.thread import Job
 from ..cache.disk import current as current_cache
 from ..errors import BlockCompileError
@@ -33,8 +32,8 @@ TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the
 # block is traced again.
 on_compile_failure: list[Callable[[nn.Module], bool]] = []
-# When that was last so, by `time.monotonic`.
-_excluded_at = 0.0
+# The `next_moment` at which that was last so.
+_excluded_at = 0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
 # In how many new runs code is compiled again that failed for a reason that may have passed.
@@ -95,7 +94,7 @@ class BlockCode:
     _variants_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced_in: Callable[[], object] = lambda: None
     _traced: set[tuple] = field(default_factory=set)
-    _traced_from: float = 0.0
+    _traced_from: int = 0
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
     _compiled: Callable | None = None
@@ -121,7 +120,7 @@ class BlockCode:
         """Call the block's graphs, and count what that traces."""
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
-            if _excluded_at >= call.began:  # the layers that were excluded are so from the model's next call on
+            if _excluded_at > call.began:  # the layers that were excluded are so from the model's next call on
                 call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
             try:
@@ -220,14 +219,14 @@ class BlockCode:
             logger.warning("%s: after an error another one", self.name, exc_info=True)
         return None
 
-    def _excludes_layers(self, error: Exception, block: nn.Module, since: float) -> bool:
+    def _excludes_layers(self, error: Exception, block: nn.Module, since: int) -> bool:
         """Whether layers that may have caused the error have been excluded since `since`."""
         global _excluded_at
         if describe_failure(self.name, error).may_pass:
             return False
         if any(exclude(block) for exclude in on_compile_failure):
-            _excluded_at = time.monotonic()
-        return _excluded_at >= since
+            _excluded_at = next_moment()
+        return _excluded_at > since
 
     def discard(self) -> None:
         """Forget the code; the next call traces the block again."""
