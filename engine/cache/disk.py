@@ -7,7 +7,6 @@ PyTorch's folder. When all folders together are too large, the least recently us
 import hashlib
 import json
 import os
-import re
 import tempfile
 import threading
 import time
@@ -28,11 +27,13 @@ from .folders import (
     WRITTEN_SECONDS,
     comes_from,
     is_damaged,
+    is_split,
     make_private,
     read_json,
     remove,
     remove_leftovers,
     size_of,
+    unsplit,
     write_json,
 )
 
@@ -225,19 +226,20 @@ def current() -> DiskCache | None:
 def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     """Use `folder` from now on, or the user's (`environment.users_folder`); later calls change nothing.
 
-    Where the folder cannot be made private (`folders.make_private`) or written, use another folder of this user, and say so in
-    the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
+    Where the folder cannot be made private (`folders.make_private`) or written, or a C++ compiler would split its path, use
+    another folder of this user, and say so in the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
     """
     if _Current.opened:  # without the lock: a removal holds it for as long as a slow drive takes, and the event loop asks, too
         return _Current.cache
     with _lock:
         if not _Current.opened:
             refused = []
-            for place in _places(folder):
+            places = _places(folder)
+            if is_split(places[0][-1]):
+                refused.append(f"{places[0][-1]} has a space or a quote in it, where C++ compilers would split its path")
+            # The last resort is a folder in which only a GPU's code can be compiled.
+            for place in sorted(places, key=lambda place: is_split(place[-1])):
                 try:
-                    # Elsewhere than on Windows PyTorch passes a path to the compiler unquoted (torch/_inductor/cpp_builder.py).
-                    if os.name != "nt" and re.search(r"[\s'\"\\]", str(place[-1])):
-                        raise OSError("the C++ compiler would split its path at the space or quote in it")
                     make_private(*place)
                     with tempfile.TemporaryFile(dir=place[-1]):
                         pass
@@ -269,7 +271,8 @@ def _places(folder: Path) -> list[list[Path]]:
     # Of this user alone, on drives that keep rights; a container's user may have no home.
     local = (Path(os.path.expanduser("~"), ".cache", KIT), Path(tempfile.gettempdir(), f"{KIT}-{user}"))
     places = [[above, above / "cache"] for above in local if above.is_absolute()]
-    return [[users] if users else [folder.parent, folder], *places]
+    places = [[users] if users else [folder.parent, folder], *places]
+    return [[unsplit(above) for above in place] for place in places]
 
 
 def folder_name(block: str, structure: tuple) -> str:

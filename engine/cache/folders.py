@@ -1,5 +1,6 @@
 """Check folders that hold code: who may write them, what in them is damaged, what a killed process has left in them."""
 
+import ctypes
 import json
 import os
 import pickle
@@ -10,7 +11,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from ..failures.describe import chain
 from ..files import write_whole
@@ -31,6 +32,21 @@ OTHERS = stat.S_IWGRP | stat.S_IWOTH
 IN_GROUP = re.compile(r".*\.tmp|tmp\..*")
 # ... elsewhere, where the user may keep files too, those of this pack as `tempfile` makes them.
 ELSEWHERE = re.compile(r"torch-compile-kit-[a-z0-9_]{8}\.partial|incoming-[a-z0-9_]{8}")
+
+
+def is_split(path: PurePath) -> bool:
+    """Whether C++ compilers get a path in pieces: PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
+    return re.search(r"[\s'\"\\]", path.as_posix()) is not None
+
+
+def unsplit(path: Path) -> Path:
+    """On Windows, where users are named "Jane Doe", the short name of such a path; drives without short names keep the path."""
+    if os.name != "nt" or not is_split(path):
+        return path
+    there = next(parent for parent in (path, *path.parents) if parent.exists() or parent == parent.parent)
+    buffer = ctypes.create_unicode_buffer(2**15)
+    is_done = ctypes.windll.kernel32.GetShortPathNameW(str(there), buffer, len(buffer))
+    return Path(buffer.value, path.relative_to(there)) if is_done else path
 
 
 class NoRightsError(PermissionError):

@@ -33,6 +33,7 @@ class Machine:
     triton: tuple[int, int] | None
     folder: str  # of Python
     missing: tuple[str, ...] = ()  # files of Python that C compilers need
+    cache: str = ""  # PyTorch's folder for compiled code, now
 
     @classmethod
     def this(cls) -> Machine:
@@ -46,13 +47,15 @@ class Machine:
         if platform.system() == "Windows":
             needed.append(folder / "libs" / f"python{python[0]}{python[1]}.lib")
         missing = tuple(str(file) for file in needed if not file.exists())
-        return cls(platform.system(), gpu, _version(torch.__version__), python, next(tritons, None), str(folder), missing)
+        pytorch, cache = _version(torch.__version__), private.cache_dir()
+        return cls(platform.system(), gpu, pytorch, python, next(tritons, None), str(folder), missing, cache)
 
     @property
     def traits(self) -> set[str]:
         """The words that keys of cures may have; "2.13" stands for PyTorch 2.13 and newer."""
         wanted = table.TRITON_FOR.get(self.pytorch)
         flags = {"unknown": wanted is None, "misfit": wanted not in (None, self.triton)}
+        flags["spaced"] = not self.missing and re.search(r"[\s'\"]", self.folder + self.cache) is not None
         flags |= {"no-triton": self.triton is None, "no-headers": bool(self.missing)}
         versions = (_dotted(version) for version in table.TRITON_FOR if version <= self.pytorch)
         return {self.system, self.gpu, *versions, *(flag for flag, holds in flags.items() if holds)}

@@ -38,7 +38,13 @@ MISFIT = {
     "": "Reinstall Triton: {install}",
 }
 NO_TRITON = {"no-triton": "Install Triton: {install}", **MISFIT}
+# All that compilers need is there: what is not found is a piece of a path.
+_SPACED = (
+    "PyTorch passes paths to the C++ compiler unquoted: move ComfyUI and its Python to folders without spaces and quotes in "
+    "their paths (now {folder}; compiled code goes to {cache}), or set TORCH_COMPILE_KIT_CACHE to one."
+)
 PYTHON_FILES = {
+    "spaced": _SPACED,
     # The file that triton-windows' own guide names; other patch versions of the same Python do.
     "Windows": "Python's folders include and libs are missing, as in the portable ComfyUI: download "
     "python_{python}..._include_libs.zip from https://github.com/woct0rdho/triton-windows/releases/tag/v3.0.0-windows.post1 "
@@ -106,7 +112,10 @@ _UTF8 = "PyTorch reads its own files in the encoding of this system: set the var
 _NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
-_CPP_FAILED = "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete."
+_CPP_FAILED = {
+    "spaced": _SPACED,
+    "": "The C++ compiler failed; check that g++ (Windows: Visual Studio Build Tools) is complete.",
+}
 _GRAPH_BREAK = "The block has code that PyTorch cannot trace; set fullgraph to false, or leave the block out with only_blocks."
 OTHERWISE = "Try backend aot_eager or mode default; leave the block out with only_blocks if the error stays."
 
@@ -151,7 +160,7 @@ MAY_PASS = (
 
 
 def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure] | None:
-    """Of an error and of what it was raised from, outermost first: the one that the table has a cure for, its line, the cure."""
+    """Of an error and what it was raised from, outermost first: the one that the table has a cure for, its line, the cure."""
     innermost_first = [(error, text_of(error)) for error in errors][::-1]
     for _, pattern, cure in TROUBLES:
         for error, text in innermost_first:

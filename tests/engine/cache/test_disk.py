@@ -11,7 +11,7 @@ import threading
 import time
 import unittest.mock
 import uuid
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import pytest
 import torch
@@ -610,7 +610,29 @@ def test_a_folder_whose_path_a_c_compiler_would_split_is_not_used(opened, tmp_pa
         monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(folder.parent))
         folder = folder.with_name("torch-compile-kit")
     assert opened(folder).root == (folder if used else tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache")
-    assert used != (f"{folder} cannot be used: the C++ compiler would split its path" in caplog.text)
+    assert used != (f"{folder} has a space or a quote in it, where C++ compilers split paths" in caplog.text)
+
+
+def test_a_folder_whose_path_would_be_split_is_the_last_resort(opened, tmp_path, monkeypatch):
+    """A GPU's code compiles there."""
+    for variable in ("HOME", "USERPROFILE"):
+        monkeypatch.setenv(variable, str(tmp_path / "it's"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "it's"))
+    assert opened(tmp_path / "it's mine" / "cache").root.parent.parent.samefile(tmp_path)
+
+
+@pytest.mark.skipif(os.name != "nt", reason="only Windows has short names")
+def test_on_windows_a_folder_with_a_space_is_used_by_its_short_name(opened, tmp_path, caplog):
+    (tmp_path / "Jane Doe").mkdir()
+    root = opened(tmp_path / "Jane Doe" / "user" / "cache").root
+    assert root.samefile(tmp_path / "Jane Doe" / "user" / "cache") and " " not in str(root) and not caplog.text
+
+
+@pytest.mark.parametrize(
+    "path, is_split", [(r"C:\Users\Jane Doe", True), (r"C:\Users\O'Brien", True), (r"C:\Users\jane", False)]
+)
+def test_a_path_of_windows_is_split_too(engine, path, is_split):
+    assert engine("cache.folders").is_split(PureWindowsPath(path)) is is_split
 
 
 def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):

@@ -70,6 +70,10 @@ NO_HEADER = CppCompileError(
     "C++ compile error\n\nCommand:\ncl /I D:/ComfyUI_windows_portable/python_embeded/Include /LIBPATH:D:/python_embeded/libs "
     "torch.lib\n\nOutput:\nmain.cpp(12): fatal error C1083: Cannot open include file: 'Python.h': No such file or directory"
 )
+SPLIT = CppCompileError(
+    "C++ compile error\n\nCommand:\ncl C:/Users/Jane Doe/x/main.cpp\n\nOutput:\nc1xx: fatal error C1083: "
+    "Cannot open source file: 'C:/Users/Jane': No such file or directory"
+)
 # ComfyUI-ReActor#198
 NO_LIBRARY = CppCompileError("C++ compile error\n\nOutput:\nLINK : fatal error LNK1104: cannot open file 'python313.lib'")
 # sgl-project/sglang#18644, ComfyUI-TeaCache#126: gcc's own words are above in the log
@@ -150,8 +154,8 @@ NAMELESS_AGAIN = AssertionError("Artifact of type=inductor already registered in
 
 @pytest.fixture
 def machine(engine):
-    def make(system="Windows", gpu="NVIDIA", pytorch=(2, 11), triton=(3, 6), missing=(), folder=PORTABLE):
-        return engine("failures.machine").Machine(system, gpu, pytorch, (3, 13), triton, folder, missing)
+    def make(system="Windows", gpu="NVIDIA", pytorch=(2, 11), triton=(3, 6), missing=(), folder=PORTABLE, cache=""):
+        return engine("failures.machine").Machine(system, gpu, pytorch, (3, 13), triton, folder, missing, cache)
 
     return make
 
@@ -225,6 +229,9 @@ CURES = [
     (Postponed("no memory"), {}, r"^The next run tries again\.$"),
     (GPUTooOldForTriton("Found GTX 1080"), {}, r"^This GPU is too old for Triton"),
     (CppCompileError("C++ compile error\n\nOutput:\nmain.cpp:3: error"), {}, r"^The C\+\+ compiler failed; check that g\+\+"),
+    (NO_HEADER, {"folder": r"C:\My AI\python_embeded"}, r"unquoted: move ComfyUI and its Python .*C:\\My AI"),
+    (SPLIT, {"cache": "C:/Users/Jane Doe"}, r"unquoted.*compiled code goes to C:/Users/Jane Doe\), or set TORCH"),
+    (SPLIT, {"system": "Linux", "folder": "/opt/it's", "missing": ("Python.h",)}, r"check that g\+\+"),
     (Unsupported("call_function"), {}, r"set fullgraph to false, or"),
     (UserError("dynamic"), {}, r"cannot trace; leave the block out"),
 ]  # fmt: skip
