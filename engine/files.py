@@ -3,12 +3,30 @@
 import os
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import TypeVar
 
-# Windows replaces no file that a process has open (ERROR_ACCESS_DENIED, ERROR_SHARING_VIOLATION); readers are soon done.
-_BUSY = (5, 32)
+_T = TypeVar("_T")
+# Windows replaces no file that a process has open, and opens none that is being replaced; both are soon over.
+READERS_BLOCK = os.name == "nt"
 TRIES, PAUSE_SECONDS = 20, 0.05
+
+
+def _when_free(action: Callable[[], _T]) -> _T:
+    for further_tries in reversed(range(TRIES)):
+        try:
+            return action()
+        except PermissionError:
+            if not READERS_BLOCK or not further_tries:
+                raise
+        time.sleep(PAUSE_SECONDS)
+    raise AssertionError("unreachable")
+
+
+def read_whole(file: Path) -> bytes:
+    return _when_free(file.read_bytes)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -18,13 +36,7 @@ def replace(source: Path, target: Path) -> None:
         OSError: the file cannot be replaced, or on Windows is not closed within a second.
     """
     try:
-        for further_tries in reversed(range(TRIES)):
-            try:
-                return os.replace(source, target)
-            except OSError as error:
-                if getattr(error, "winerror", None) not in _BUSY or not further_tries:
-                    raise
-            time.sleep(PAUSE_SECONDS)
+        _when_free(lambda: os.replace(source, target))
     except BaseException:
         remove_file(source)
         raise

@@ -227,7 +227,10 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
     """Use `folder` from now on, or the user's (`environment.users_folder`); later calls change nothing.
 
     Where the folder cannot be made private (`folders.make_private`) or written, or a C++ compiler would split its path, use
-    another folder of this user, and say so in the log; where there is none either, PyTorch's. The user's setting `limit` is in GiB.
+    another folder of this user, and say so in the log; where there is none either, PyTorch's.
+
+    Args:
+        limit: the user's setting, in GiB.
     """
     if _Current.opened:  # without the lock: a removal holds it for as long as a slow drive takes, and the event loop asks, too
         return _Current.cache
@@ -236,7 +239,7 @@ def open_cache(folder: Path, limit: object = None) -> DiskCache | None:
             refused = []
             places = _places(folder)
             if is_split(places[0][-1]):
-                refused.append(f"{places[0][-1]} has a space or a quote in it, where C++ compilers would split its path")
+                refused.append(f"{places[0][-1]} has a space or a quote in it, where C++ compilers split paths")
             # The last resort is a folder in which only a GPU's code can be compiled.
             for place in sorted(places, key=lambda place: is_split(place[-1])):
                 try:

@@ -7,6 +7,7 @@ import pickle
 import re
 import shutil
 import stat
+import sys
 import time
 import traceback
 from collections.abc import Iterable, Iterator
@@ -14,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from ..failures.describe import chain
-from ..files import write_whole
+from ..files import read_whole, write_whole
 from ..log import logger
 
 # Suffixes of files that are written under their final name and never empty, as locks and the choices of autotuning are.
@@ -41,7 +42,7 @@ def is_split(path: PurePath) -> bool:
 
 def unsplit(path: Path) -> Path:
     """On Windows, where users are named "Jane Doe", the short name of such a path; drives without short names keep the path."""
-    if os.name != "nt" or not is_split(path):
+    if sys.platform != "win32" or not is_split(path):
         return path
     there = next(parent for parent in (path, *path.parents) if parent.exists() or parent == parent.parent)
     buffer = ctypes.create_unicode_buffer(2**15)
@@ -211,7 +212,7 @@ def files_in(folder: Path) -> Iterator[str]:
 def read_json(file: Path) -> dict:
     """The object in a file; empty if it cannot be read."""
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_whole(file))
         return content if isinstance(content, dict) else {}
     except (OSError, ValueError, RecursionError):
         return {}

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import chain
-from ..files import remove_file, write_whole
+from ..files import read_whole, remove_file, write_whole
 
 # For a connection, and for each answer of Redis.
 LIMIT_SECONDS = 0.5
@@ -113,7 +113,7 @@ class FolderStore:
 
     def get(self, name: str) -> bytes | None:
         try:
-            return self._file(name).read_bytes()
+            return read_whole(self._file(name))
         except FileNotFoundError:
             return None
 

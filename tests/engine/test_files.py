@@ -13,19 +13,14 @@ def files(engine, monkeypatch):
     return module
 
 
-class Busy(PermissionError):
-    """As Windows raises it."""
-
-    winerror = 5
-
-
 def test_a_file_that_is_read_is_replaced_when_the_reader_is_done(files, tmp_path, monkeypatch):
     file, refused, original = tmp_path / "about.json", [], os.replace
+    monkeypatch.setattr(files, "READERS_BLOCK", True)
 
     def busy(source, target):
         if len(refused) < 3:
             refused.append(target)
-            raise Busy
+            raise PermissionError
         original(source, target)
 
     monkeypatch.setattr(os, "replace", busy)
@@ -41,8 +36,7 @@ def test_readers_never_see_half_a_file_nor_stop_a_writer(files, tmp_path):
 
     def read():
         while not is_over.is_set():
-            with open(file, "rb") as opened:
-                seen.add(opened.read())
+            seen.add(files.read_whole(file))
             is_over.wait(0.001)
 
     reader = threading.Thread(target=read)
@@ -56,9 +50,11 @@ def test_readers_never_see_half_a_file_nor_stop_a_writer(files, tmp_path):
     assert seen and seen <= set(contents) and list(tmp_path.iterdir()) == [file]
 
 
-@pytest.mark.parametrize("error", [Busy, PermissionError, FileNotFoundError, KeyboardInterrupt])
-def test_what_cannot_be_replaced_leaves_no_half_file(files, tmp_path, monkeypatch, error):
+@pytest.mark.parametrize("readers_block", [False, True])
+@pytest.mark.parametrize("error", [PermissionError, FileNotFoundError, KeyboardInterrupt])
+def test_what_cannot_be_replaced_leaves_no_half_file(files, tmp_path, monkeypatch, error, readers_block):
     tries = []
+    monkeypatch.setattr(files, "READERS_BLOCK", readers_block)
 
     def refuse(*_):
         tries.append(1)
@@ -67,4 +63,4 @@ def test_what_cannot_be_replaced_leaves_no_half_file(files, tmp_path, monkeypatc
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(error):
         files.write_whole(tmp_path / "about.json", b"new")
-    assert not list(tmp_path.iterdir()) and len(tries) == (files.TRIES if error is Busy else 1)
+    assert not list(tmp_path.iterdir()) and len(tries) == (files.TRIES if error is PermissionError and readers_block else 1)
