@@ -1,6 +1,7 @@
 """Check folders that hold code: who may write them, what in them is damaged, what a killed process has left in them."""
 
 import ctypes
+import errno
 import json
 import os
 import pickle
@@ -158,20 +159,32 @@ def is_damaged(folder: Path, age: float = 0.0) -> bool:
 def comes_from(error: BaseException, folder: Path) -> bool:
     """Whether loading a truncated library, module or pickle in `folder`, or a kernel for another GPU, raised the error.
 
-    A compiler's error names files in the folder, too, and a full disk raises OSError; neither counts. A folder is for the
-    current GPU by name, and so are PyTorch's keys: of another in the machine, exchanged since, kernels are found again.
+    A compiler's error names files in the folder, too, and is raised while a module in it runs, and a full disk raises OSError;
+    none of these counts. A folder is for the current GPU by name, and so are PyTorch's keys: of another in the machine,
+    exchanged since, kernels are found again.
     """
-    below = str(folder) + os.sep
     for cause in chain(error):
         if isinstance(cause, EOFError | pickle.UnpicklingError) or "no kernel image is available" in str(cause):
             return True
-        loads = isinstance(cause, ImportError | SyntaxError) or (isinstance(cause, OSError) and cause.errno is None)
-        if (loads or "Failed to import " in str(cause)) and below in f"{cause} {getattr(cause, 'filename', '')}":
-            return True
         frames = traceback.extract_tb(cause.__traceback__)
-        if any(frame.name == "<module>" and frame.filename.startswith(below) for frame in frames):
+        raised_in = frames[-1] if frames else None
+        # What is no library has on Windows an error number (193), and the error of `ctypes` does not name the file.
+        is_no_library = isinstance(cause, OSError) and cause.errno == errno.ENOEXEC
+        if is_no_library and raised_in is not None and raised_in.filename == ctypes.__file__:
+            return True
+        loads = isinstance(cause, ImportError | SyntaxError) or (isinstance(cause, OSError) and cause.errno is None)
+        named = f"{cause} {getattr(cause, 'filename', '')} {getattr(cause, 'path', '')}"
+        if (loads or "Failed to import " in str(cause)) and _is_in(folder, named):
+            return True
+        # A source that is cut off; what a module calls, such as a compiler, raises in a frame of its own.
+        if raised_in is not None and raised_in.name == "<module>" and _is_in(folder, raised_in.filename):
             return True
     return False
+
+
+def _is_in(folder: Path, text: str) -> bool:
+    """Whether a text has a path of something in the folder; PyTorch's have "/" on Windows, too."""
+    return f"{folder.as_posix()}/" in text.replace(os.sep, "/")
 
 
 def remove_leftovers(paths: Iterable[Path], names: re.Pattern = ELSEWHERE) -> None:

@@ -79,10 +79,13 @@ _FP8 = {
 }
 _TCC = {
     **_NO_HEADERS,
-    "": "The log has what tcc.exe said. Python's folders include and libs must be those of Python {python}; keep the antivirus "
-    "off {folder} and Temp; reinstall Triton: {install}",
+    "": "The console of ComfyUI has what tcc.exe said. Python's folders include and libs must be those of Python {python}; "
+    "keep the antivirus off {folder} and Temp; reinstall Triton: {install}",
 }
-_LINUX_COMPILER = {**_NO_HEADERS, "": "The C compiler failed; the log has what it said."}
+_LINUX_COMPILER = {
+    **_NO_HEADERS,
+    "": "The C compiler failed; the console of ComfyUI has what it said.",
+}
 _DELETE = "Delete the folder .triton in your user folder: it was made with another Python or Triton."
 _STALE_LAUNCHER = {**{key: f"{_DELETE} {text}" for key, text in _NO_HEADERS.items()}, "": _DELETE}
 _XPU = {

@@ -316,6 +316,24 @@ def test_what_cannot_be_loaded_is_compiled_once_more(cache, caplog):
     cache.exit(NAMES[0])
 
 
+def test_an_extension_that_is_cut_off_is_compiled_once_more(cache):
+    """On Windows the text of the error names no file."""
+    from importlib.machinery import ExtensionFileLoader
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    folder = filled(cache, a_so=ELF[:20])
+    file = folder / "ab" / ("a.pyd" if os.name == "nt" else "a.so")
+    (folder / "ab" / "a.so").rename(file)
+    spec = spec_from_file_location("a", file, loader=ExtensionFileLoader("a", str(file)))
+    assert cache.drop_if_corrupt(NAMES[0], raised(lambda: module_from_spec(spec)))
+
+
+def test_what_windows_says_of_an_extension_that_is_cut_off_is_enough(cache):
+    folder = filled(cache, a_so=ELF)
+    said = "DLL load failed while importing a: %1 is not a valid Win32 application."
+    assert cache.drop_if_corrupt(NAMES[0], ImportError(said, name="a", path=str(folder / "ab" / "a.pyd")))
+
+
 @pytest.mark.parametrize("source", ["import json.no_such_module", "json.dum", "def f(:"])
 def test_a_module_that_is_cut_off_is_compiled_once_more(cache, source):
     folder = filled(cache, a_py=source.encode())
@@ -353,6 +371,10 @@ def test_other_errors_leave_the_folder_alone(cache, engine):
     from torch._inductor.exc import CppCompileError
 
     folder = filled(cache, a_so=ELF, a_cpp=b"int x;", a_py=b"def f():\n    raise ValueError('in use')\n")
+    (folder / "ab" / "c.py").write_text("import subprocess, sys\nsubprocess.run([sys.executable, '-c', '1 / 0'], check=True)\n")
+    no_program = folder.parent / "cl.exe"
+    no_program.write_text("this is no program")
+    no_program.chmod(0o755)
     used = {}
     exec(compile((folder / "ab" / "a.py").read_text(), str(folder / "ab" / "a.py"), "exec"), used)  # noqa: S102
     for error in (
@@ -361,6 +383,9 @@ def test_other_errors_leave_the_folder_alone(cache, engine):
         CppCompileError(["g++", f"{folder}/ab/a.cpp"], f"{folder}/ab/a.cpp: error: no such header"),
         OSError(28, "No space left on device", f"{folder}/ab/a.so"),
         raised(load_library("/nowhere/libgomp.so.1")),
+        # The compiler is run by the module that inductor has written, and fails.
+        raised(load_module(folder / "ab" / "c.py")),
+        raised(lambda: subprocess.run([str(no_program)], check=True)),
     ):
         assert not cache.drop_if_corrupt(NAMES[0], error), error
     assert (folder / "ab" / "a.so").exists()

@@ -1,6 +1,7 @@
 """Errors of Triton, compilers and drivers, in the words in which people have met them, and the cure for each machine."""
 
 import itertools
+import os
 import re
 from subprocess import CalledProcessError
 
@@ -191,7 +192,7 @@ CURES = [
     (NO_HEADER, {}, r"or take an installed Python 3\.13\) and copy both"),
     (NO_LIBRARY, {}, r"or take an installed Python 3\.13\) and copy both"),
     (GCC, {"system": "Linux", "missing": ("/usr/include/python3.13/Python.h",)}, r"apt install python3\.13-dev"),
-    (GCC, {"system": "Linux"}, r"the log has what it said"),
+    (GCC, {"system": "Linux"}, r"the console of ComfyUI has what it said"),
     (NO_KEY, {"pytorch": (2, 8), "triton": (3, 5)}, r"^PyTorch 2\.8 goes with Triton 3\.4, not with 3\.5: .*windows==3\.4"),
     (NO_KEY, {"system": "Linux", "pytorch": (2, 8), "folder": "/usr"}, r": python -m pip install -U \"triton==3\.4\.\*\""),
     (NO_DESCRIPTOR, {"pytorch": (2, 6), "triton": (3, 3)}, r"Triton 3\.2, not with 3\.3"),
@@ -311,6 +312,20 @@ def test_the_reason_is_the_line_that_says_it(failure, machine):
 def test_what_a_worker_process_met_is_known_by_its_text(failure, machine):
     text = f'An exception occurred in a subprocess:\n\nTraceback (most recent call last):\n  File "x"\nCompilationError: {FP8}'
     assert "2.13" in failure(SubprocException(text), machine()).cure
+
+
+@pytest.mark.skipif(os.name == "nt", reason="the compiler is a script")
+def test_what_a_compiler_of_triton_said_is_on_the_console(failure, machine, monkeypatch, tmp_path, capfd):
+    """As the cure says. What PyTorch's own C++ compiler said is in its error."""
+    build = pytest.importorskip("triton.runtime.build")
+    compiler = tmp_path / "cc"
+    compiler.write_text("#!/bin/sh\necho what it said >&2\nexit 1\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(CalledProcessError) as raised:
+        build._build("cuda_utils", str(tmp_path / "cuda_utils.c"), str(tmp_path), [], [], [], [])
+    assert "what it said" in capfd.readouterr().err
+    assert "the console of ComfyUI has what it said" in failure(raised.value, machine("Linux")).cure
 
 
 def test_other_errors_keep_their_own_cures(failure, machine):
