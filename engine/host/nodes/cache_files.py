@@ -27,7 +27,9 @@ from ..model.attach import Nothing, diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_cache
 
 NO_FILE = "none"
-_PLAIN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9 ._-]{0,99}")
+# Windows writes to a device what is named like one, whatever the suffix; files go from machine to machine.
+_DEVICE = r"(con|prn|aux|nul|(com|lpt)[0-9]) *(\..*)?"
+_PLAIN_NAME = re.compile(rf"(?!(?i:{_DEVICE})$)[A-Za-z0-9_][A-Za-z0-9 ._-]{{0,99}}")
 
 
 def cache_files() -> list[str]:
@@ -52,7 +54,9 @@ def plain_name(filename: str) -> str:
     name = filename.strip().removesuffix(SUFFIX)
     if not _PLAIN_NAME.fullmatch(name):
         raise InvalidSetting(
-            "filename", filename, "use letters, digits, spaces, dots, - and _, at most 100 of them, without a folder."
+            "filename",
+            filename,
+            "use letters, digits, spaces, dots, - and _, at most 100 of them, no folder, no device of Windows (con, nul).",
         )
     return name
 
