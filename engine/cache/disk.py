@@ -68,7 +68,6 @@ class DiskCache:
         """Have inductor and Triton use the folder `name` until `exit`; people who look into the folder read `block` there."""
         folder = self.root / name
         with _lock:
-            self._compiling[name] = self._compiling.get(name, 0) + 1
             variables = {"inductor_folder": str(folder)}
             if users_triton_folder() is None:
                 variables["triton_folder"] = str(folder / "triton")
@@ -82,6 +81,7 @@ class DiskCache:
                 logger.warning("the cache folder %s cannot be used: %s", folder, error)
                 variables = {}
             folder_scope.enter(**variables)
+            self._compiling[name] = self._compiling.get(name, 0) + 1  # last: who fails to enter does not exit
 
     def exit(self, name: str) -> None:
         with _lock:

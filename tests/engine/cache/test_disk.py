@@ -270,6 +270,24 @@ def test_a_file_that_another_process_may_be_writing_is_left_alone(cache, restart
     assert (folder / "ab" / "a.so").exists()
 
 
+@pytest.mark.parametrize("fails", ["environment", "folder_scope"])
+def test_a_folder_that_could_not_be_entered_is_not_in_use(cache, disk_cache, monkeypatch, fails):
+    """Else it would never be removed, and PyTorch would go on writing into it."""
+    variables = dict(os.environ)
+    with monkeypatch.context() as broken:
+        if fails == "environment":
+            broken.setattr(disk_cache, "environment", lambda: fail(RuntimeError("no device")))
+        else:
+            switches, errors = disk_cache.folder_scope._switches, [RuntimeError("no room")]
+            read, write = switches["triton_folder"]
+            broken.setitem(switches, "triton_folder", (read, lambda value: fail(errors.pop()) if errors else write(value)))
+        with pytest.raises(RuntimeError):
+            cache.enter(NAMES[0], "Block")
+    assert not cache._compiling and dict(os.environ) == variables
+    with pytest.raises(KeyError):
+        cache.exit(NAMES[0])
+
+
 def test_an_empty_description_is_written_anew(cache, restarted):
     folder = filled(cache, a_so=ELF)
     (folder / "about.json").write_text("")
