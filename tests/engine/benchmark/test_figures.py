@@ -44,7 +44,6 @@ def test_median_and_spread_are_over_the_steps_of_all_rounds(engine):
     assert timing.median == 6.0
     assert timing.fastest == 1.0
     assert timing.spread == (2.0, 10.0)
-    assert timing.round_medians == [2.5, 6.0, 9.5]
     alone = engine("benchmark.figures").Timing(((0.25,),))
     assert (alone.median, alone.spread) == (0.25, (0.25, 0.25))
 
@@ -83,6 +82,11 @@ def test_slower_is_said_plainly_and_has_no_break_even(result):
     [
         (0.2, 0.199),  # under 1 %
         ([[0.20] * 4, [0.24] * 4, [0.21] * 4], [[0.19] * 4, [0.205] * 4, [0.18] * 4]),  # rounds overlap
+        # Equal variants on a busy machine: the medians of all rounds of one are above those of the other.
+        (
+            [[0.1, 0.1, 0.3, 0.1], [0.1, 0.3, 0.1, 0.12], [0.11, 0.1, 0.3, 0.1]],
+            [[0.1, 0.2, 0.2, 0.3], [0.2] * 4, [0.1, 0.2, 0.2, 0.3]],
+        ),
     ],
 )
 def test_what_the_rounds_do_not_show_is_not_claimed(result, eager, compiled):
@@ -97,7 +101,9 @@ def test_the_reason_for_no_clear_difference_is_the_one_there_is(result):
     assert small.startswith("No clear difference\n") and "differ by under 1 %" in small and "overlap" not in small
     busy = result([[2.5] * 4, [0.43] * 4, [2.6] * 4], [[0.44] * 4, [0.45] * 4, [0.43] * 4]).table()
     assert busy.startswith("Too noisy: repeat with more steps\n") and "2.50 s" in busy and "under 1 %" not in busy
-    assert "The rounds of the two overlap (median step of a round: uncompiled 430 ms - 2.60 s, compiled 430 - 450 ms)" in busy
+    assert (
+        "The steps of the two overlap (8 of 10 steps, above)" in busy and "430 ms - 2.60 s" in busy and "Run it again." in busy
+    )
 
 
 def test_table_names_what_was_measured_in_aligned_columns(result, engine):
