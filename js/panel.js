@@ -137,7 +137,7 @@ async function refresh() {
   if (!element || element.querySelector("select:focus")) return; // somebody chooses
   let models, cache;
   try {
-    [{ models }, cache] = await Promise.all([ask("report"), ask("cache")]);
+    [{ models }, cache] = await Promise.all([ask(`report?language=${locale() ?? ""}`), ask("cache")]);
   } catch {
     return; // the server starts anew, or is gone: what was known stays
   }

@@ -8,7 +8,7 @@ from ..engine.cache.archive import CacheFileError
 from ..engine.cache.disk import DiskCache
 from ..engine.cache.environment import limit_in_bytes
 from ..engine.errors import InvalidSetting
-from ..engine.host.model.user_folder import open_users_cache
+from ..engine.host.model.user_folder import open_users_cache, users_settings
 from ..engine.host.nodes.cache_files import cache_files, load_cache, save_all
 from ..engine.notices import words
 
@@ -28,12 +28,16 @@ def post(routes, path: str, answer: Callable[[dict], Awaitable[dict]]) -> None:
         except (ValueError, RecursionError) as error:
             return web.json_response({"error": f"the body is no JSON in UTF-8: {error}"}, status=400)
         body = body if isinstance(body, dict) else {}
-        if "language" in body:  # of the page, which shows the answer
-            words.speak(body["language"])
         try:
-            return web.json_response(await answer(body))
+            with words.speaking(language_for(body.get("language"))):
+                return web.json_response(await answer(body))
         except (InvalidSetting, CacheFileError) as error:
             return web.json_response({"error": str(error)}, status=400)
+
+
+def language_for(page: object) -> object:
+    """The language of a page, or what somebody has set: ComfyUI's setting is there only where a language was chosen."""
+    return page or users_settings().get("Comfy.Locale")
 
 
 def register_cache_routes(routes) -> None:

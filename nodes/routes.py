@@ -7,14 +7,14 @@ from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
 from ..engine.host.adapter import device_type
-from ..engine.host.model.user_folder import get_ready, get_ready_again, users_settings
+from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.host.nodes import progress
 from ..engine.log import logger
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
-from .cache_routes import post, register_cache_routes
+from .cache_routes import language_for, post, register_cache_routes
 
 EVENT = "torch-compile-kit.compiled"
 STATUS = "torch-compile-kit.status"
@@ -25,15 +25,16 @@ IDLE = 5.0  # seconds from the start of the server's loop, by when the other pac
 # Of each page, by its client id; the newest pages.
 _languages: dict[str, str] = {}
 MOST_PAGES = 100
+LANGUAGE = "torch_compile_kit_language"  # in the extra data of a prompt
 
 
 def register_routes() -> None:
     """Register the routes, send events to pages, and get ready to compile before a prompt waits for it.
 
-    GET /torch-compile-kit/report, GET /torch-compile-kit/status (the lines by node, of all clients or those of ?client_id= and
-    ?workflow=; from then on reports of that client's prompts are in ?language=), GET /torch-compile-kit/machine (what compiling
-    needs and this machine lacks), POST /torch-compile-kit/wait (the sampler waits for the code that is being compiled), and the
-    routes of `cache_routes.py`.
+    GET /torch-compile-kit/report (in ?language=), GET /torch-compile-kit/status (the lines by node, of all clients or those of
+    ?client_id= and ?workflow=; what that client queues from then on reports in ?language=), GET /torch-compile-kit/machine
+    (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the sampler waits for the code that is being
+    compiled), and the routes of `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
     """
@@ -44,8 +45,9 @@ def register_routes() -> None:
     from aiohttp import web
 
     @server.routes.get("/torch-compile-kit/report")
-    async def report(_request: web.Request) -> web.Response:
-        return web.json_response(await asyncio.to_thread(report_json))
+    async def report(request: web.Request) -> web.Response:
+        with words.speaking(language_for(request.query.get("language"))):
+            return web.json_response(await asyncio.to_thread(report_json))
 
     register_cache_routes(server.routes)
 
@@ -68,6 +70,9 @@ def register_routes() -> None:
     def owner_now() -> status.Owner:
         _prompt, extra = prompt_now()
         return _text_in(extra, "client_id"), _text_in(extra, "extra_pnginfo", "workflow", "id")
+
+    def language_of_prompt() -> object:
+        return language_for(_text_in(prompt_now()[1], LANGUAGE))
 
     def send(event: str, owner: status.Owner, **detail: object) -> None:
         client, workflow = owner
@@ -94,6 +99,7 @@ def register_routes() -> None:
     watch.listeners.append(tell_page)
     status.listeners.append(tell_node)
     status.owner_now = owner_now
+    words.language_of_prompt = language_of_prompt
     progress.tell_page = tell_progress
     server.add_on_prompt_handler(prepare_for)
 
@@ -137,11 +143,10 @@ def remember_language(client: str | None, language: str | None) -> None:
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued, use the page's language, and get ready to compile while the prompt's models load.
-
-    The setting `Comfy.Locale` is on the server only where somebody chose a language; else the page has the browser's.
-    """
-    words.speak(_languages.get(_text_in(request, "client_id") or "") or users_settings().get("Comfy.Locale"))
+    """When a prompt is queued, give it the page's language, and get ready to compile while the prompt's models load."""
+    language = language_for(_languages.get(_text_in(request, "client_id") or ""))
+    if isinstance(request, dict) and isinstance(extra := request.setdefault("extra_data", {}), dict):
+        extra[LANGUAGE] = language
     prompt = request.get("prompt") if isinstance(request, dict) else None
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
     warms = any(node.get("class_type") == WARMS for node in nodes)

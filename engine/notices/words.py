@@ -1,24 +1,42 @@
-"""Say sentences in the user's language, from locales/LANGUAGE/report.json, or in English where there is none."""
+"""Say sentences in the language of whom they are for, from locales/LANGUAGE/report.json, or in English where there is none.
+
+That is the prompt that runs, whoever has queued another meanwhile, or inside `speaking` the page whose request is answered.
+"""
 
 import functools
 import json
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parents[2] / "locales"
 LANGUAGES = tuple(folder.name for folder in FOLDER.iterdir())
 ENGLISH = "en"
-_spoken = [ENGLISH]
+_spoken: ContextVar[object] = ContextVar("language", default=None)
+# Of the prompt that runs; set by the server's part (nodes/routes.py).
+language_of_prompt: Callable[[], object] = lambda: ENGLISH  # noqa: E731
 
 
-def speak(language: object) -> None:
-    """Use a language from now on: the value of ComfyUI's setting `Comfy.Locale`."""
-    _spoken[0] = str(language) if language in LANGUAGES else ENGLISH
+@contextmanager
+def speaking(language: object) -> Iterator[None]:
+    """Speak a language, a value of ComfyUI's setting `Comfy.Locale`, in this context and the threads of asyncio.to_thread."""
+    token = _spoken.set(language or ENGLISH)
+    try:
+        yield
+    finally:
+        _spoken.reset(token)
+
+
+def _language() -> str:
+    language = _spoken.get() or language_of_prompt()
+    return str(language) if language in LANGUAGES else ENGLISH
 
 
 def say(key: str, *values: object) -> str:
     """A sentence, or a part of one, with `values` in the places of %1, %2."""
-    return _filled(_texts(_spoken[0]).get(key) or _texts(ENGLISH)[key], values)
+    return _filled(_texts(_language()).get(key) or _texts(ENGLISH)[key], values)
 
 
 def say_in_english(key: str, *values: object) -> str:
@@ -40,7 +58,7 @@ def in_words(text: object, language: str | None = None) -> str:
     if not isinstance(text, list):
         return str(text)
     key, *values = text
-    return _filled(_page_texts(language or _spoken[0])[key], tuple(in_words(value, language) for value in values))
+    return _filled(_page_texts(language or _language())[key], tuple(in_words(value, language) for value in values))
 
 
 @functools.cache

@@ -172,10 +172,7 @@ def test_a_help_page_that_is_missing_left_over_or_english_is_found(tmp_path):
 )
 def test_a_language_that_is_not_there_is_english(engine, language, expected):
     words = engine("notices.words")
-    words.speak(language)
-    try:
+    with words.speaking(language):
         assert words.say("warm") == expected and words.say("graphsCompiled", 2).replace(" ", "") != ""
-    finally:
-        words.speak(words.ENGLISH)
     assert words.say("graphsCompiled", 2) == "2 kinds of blocks compiled"
     assert words.say("cure", "%2 changed", "Set it") == "%2 changed. Set it."

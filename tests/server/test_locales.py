@@ -1,5 +1,7 @@
 """What a real server hands to a page in another language."""
 
+import copy
+import re
 import urllib.request
 
 import pytest
@@ -42,3 +44,20 @@ def test_help_pages_are_where_the_page_looks_for_them(server, language):
             assert "text/html" not in (answer.headers["Content-Type"] or "")  # the page takes HTML for "there is none"
             text = answer.read().decode("utf-8")
         assert text == (locales.ROOT / "js" / "docs" / node / f"{language}.md").read_text(encoding="utf-8")
+
+
+def test_each_prompt_reports_in_the_language_of_the_page_that_queued_it(server, monkeypatch):
+    """Another page queues one in another language while the first still runs."""
+    shipped = prompts.shrink(prompts.to_api(prompts.load(), server.get("/object_info")), width=64, height=64, steps=2)
+    queued = {}
+    for number, language in enumerate(("ja", "en", "ru")):
+        prompt = copy.deepcopy(prompts.only_warmup(shipped))
+        prompt[prompts.find(prompt, prompts.WARMUP_NODE)]["inputs"]["cfg"] = 2.0 + number  # none comes from ComfyUI's cache
+        monkeypatch.setattr(server, "client_id", f"page in {language}")
+        server.get(f"/torch-compile-kit/status?client_id=page%20in%20{language}&language={language}")
+        queued[language] = server.start(prompt)
+    for language, prompt_id in queued.items():
+        (report,) = [text for output in server.finished(prompt_id)["outputs"].values() for text in output.get("text", ())]
+        letters = {"ja": "[ぁ-ん]", "ru": r"[\u0400-\u04ff]", "en": "[^ -~]"}  # the last: there is none but these
+        seen = {name: bool(re.search(some, report.partition("\n")[0])) for name, some in letters.items()}
+        assert seen == {"ja": language == "ja", "ru": language == "ru", "en": language != "en"}, report

@@ -249,12 +249,9 @@ def test_plot_draws_the_values(plotted, result, engine):
 
 def test_the_first_line_is_in_the_users_language_and_the_rest_says_that_it_is_english(plotted, result, engine):
     words = engine("notices.words")
-    words.speak("ja")
-    try:
+    with words.speaking("ja"):
         headline, note, *figures = result(0.1752, 0.1384).table().splitlines()
         _, texts = plotted(eager=0.1752, compiled=0.1384)
-    finally:
-        words.speak(words.ENGLISH)
     assert headline.startswith("1.27 倍の速さ") and "英語" in note and any("median" in line for line in figures)
     assert texts[0][0].startswith("1.27x as fast"), "the font of the plot has no other letters"
     assert "英語" not in result().table() and result().table().splitlines()[1].startswith("Flux")

@@ -33,12 +33,9 @@ def said_by_nodes(engine, runs, model):
 def test_nodes_after_a_node_that_compiles_nothing_say_why_in_the_users_language(tiny, engine, lacking):
     runs, words = Runs(tiny, engine, "flux", cfg=1.0), engine("notices.words")
     attached = engine("host.model.attach").attach(runs.patcher, engine("settings").CompileSettings(), "7")
-    words.speak("de")
-    try:
+    with words.speaking("de"):
         sentences = said_by_nodes(engine, runs, attached)
         without = said_by_nodes(engine, runs, runs.patcher)
-    finally:
-        words.speak("en")
     assert len(sentences) == 2 and lacking in sentences[0] and "uncompiled" in sentences[1] not in sentences[0]
     assert "Nichts aufzuwärmen: Torch Compile (backend nicht none) vor diesen Node setzen." in without
 

@@ -54,7 +54,7 @@ def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatc
 
 
 @pytest.mark.parametrize(("sent", "expected"), [({"language": "ja"}, "ファイルが選ばれていません"), ({}, "No file chosen")])
-def test_what_a_page_asks_for_is_answered_in_its_language(pack_module, engine, sent, expected):
+def test_what_a_page_asks_for_is_answered_in_its_language(pack_module, engine, monkeypatch, sent, expected):
     from aiohttp import web
 
     routes, words = web.RouteTableDef(), engine("notices.words")
@@ -64,8 +64,7 @@ def test_what_a_page_asks_for_is_answered_in_its_language(pack_module, engine, s
     async def read():
         return json.dumps({"file": "none", **sent}).encode()
 
-    try:
-        answer = asyncio.run(handler(types.SimpleNamespace(content_type="application/json", read=read)))
-        assert expected in json.loads(answer.text)["text"]
-    finally:
-        words.speak(words.ENGLISH)
+    monkeypatch.setattr(words, "language_of_prompt", lambda: "ru")
+    answer = asyncio.run(handler(types.SimpleNamespace(content_type="application/json", read=read)))
+    assert expected in json.loads(answer.text)["text"]
+    assert words.say("noFileChosen") == words._texts("ru")["noFileChosen"], "the prompt that runs keeps its own"

@@ -49,18 +49,19 @@ def test_tracing_is_prepared_before_the_first_image_where_compiling_is_never_put
     assert asked == prepared
 
 
-def test_reports_are_in_the_language_of_the_page(pack_module, engine, monkeypatch):
+def test_a_prompt_gets_the_language_of_its_page(pack_module, monkeypatch):
     """A page in the browser's language leaves no setting on the server; another page may have another language."""
-    routes, spoken = pack_module("nodes.routes"), []
-    monkeypatch.setattr(engine("notices.words"), "speak", spoken.append)
-    monkeypatch.setattr(routes, "users_settings", lambda: {"Comfy.Locale": "fr"})
+    routes = pack_module("nodes.routes")
+    monkeypatch.setattr(pack_module("nodes.cache_routes"), "users_settings", lambda: {"Comfy.Locale": "fr"})
     routes.remember_language("page", "ja")
     for number in range(routes.MOST_PAGES):
         routes.remember_language(f"other {number}", "ru")
         routes.remember_language("page", "ja")
-    for client in ("page", "other 0", None, 3):
-        routes.prepare_for({"prompt": {}, "client_id": client})
-    assert spoken == ["ja", "fr", "fr", "fr"] and len(routes._languages) <= routes.MOST_PAGES
+    queued = [routes.prepare_for({"prompt": {}, "client_id": client}) for client in ("page", "other 0", None, 3)]
+    assert [request["extra_data"][routes.LANGUAGE] for request in queued] == ["ja", "fr", "fr", "fr"]
+    assert len(routes._languages) <= routes.MOST_PAGES
+    for request in ({"prompt": {}, "extra_data": 3}, 7):
+        assert routes.prepare_for(request) is request
 
 
 @pytest.mark.parametrize("place", ["user", "TORCHINDUCTOR_CACHE_DIR", "home", None])
