@@ -55,6 +55,23 @@ NEWEST = {
 }
 # What another PyTorch can break without a model of ComfyUI, in minutes: run with each version that users may have.
 PYTORCH = ["tests/canaries", "tests/engine/compile", "tests/engine/inductor", "tests/engine/test_torch_settings.py"]
+# Windows in CI has no C++ compiler on its path, no Triton, and PyTorch's build for CPUs: rooms that need none of these, ...
+WINDOWS = [
+    *("tests/engine/background", "tests/engine/benchmark", "tests/engine/blocks", "tests/engine/cache", "tests/engine/compile"),
+    *("tests/engine/failures", "tests/engine/notices", "tests/engine/options"),
+    "tests/engine/test_files.py",
+    "tests/engine/test_settings.py",
+    "tests/engine/test_user_input.py",
+    "tests/host/nodes/test_cache_names.py",
+]
+# ... less the tests in them that do.
+NOT_ON_WINDOWS = [
+    "tests/engine/cache/test_fleet.py",
+    "tests/engine/compile/test_group.py::test_every_backend_that_a_cpu_can_run",
+    "tests/engine/compile/test_group.py::test_random_numbers_are_those_of_eager",
+    "tests/engine/compile/test_group.py::test_what_pytorch_compiled_for_a_freed_model_is_freed",
+    "tests/engine/failures/test_preflight.py::test_this_machine_can_compile",
+]
 # These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
 WITHOUT_PAGES = {"0.18.2", "0.16.3"}
 
@@ -66,13 +83,15 @@ def tests_of(chosen):
 
 
 def arguments(part, version):
-    """What pytest gets for a part ("whole", "first", "rest", "core", "newest" or "pytorch") on that ComfyUI."""
+    """What pytest gets for a part ("whole", "first", "rest", "core", "newest", "pytorch" or "windows") on that ComfyUI."""
     if part == "whole":
         return []
     if part in ("first", "rest"):
         return ["-m", "rest" if part == "rest" else "not rest"]
     if part == "pytorch":
         return PYTORCH
+    if part == "windows":
+        return [*WINDOWS, *(f"--deselect={test}" for test in NOT_ON_WINDOWS)]
     if part == "newest":
         # What renames each name takes minutes, and is in the rest, and in "pytorch" for each PyTorch.
         renames = "tests/canaries/test_names.py::test_with_any_private_name_renamed_an_image_comes_out"

@@ -219,7 +219,14 @@ def test_ci_and_the_workflows_call_commands_that_there_are():
             assert cli.parse(arguments)[1] == [], arguments
     for file in (root / ".ci" / "run", root / ".github" / "workflows" / "tests.yml"):
         parts = {options.part for options in (cli.parse(a)[0] for a in scripts[file]) if options.command == "test"}
-        assert parts == {"first", "rest", "newest"} and ["lint"] in scripts[file]
+        system = {"windows"} if file.suffix == ".yml" else set()
+        assert parts == {"first", "rest", "newest"} | system and ["lint"] in scripts[file]
+
+
+def test_what_runs_on_windows_is_there():
+    for test in suite.WINDOWS + suite.NOT_ON_WINDOWS:
+        file, _, name = test.partition("::")
+        assert (commands.ROOT / file).exists() and f"def {name}(" in ((commands.ROOT / file).read_text() if name else "def (")
 
 
 def test_a_release_is_published_behind_the_tests():

@@ -169,7 +169,8 @@ def test_missing_tools_have_a_cure(engine):
     assert "Triton" in describe("Block", TritonMissing("no triton")).cure
     wrapped = RuntimeError("backend failed")
     wrapped.__cause__ = InvalidCxxCompiler("none found")
-    assert "g++" in describe("Block", wrapped).cure
+    linux = engine("failures.machine").Machine("Linux", "NVIDIA", (2, 11), (3, 12), (3, 6), "/usr")
+    assert "g++" in describe("Block", wrapped, linux).cure
 
 
 def test_a_compiler_that_fails_inside_pytorch_has_a_cure(engine, run, backend):
