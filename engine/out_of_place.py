@@ -46,13 +46,20 @@ def out_of_place(graph: fx.Graph) -> bool:
 
 
 def may_write(node: fx.Node) -> bool:
-    """Whether an operation of a graph of Dynamo's works in place, by its schema, name or `out`."""
+    """Whether an operation of a graph of Dynamo's works in place, by its schema, name, `out` or `inplace`."""
     if isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable:
         return True
     is_method = node.op == "call_method"
     name = str(node.target) if is_method else getattr(node.target, "__name__", "")
     in_name = name.endswith("_") and not (is_method and name.endswith("__"))
-    return in_name or node.target in _IN_PLACE or "out" in node.kwargs
+    return in_name or node.target in _IN_PLACE or "out" in node.kwargs or _is_told_to(node)
+
+
+def _is_told_to(node: fx.Node) -> bool:
+    """Whether a function of `torch.nn.functional` has `inplace=True`; `torch.nn` passes that to some by its place."""
+    code = getattr(node.target, "__code__", None)
+    names = code.co_varnames[: code.co_argcount] if code is not None else ()
+    return bool({**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace"))
 
 
 def _value(node: fx.Node) -> Any:

@@ -12,6 +12,11 @@ def hint(size: Any) -> Any:
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
+def is_symbol(value: Any) -> bool:
+    """Whether an input of a graph is a size that varies; PyTorch also hands sizes that have turned out to be constant."""
+    return isinstance(value, torch.SymInt) and not value.node.expr.is_number
+
+
 class TensorSpec(NamedTuple):
     """Shape, strides, dtype and device of a strided tensor, without offset."""
 

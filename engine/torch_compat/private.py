@@ -55,6 +55,7 @@ _NO_GRAPHS = "models with such kernels get no CUDA graphs"
 _SHARE = "compiling in the background slows sampling more"
 _CACHE = "the first compilation of a start takes some seconds longer"
 _SHARED = "compiled code is not shared between machines"
+_IN_CALL = "graphs are compiled before the first image"
 _AUTOGRAD_CACHE = "torch._functorch._aot_autograd.autograd_cache"
 
 NAMES = {
@@ -91,7 +92,6 @@ NAMES = {
     "pytree": PrivateName("torch.utils._pytree"),
     "is_traceable_wrapper_subclass": PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass"),
     "lookup_backend": PrivateName("torch._dynamo:lookup_backend"),
-    "maybe_mark_dynamic": PrivateName("torch._dynamo:maybe_mark_dynamic", _SLOWER_TRACE, _nothing),
     "get_funcname": PrivateName("torch._dynamo.symbolic_convert:get_funcname", _SLOWER_TRACE),
     "profile_guard_manager": PrivateName("torch._dynamo.guards:profile_guard_manager", _SLOWER_TRACE),
     "exit_of_sdpa_kernel": PrivateName(
@@ -121,26 +121,22 @@ NAMES = {
     "cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:cache_dir", _CACHE, lambda: ""),
     "default_cache_dir": PrivateName("torch._inductor.runtime.cache_dir_utils:default_cache_dir", _CACHE, lambda: ""),
     "maybe_warm_pool": PrivateName("torch._inductor.async_compile:maybe_warm_pool", _CACHE, _nothing),
-    "inductor_backend": PrivateName("torch._dynamo.backends.inductor", _CACHE),
     "autograd_cache": PrivateName(_AUTOGRAD_CACHE, _CACHE),
+    "codegen": PrivateName("torch._inductor.graph", _CACHE),
     "triton_heuristics": PrivateName("torch._inductor.runtime.triton_heuristics", _CACHE),
-    "torch_key": PrivateName("torch._inductor.codecache:torch_key", _CACHE, _nothing),
-    "get_system": PrivateName("torch._inductor.codecache:CacheBase.get_system", _CACHE, _nothing),
-    "local_cache_path": PrivateName("torch._inductor.codecache:CacheBase.get_local_cache_path", _CACHE),
-    "fx_remote_cache": PrivateName("torch._inductor.codecache:FxGraphCache.get_remote_cache", _SHARED),
-    "autograd_remote_cache": PrivateName(f"{_AUTOGRAD_CACHE}:AOTAutogradCache.get_remote_cache", _SHARED),
-    "fx_write_to_disk": PrivateName("torch._inductor.codecache:FxGraphCache._write_to_local_cache", _SHARED, _nothing),
-    "autograd_write_to_disk": PrivateName(f"{_AUTOGRAD_CACHE}:AOTAutogradCache._write_to_local_cache", _SHARED, _nothing),
-    # Where the thread that compiles asks whether it may go on.
-    "dispatch_of_fake_tensors": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode.__torch_dispatch__", _SHARE),
-    "run_node": PrivateName("torch._inductor.graph:GraphLowering.run_node", _SHARE),
-    "can_fuse": PrivateName("torch._inductor.scheduler:Scheduler.can_fuse", _SHARE),
-    "codegen_node_schedule": PrivateName("torch._inductor.codegen.simd:SIMDScheduling.codegen_node_schedule", _SHARE),
-    # What compiling does to the process.
-    "set_fp32_precision": PrivateName("torch._C:_set_fp32_precision_setter", _PROCESS_WIDE),
-    "ensure_device_guard": PrivateName("torch._C:_ensureCUDADeviceGuardSet", ""),  # before 2.10 no fake tensor sets it
-    "patch_method": PrivateName("torch.fx._symbolic_trace:_Patcher.patch_method", _PROCESS_WIDE),
-    "fx_symbolic_trace": PrivateName("torch.fx._symbolic_trace", _PROCESS_WIDE),
+    # A graph for another process, and what comes back.
+    "ShapeEnv": PrivateName("torch.fx.experimental.symbolic_shapes:ShapeEnv", _IN_CALL),
+    "DimDynamic": PrivateName("torch.fx.experimental.symbolic_shapes:DimDynamic", _IN_CALL),
+    "FakeTensorMode": PrivateName("torch._subclasses.fake_tensor:FakeTensorMode", _IN_CALL),
+    "init_gpu_context": PrivateName("torch._subclasses.fake_tensor:init_gpu_context", "the compile process takes GPU memory"),
+    "ConstantSource": PrivateName("torch._dynamo.source:ConstantSource", _IN_CALL),
+    "pretty_print_target": PrivateName("torch.fx:Node._pretty_print_target", _IN_CALL),
+    "enable_python_dispatcher": PrivateName("torch._dispatch.python:enable_python_dispatcher", _IN_CALL),
+    "sympy": PrivateName("sympy", _IN_CALL),
+    "sympy_functions": PrivateName("torch.utils._sympy.functions", _IN_CALL),
+    "int_oo": PrivateName("torch.utils._sympy.numbers:int_oo", _IN_CALL),
+    "sdpa_backends": PrivateName("torch.nn.attention:_cur_sdpa_kernel_backends", _IN_CALL, list),
+    "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
     # Launchers of Triton kernels.
     "run_of_autotuner": PrivateName("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", _NO_GRAPHS),
     "call_of_launcher": PrivateName("triton.backends.nvidia.driver:CudaLauncher.__call__", _NO_GRAPHS),

@@ -64,6 +64,9 @@ COMPUTED = {
     "comfy.model_patcher.ModelPatcher.<computed>": ("detach", "partially_unload"),
     "comfy_aimdo.model_vbar.<computed>": ("vbar_fault", "vbar_unpin", "vbar_signature_compare"),
     "comfy_kitchen.backends.eager.<computed>": ("int8_linear",),
+    "torch.utils._sympy.functions.<computed>": (
+        *("FloorDiv", "ModularIndexing", "PythonMod", "Mod", "CleanDiv", "CeilToInt", "Max", "Min", "PowByNatural"),
+    ),
     "torch.ops.comfy_kitchen.<computed>": (
         *("apply_rope1", "apply_rope", "apply_rope_split_half1", "apply_rope_split_half"),
         *("rms_rope1", "rms_rope", "rms_rope_split_half1", "rms_rope_split_half"),
@@ -88,7 +91,6 @@ TORCH = {
     "torch._dynamo.eval_frame.OptimizedModule": READ,
     "torch._dynamo.lookup_backend": READ,
     "torch._dynamo.run": READ,
-    "torch._dynamo.maybe_mark_dynamic": called(2),
     "torch._dynamo.exc.FailOnRecompileLimitHit": READ,
     "torch.utils.checkpoint._StopRecomputationError": READ,
     # Settings; one that is missing is not set.
@@ -102,9 +104,9 @@ TORCH = {
     "torch._dynamo.config.fake_tensor_cache_enabled": READ,
     "torch._dynamo.config.recompile_limit": READ,
     "torch._dynamo.config.specialize_float": READ,
-    "torch._guards.TracingContext.get": called(),
     "torch._guards.detect_fake_mode": called(1),
     "torch._guards.tracing": called(1),
+    "torch._guards.TracingContext": called(1),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": called(1),
     "torch._dynamo.config.use_recursive_dict_tags_for_guards": READ,
     "torch._dynamo.config.skip_guards_on_constant_func_defaults": READ,
@@ -140,31 +142,25 @@ TORCH = {
     "triton.backends.nvidia.driver.CudaLauncher.__call__": called(10),
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": READ,
-    "torch._inductor.codecache.CacheBase.get_local_cache_path.cache_clear": READ,
-    "torch._inductor.codecache.CacheBase.get_system": READ,
-    "torch._inductor.codecache.torch_key": READ,
-    # Where PyTorch looks for graphs that are not on disk.
-    "torch._inductor.codecache.FxGraphCache.get_remote_cache": replaced(),
-    "torch._inductor.codecache.FxGraphCache._write_to_local_cache": called(2),
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache.get_remote_cache": replaced(),
-    "torch._functorch._aot_autograd.autograd_cache.AOTAutogradCache._write_to_local_cache": called(2),
-    "torch._functorch.config.enable_remote_autograd_cache": READ,
-    "torch._inductor.config.fx_graph_remote_cache": READ,
     "torch._ops.OpOverload": READ,
-    # Processes that compile kernels, and what we import beforehand.
-    "torch._inductor.async_compile.maybe_warm_pool": READ,
-    "torch._dynamo.backends.inductor": READ,
-    # Where the thread that compiles asks whether it may go on.
-    "torch._inductor.codegen.simd.SIMDScheduling.codegen_node_schedule": replaced("self"),
-    "torch._inductor.graph.GraphLowering.run_node": replaced("self"),
-    "torch._inductor.scheduler.Scheduler.can_fuse": replaced("self"),
-    "torch._subclasses.fake_tensor.FakeTensorMode.__torch_dispatch__": replaced("self"),
-    # What compiling does to the process, kept in the thread that compiles.
-    "torch._C._ensureCUDADeviceGuardSet": Use(since="2.10"),  # before, tracing sets no guard of devices
-    "torch._C._set_fp32_precision_setter": READ,
-    "torch.fx._symbolic_trace._Patcher.patch_method": replaced("self"),
-    "torch.fx._symbolic_trace.is_fx_symbolic_tracing.__code__": READ,
-    "torch.fx._symbolic_trace._is_fx_tracing_flag": Use(until="2.13"),  # after, the thread that traces has it
+    # Processes that compile kernels.
+    "torch._inductor.async_compile.maybe_warm_pool": called(),
+    # A graph for another process, and what comes back.
+    "torch._dispatch.python.enable_python_dispatcher": called(),
+    "torch._dynamo.source.ConstantSource": called(1),
+    "torch._functorch.config.bundled_autograd_cache": READ,
+    "torch._functorch.config.strict_autograd_cache": READ,
+    "torch._inductor.standalone_compile.AOTCompiledArtifact": called(1),
+    "torch._inductor.standalone_compile.AOTCompiledArtifact.deserialize": called(1),
+    "torch._functorch._aot_autograd.autograd_cache": READ,  # imported ahead
+    "torch._inductor.graph": READ,
+    "torch._subclasses.fake_tensor.FakeTensorMode": called(0, "shape_env"),
+    "torch._subclasses.fake_tensor.init_gpu_context": replaced(),
+    "torch.fx.Node._pretty_print_target": called(1),
+    "torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC": READ,
+    "torch.fx.experimental.symbolic_shapes.ShapeEnv": called(),
+    "torch.nn.attention._cur_sdpa_kernel_backends": called(),
+    "torch.utils._sympy.numbers.int_oo": READ,
     # The rest.
     "torch.cuda._sleep": READ,
     "torch.utils._pytree.tree_flatten": READ,
@@ -210,6 +206,7 @@ HOST = {
     "comfy.ops.cast_modules_with_vbar": replaced("comfy_modules", "dtype", "device", "bias_dtype", "non_blocking"),
     "comfy.ops.resolve_cast_module_with_vbar": replaced("s", "dtype", "device", "bias_dtype", "compute_dtype", "want_requant"),
     "comfy.patcher_extension.CallbacksMP.ON_CLEANUP": READ,
+    "comfy.quant_ops": READ,
     "comfy.patcher_extension.CallbacksMP.ON_CLONE": READ,
     "comfy.patcher_extension.CallbacksMP.ON_DETACH": READ,
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": READ,
@@ -330,7 +327,9 @@ FOREIGN = {
     "_v_block": Foreign("comfy.model_prefetch", since="0.33"),
     "_comfy_graph": Foreign("comfy.model_prefetch", since="0.33"),
     "_asdict": Foreign("collections"),
-    "_current_frames": Foreign("sys"),
+    "_cdata": Foreign("torch.UntypedStorage"),
+    "_exit": Foreign("os"),
+    "_fields": Foreign("collections"),
     "_getframe": Foreign("sys"),
 }
 # Strings of the pack's own that look like such an attribute.

@@ -94,6 +94,8 @@ class _Names(ast.NodeVisitor):
             return self._aliases.get(node.id)
         if isinstance(node, ast.Attribute):
             owner = self.full_name(node.value)
+            if node.attr == "private" and not owner:  # self.private
+                return PRIVATE
             if owner == PRIVATE:
                 return self._private.get(node.attr)
             return owner and f"{owner}.{node.attr}"
@@ -103,6 +105,8 @@ class _Names(ast.NodeVisitor):
             return self._module(node.slice)
         if isinstance(node, ast.Call):
             called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            if called == "_of_engine" and ast.literal_eval(node.args[0]) == PRIVATE:
+                return PRIVATE
             if called in ("_module", "import_module", "get") and node.args:
                 return self._module(node.args[0])
             if called == "getattr" and len(node.args) >= 2 and isinstance(node.args[1], ast.Constant):

@@ -18,7 +18,7 @@ def calls(kitchen, engine, monkeypatch):
     """How often the product ran; nobody can trace it, like a kernel."""
     from comfy_kitchen.backends import eager
 
-    with engine("compile.kitchen").products_as_operators():  # reads what arguments the product has
+    with engine("inductor.kitchen").products_as_operators():  # reads what arguments the product has
         calls, plain = [], eager.int8_linear
 
     @torch._dynamo.disable
@@ -32,7 +32,7 @@ def calls(kitchen, engine, monkeypatch):
 
 
 def test_a_product_that_cannot_be_traced_is_an_operator_of_the_graph(kitchen, engine, calls):
-    products_as_operators = engine("compile.kitchen").products_as_operators
+    products_as_operators = engine("inductor.kitchen").products_as_operators
     x, weight = torch.randn(2, 8, 256), kitchen.quantize_int8_rowwise(torch.randn(64, 256))
 
     def linear(x):
@@ -53,7 +53,7 @@ def test_without_a_graph_the_registry_chooses_as_ever(kitchen, engine, calls):
 
     x, weight = torch.randn(8, 256), kitchen.quantize_int8_rowwise(torch.randn(64, 256))
     registry = kitchen.registry
-    with engine("compile.kitchen").products_as_operators():
+    with engine("inductor.kitchen").products_as_operators():
         arguments = {"x": x, "weight": weight[0], "weight_scale": weight[1]}
         assert registry.get_implementation("int8_linear", kwargs=arguments) is eager.int8_linear
         assert registry.get_implementation("quantize_int8_rowwise") is eager.quantize_int8_rowwise

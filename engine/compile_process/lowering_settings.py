@@ -1,0 +1,86 @@
+"""The settings of PyTorch on which compiled code depends: read where a graph is traced, applied where it is lowered."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from ..inductor import int8_products, rotary_norms
+from ..inductor.kitchen import products_as_operators
+from ..torch_compat import private
+from ..torch_settings import libdevice, libdevice_scope, lowering_settings
+
+# A trainer's backward is lowered with the forward, under these settings. `sdpa_kernel` puts private functions into the graph,
+# for which AOTAutograd makes no artefact; they depend on their arguments alone, which are in the graph.
+LOWERING_SWITCHES = {
+    "force_non_lazy_backward_lowering": True,
+    "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
+}
+
+
+_until_the_end = ExitStack()
+
+
+def now(device: torch.device) -> dict[str, Any]:
+    """The settings in force on this thread, as JSON, for a graph on `device`."""
+    kind = device.type
+    return {
+        "dtype": str(torch.get_default_dtype()).removeprefix("torch."),
+        "grad": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "autocast": str(torch.get_autocast_dtype(kind)).removeprefix("torch.") if torch.is_autocast_enabled(kind) else None,
+        "device": kind,
+        "card": [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)] if kind == "cuda" else None,
+        "threads": torch.get_num_threads() if kind == "cpu" else None,
+        "precision": torch.backends.cuda.matmul.fp32_precision,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "attention": sorted(backend.name for backend in private.sdpa_backends()),
+    }
+
+
+def set_for_process(settings: dict[str, Any]) -> None:
+    """In the compile process: what holds for all threads, until the next graph."""
+    torch.set_default_dtype(getattr(torch, settings["dtype"]))
+    if settings["threads"] is not None:
+        torch.set_num_threads(settings["threads"])
+    torch.backends.cuda.matmul.fp32_precision = settings["precision"]
+    torch.use_deterministic_algorithms(settings["deterministic"], warn_only=True)
+
+
+@contextmanager
+def for_graph(settings: dict[str, Any]) -> Iterator[None]:
+    """Lower a graph on this thread under the settings of `now`."""
+    with ExitStack() as scopes:
+        scopes.enter_context(torch.inference_mode(settings["inference"]))
+        scopes.enter_context(torch.set_grad_enabled(settings["grad"]))
+        if settings["autocast"] is not None:
+            scopes.enter_context(torch.autocast(settings["device"], getattr(torch, settings["autocast"])))
+        if settings["attention"] is not None:
+            scopes.enter_context(torch.nn.attention.sdpa_kernel([_backend(name) for name in settings["attention"]]))
+        yield
+
+
+def _backend(name: str) -> Any:
+    return getattr(torch.nn.attention.SDPBackend, name)
+
+
+@contextmanager
+def scope() -> Iterator[None]:
+    """In ComfyUI's process: the settings under which a graph is lowered in the call that traced it."""
+    rotary_norms.register()
+    int8_products.register()
+    with (
+        lowering_settings.applied(**LOWERING_SWITCHES),
+        libdevice_scope.applied(**libdevice()),
+        products_as_operators(),
+    ):
+        yield
+
+
+def prepare_process() -> None:
+    """In the compile process: what holds until it ends."""
+    _until_the_end.enter_context(scope())
+    private.shape_config.use_duck_shape = False
+    private.functorch_config.bundled_autograd_cache = True
+    private.functorch_config.strict_autograd_cache = True

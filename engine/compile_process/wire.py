@@ -1,0 +1,379 @@
+"""Write a graph of Dynamo's and its fake inputs as JSON, and make them again in another process.
+
+The text holds what determines the compiled code and nothing else, so its digest is the name of the code wherever that is
+kept: nodes and inputs by number, not by the names that Dynamo gives them; sizes that vary as symbols numbered by their first
+use, with range and hint; functions and classes by module and name. Nothing is pickled.
+
+`dumps` raises `CannotTravel` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
+constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import importlib
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..out_of_place import may_write
+from ..tensor_spec import hint
+from ..torch_compat import private
+
+_ROOTS = {"torch": torch, "operator": operator, "math": math, "builtins": builtins}
+_OF_TORCH = torch.dtype, torch.layout, torch.memory_format
+
+
+class CannotTravel(Exception):
+    """Say what of a graph has no form for another process."""
+
+
+def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
+    """The graph and its inputs (fake tensors, SymInts and numbers, as Dynamo hands them to a backend) as an object of JSON.
+
+    Raises:
+        CannotTravel: see the module.
+    """
+    return _Writer(graph).request(fakes)
+
+
+def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
+    """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode."""
+    return _Reader(request).graph()
+
+
+def guards_on(inputs: Sequence[Any], mode: Any) -> Callable[[], str | None]:
+    """Called before a graph of `loads` is lowered: a function that tells, afterwards, which guards its code needs.
+
+    Also those that held before: they hold where the graph was traced, but the code is kept for other traces of the same text,
+    whose sizes may differ. `ShapeEnv.evaluate_guards_expression` takes the sizes that are inputs, those of now: some may turn
+    out to be constant.
+    """
+    sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
+
+    def expression() -> str | None:
+        guards = mode.shape_env.guards
+        return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
+
+    return expression
+
+
+class _Writer:
+    def __init__(self, graph: fx.GraphModule):
+        self._graph = graph
+        self._numbers: dict[fx.Node, int] = {}
+        self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
+        self._described: list[list] = []
+        # Memory that inputs share matters where the graph writes to some of it.
+        self._storages: dict[int, tuple[int, torch.dtype]] | None = {} if any(map(may_write, graph.graph.nodes)) else None
+
+    def request(self, fakes: Sequence[Any]) -> dict[str, Any]:
+        for fake in fakes:  # first the sizes that are inputs: their hints are known
+            if isinstance(fake, torch.SymInt):
+                self._number(fake)
+        inputs = [self._input(fake) for fake in fakes]
+        nodes = [self._node(node) for node in self._graph.graph.nodes]
+        return {"inputs": inputs, "symbols": self._described, "nodes": nodes}
+
+    def _input(self, fake: Any) -> Any:
+        if isinstance(fake, torch.Tensor):
+            return self._tensor(fake)
+        if isinstance(fake, torch.SymInt | int) and not isinstance(fake, bool):
+            return {"int": self._number(fake)}
+        raise CannotTravel(f"an input is a {type(fake).__name__}")
+
+    def _tensor(self, fake: torch.Tensor) -> dict[str, Any]:
+        if private.is_traceable_wrapper_subclass(fake):
+            attributes, context = fake.__tensor_flatten__()
+            return {
+                "wrapper": name_of_class(type(fake)),
+                "inner": [[name, self._tensor(getattr(fake, name))] for name in attributes],
+                "context": self._value(context),
+                "shape": [self._number(n) for n in fake.shape],
+                "stride": [self._number(n) for n in fake.stride()],
+            }
+        if fake.layout is not torch.strided or fake.is_nested or fake.is_quantized or fake.is_conj() or fake.is_neg():
+            raise CannotTravel(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
+        return {
+            "shape": [self._number(n) for n in fake.shape],
+            "stride": [self._number(n) for n in fake.stride()],
+            "offset": self._number(fake.storage_offset()),
+            "dtype": str(fake.dtype),
+            "device": str(fake.device),
+            "memory": self._memory(fake),
+        }
+
+    def _memory(self, fake: torch.Tensor) -> int | None:
+        if self._storages is None:
+            return None
+        new = len(self._storages), fake.dtype
+        number, dtype = self._storages.setdefault(fake.untyped_storage()._cdata, new)
+        if dtype is not fake.dtype:
+            raise CannotTravel("it writes to inputs that share memory and have several dtypes")
+        return number
+
+    def _number(self, value: Any) -> Any:
+        """A number as it is, an expression of symbols as [function, argument, ...]."""
+        if not isinstance(value, torch.SymInt):
+            return value
+        expression = value.node.expr
+        if expression.is_Integer:
+            return int(expression)
+        for symbol in sorted(expression.free_symbols, key=str):
+            if symbol not in self._symbols:
+                self._add_symbol(symbol, value)
+        return _described(expression.xreplace(self._symbols))
+
+    def _add_symbol(self, symbol: Any, seen_in: torch.SymInt) -> None:
+        shapes = seen_in.node.shape_env
+        number = hint(seen_in) if seen_in.node.expr == symbol else hint(shapes.create_symintnode(symbol, hint=None))
+        if number is None:
+            raise CannotTravel(f"the size {symbol} depends on data")
+        ours = private.sympy.Symbol(f"k{len(self._symbols)}", integer=True, positive=symbol.is_positive or None)
+        limits = shapes.var_to_range[symbol]
+        bounds = [int(limit) if limit.is_Integer else None for limit in (limits.lower, limits.upper)]
+        self._symbols[symbol] = ours
+        self._described.append([bool(symbol.is_positive), int(number), *bounds])
+
+    def _node(self, node: fx.Node) -> list:
+        self._numbers[node] = len(self._numbers)
+        if node.op == "placeholder":
+            return [node.op]
+        if node.op == "call_module":
+            raise CannotTravel("it calls a module")
+        target: Any = node.target
+        if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
+            raise CannotTravel("it holds a constant or a graph")
+        if node.op == "call_function":
+            target = name_of_function(node.target)
+        return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
+
+    def _value(self, value: Any) -> Any:
+        """An argument: JSON's own values as they are, others as {kind: ...}."""
+        if value is None or type(value) in (bool, str):
+            return value
+        if isinstance(value, fx.Node):
+            return {"node": self._numbers[value]}
+        if isinstance(value, torch.SymInt):
+            return {"int": self._number(value)}
+        if type(value) is int:
+            return value
+        if type(value) in (float, complex):
+            return {type(value).__name__: repr(value)}
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return {"named": name_of_class(type(value)), "of": [self._value(item) for item in value]}
+        if isinstance(value, tuple):  # torch.Size as well
+            return {"tuple": [self._value(item) for item in value]}
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if isinstance(value, dict):
+            return {"dict": [[self._value(key), self._value(item)] for key, item in value.items()]}
+        if isinstance(value, slice):
+            return {"slice": [self._value(part) for part in (value.start, value.stop, value.step)]}
+        if isinstance(value, _OF_TORCH):
+            return {"torch": str(value).removeprefix("torch.")}
+        if isinstance(value, torch.device):
+            return {"device": str(value)}
+        if value is ...:
+            return {"ellipsis": 0}
+        if isinstance(value, enum.Enum) or (type(value).__module__.startswith("torch") and hasattr(type(value), "__members__")):
+            return {"member": value.name, "of": name_of_class(type(value))}
+        if isinstance(value, type):
+            return {"class": name_of_class(value)}
+        if callable(value):
+            return {"function": name_of_function(value)}
+        raise CannotTravel(f"an argument is a {type(value).__name__}")
+
+
+class _Reader:
+    def __init__(self, request: dict[str, Any]):
+        self._request = request
+        self._shapes = private.ShapeEnv()
+        self._mode = private.FakeTensorMode(shape_env=self._shapes)
+        self._nodes: list[fx.Node] = []
+        self._symbols: dict[str, tuple[Any, int]] = {}
+        self._bases: dict[int, torch.Tensor] = {}
+
+    def graph(self) -> tuple[fx.GraphModule, list[Any], Any]:
+        for i, described in enumerate(self._request["symbols"]):
+            self._add_symbol(f"k{i}", *described)
+        with self._mode:
+            self._make_shared_memory()
+            inputs = [self._input(described) for described in self._request["inputs"]]
+        graph = fx.Graph()
+        for op, *rest in self._request["nodes"]:
+            if op == "placeholder":
+                node = graph.placeholder(f"input_{len(self._nodes)}")
+            else:
+                target, args, kwargs = rest
+                args, kwargs = self._value(args), self._value(kwargs)
+                if op == "call_function":
+                    target = find_function(target)
+                node = graph.output(args[0]) if op == "output" else graph.create_node(op, target, args, kwargs)
+            self._nodes.append(node)
+        module = fx.GraphModule(torch.nn.Module(), graph)
+        self._note_values(module, inputs)
+        return module, inputs, self._mode
+
+    def _add_symbol(self, name: str, positive: bool, number: int, lower: int | None, upper: int | None) -> None:
+        made = self._shapes.create_symbol(
+            number,
+            source=private.ConstantSource(name),
+            dynamic_dim=private.DimDynamic.DYNAMIC,
+            constraint_dim=None,
+            positive=positive or None,
+            do_not_specialize_zero_one=True,
+        )
+        infinite = private.int_oo
+        self._shapes.constrain_symbol_range(made, -infinite if lower is None else lower, infinite if upper is None else upper)
+        self._symbols[name] = made, number
+
+    def _number(self, value: Any) -> Any:
+        if isinstance(value, int):
+            return value
+        expression, number = (_expression(value, {name: of[i] for name, of in self._symbols.items()}) for i in (0, 1))
+        return self._shapes.create_symintnode(expression, hint=int(number))
+
+    def _input(self, described: dict[str, Any]) -> Any:
+        return self._number(described["int"]) if "int" in described else self._tensor(described)
+
+    def _tensor(self, described: dict[str, Any]) -> torch.Tensor:
+        shape, stride = ([self._number(n) for n in described[key]] for key in ("shape", "stride"))
+        if "wrapper" in described:
+            inner = {name: self._tensor(part) for name, part in described["inner"]}
+            cls: Any = find_class(described["wrapper"])
+            return cls.__tensor_unflatten__(inner, self._value(described["context"]), tuple(shape), tuple(stride))
+        kind: dict[str, Any] = {"dtype": _of_torch(described["dtype"]), "device": torch.device(described["device"])}
+        offset, memory = self._number(described["offset"]), described["memory"]
+        if memory in self._bases:
+            return self._bases[memory].as_strided(shape, stride, offset)
+        if isinstance(offset, int) and offset == 0:
+            return torch.empty_strided(shape, stride, **kind)
+        return torch.empty(self._end(described), **kind).as_strided(shape, stride, offset)
+
+    def _end(self, described: dict[str, Any]) -> Any:
+        """The number of elements from the beginning of a tensor's memory to its end."""
+        shape, stride = ([self._number(n) for n in described[key]] for key in ("shape", "stride"))
+        return self._number(described["offset"]) + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+
+    def _make_shared_memory(self) -> None:
+        """Make memory that several inputs share, of any size that holds all of them."""
+        inside: dict[int, list[dict[str, Any]]] = {}
+        for described in self._request["inputs"]:
+            if described.get("memory") is not None:
+                inside.setdefault(described["memory"], []).append(described)
+        for memory, tensors in inside.items():
+            if len(tensors) > 1:
+                kind: dict[str, Any] = {"dtype": _of_torch(tensors[0]["dtype"]), "device": torch.device(tensors[0]["device"])}
+                self._bases[memory] = torch.empty(sum(map(self._end, tensors)), **kind)
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        (kind, content), *more = value.items()
+        made: Callable[[], Any] = {
+            "node": lambda: self._nodes[content],
+            "int": lambda: self._number(content),
+            "float": lambda: float(content),
+            "complex": lambda: complex(content),
+            "named": lambda: find_class(content)(*self._value(more[0][1])),
+            "tuple": lambda: tuple(self._value(content)),
+            "dict": lambda: {self._value(key): self._value(item) for key, item in content},
+            "slice": lambda: slice(*self._value(content)),
+            "torch": lambda: _of_torch(content),
+            "device": lambda: torch.device(content),
+            "ellipsis": lambda: ...,
+            "member": lambda: getattr(find_class(more[0][1]), content),
+            "class": lambda: find_class(content),
+            "function": lambda: find_function(content),
+        }[kind]
+        return made()
+
+    def _note_values(self, module: fx.GraphModule, inputs: list[Any]) -> None:
+        """Put on each node what it makes, as Dynamo does: without it AOTAutograd takes calls of methods for unsafe to keep."""
+        values = iter(inputs)
+
+        class Noting(fx.Interpreter):
+            def run_node(self, node: fx.Node) -> Any:
+                value = next(values) if node.op == "placeholder" else super().run_node(node)
+                node.meta["example_value"] = value
+                return value
+
+        with self._mode, private.enable_python_dispatcher():
+            Noting(module).run()
+
+
+def _described(expression: Any) -> Any:
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        return expression.name
+    if not expression.args:
+        raise CannotTravel(f"a size is {expression}")
+    return [type(expression).__name__, *map(_described, expression.args)]
+
+
+def _expression(described: Any, symbols: dict[str, Any]) -> Any:
+    if isinstance(described, list):
+        function = getattr(private.sympy_functions, described[0], None) or getattr(private.sympy, described[0])
+        return function(*(_expression(argument, symbols) for argument in described[1:]))
+    return private.sympy.Integer(described) if isinstance(described, int) else private.sympy.sympify(symbols[described])
+
+
+def _of_torch(name: str) -> Any:
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def name_of_function(function: Any) -> str:
+    """The name under which `find_function` finds a function; an operator as `torch.ops.NAMESPACE.NAME.OVERLOAD`."""
+    name = private.pretty_print_target(function).removeprefix("_")
+    if "." not in name:
+        name = f"builtins.{name}"
+    try:
+        same = find_function(name)
+    except (AttributeError, ImportError):
+        same = None
+    if same is not function and getattr(same, "__wrapped__", None) is not function:
+        raise CannotTravel(f"it calls {name}, which cannot be found by that name")
+    return name
+
+
+def find_function(name: str) -> Any:
+    """Raises ImportError or AttributeError where there is none."""
+    root, _, rest = name.partition(".")
+    value: Any = _ROOTS.get(root) or importlib.import_module(root)
+    path = root
+    for part in rest.split("."):
+        path = f"{path}.{part}"
+        if not hasattr(value, part) and isinstance(value, type(sys)) and not path.startswith("torch.ops"):
+            importlib.import_module(path)
+        value = getattr(value, part)
+    return value
+
+
+def name_of_class(cls: type) -> list[str]:
+    """[module, name in it]. A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias."""
+    module = sys.modules.get(cls.__module__)
+    outer = [f"{name}.{cls.__name__}" for name, value in vars(module).items() if isinstance(value, type)] if module else []
+    for path in (cls.__qualname__, cls.__name__, *outer):
+        try:
+            if find_class([cls.__module__, path]) is cls:
+                return [cls.__module__, path]
+        except (AttributeError, ImportError):
+            continue
+    raise CannotTravel(f"it holds the class {cls.__qualname__}, which cannot be found by that name")
+
+
+def find_class(name: list[str]) -> Any:
+    value: Any = importlib.import_module(name[0])
+    for part in name[1].split("."):
+        value = getattr(value, part)
+    return value

@@ -1,0 +1,56 @@
+"""Settings of PyTorch where a graph is traced hold where it is lowered."""
+
+import contextlib
+import json
+
+import pytest
+import torch
+from support import torch_settings
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+@contextlib.contextmanager
+def default_dtype(dtype):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+MODES = {
+    "none": contextlib.nullcontext,
+    "inference mode": torch.inference_mode,
+    "no gradients": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "one kernel": lambda: sdpa_kernel([SDPBackend.MATH]),
+    "two kernels": lambda: sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
+    "default dtype": lambda: default_dtype(torch.float64),
+    "deterministic": deterministic,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_they_go_over_and_what_is_for_one_graph_goes_back(engine, mode):
+    settings, cpu = engine("compile_process.lowering_settings"), torch.device("cpu")
+    before, found = torch_settings(), settings.now(cpu)
+    with MODES[mode]():
+        there = settings.now(cpu)
+    assert (there == found) == (mode == "none")
+    try:
+        settings.set_for_process(json.loads(json.dumps(there)))
+        with settings.for_graph(json.loads(json.dumps(there))):
+            assert settings.now(cpu) == there
+    finally:
+        settings.set_for_process(found)
+    assert settings.now(cpu) == found and torch_settings() == before

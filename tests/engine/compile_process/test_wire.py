@@ -1,0 +1,512 @@
+"""A graph and its inputs go over to another process and come back the same, and the name of its code tells what is in it."""
+
+import collections
+import json
+import math
+import operator
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sympy
+import torch
+from torch import fx
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.nn.attention import SDPBackend
+
+sys.path.append(str(Path(__file__).parent))
+import traced_graphs
+from traced_graphs import Attention, Colour, Name, Pair, keep, key_of_attention, request, traced
+
+
+@pytest.fixture(scope="module")
+def wire(engine):
+    return engine("compile_process.wire")
+
+
+def over(wire, graph, fakes):
+    """The graph and its inputs as another process makes them of the text."""
+    return wire.loads(json.loads(json.dumps(wire.dumps(graph, fakes))))
+
+
+def graph_of(*calls, inputs=1):
+    """A graph of calls (op, target, args, kwargs) in which "x" stands for the first input; the last call is the output."""
+    graph = fx.Graph()
+    given = [graph.placeholder(f"input_{i}") for i in range(inputs)]
+    node = given[0]
+    for op, target, args, kwargs in calls:
+        args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: given[0] if isinstance(a, str) and a == "x" else a)
+        node = graph.create_node(op, target, args, kwargs)
+    graph.output((node,))
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def fake(*shape, mode=None, **kind):
+    with mode or FakeTensorMode(shape_env=ShapeEnv()):
+        return torch.empty(*shape, **kind)
+
+
+def symbols(*hints, environment=None, **kind):
+    """Sizes that vary."""
+    environment = environment or ShapeEnv()
+    made = []
+    for number in hints:
+        source = ConstantSource(f"size_{len(environment.var_to_range)}")
+        symbol = environment.create_symbol(number, source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True, **kind)
+        made.append(environment.create_symintnode(symbol, hint=number, source=source))
+    return environment, made
+
+
+def argument_back(wire, value):
+    """What becomes of an argument of a call. FX itself writes some of them as code that cannot be run: no graph here."""
+    written = wire._Writer(graph_of())._value(fx.node.map_aggregate(value, lambda a: a))
+    return wire._Reader({})._value(json.loads(json.dumps(written)))
+
+
+VALUES = {
+    "None": None,
+    "bools": [True, False],
+    "whole numbers": [0, -1, 2**70],
+    "text": "a\n\u00fc\"'",
+    "floats": [0.1, -0.0, 1e-300, 2.0, math.inf, -math.inf],
+    "complex": [1 + 2j, complex(0.1, -0.0)],
+    "slices": [slice(None), slice(1, None, 2), slice(None, -1)],
+    "ellipsis": (..., None, slice(None)),
+    "dtypes": [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64],
+    "layouts and formats": [torch.strided, torch.sparse_coo, torch.channels_last, torch.preserve_format],
+    "devices": [torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")],
+    "torch.Size": torch.Size([2, 3]),
+    "tuples in lists in dicts": {"a": [(1, (2.5, None))], "b": {}, 3: ()},
+    "named tuples": Pair(1, Pair(torch.float16, [None])),
+    "enums": [Colour.RED, Name.SHORT, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH],
+    "classes": [int, torch.Tensor, torch.nn.Linear, Colour, Attention],
+    "functions": [torch.relu, operator.add, math.floor, len, torch.nn.functional.gelu, keep],
+    "operators": [torch.ops.aten.add.Tensor, torch.ops.aten.add, torch.ops.aten.sum.dim_IntList],
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_arguments(wire, name):
+    back = argument_back(wire, VALUES[name])
+    assert back == VALUES[name] and repr(back).replace("(2, 3)", "torch.Size([2, 3])") == repr(VALUES[name])
+
+
+def test_a_float_that_is_no_number(wire):
+    assert math.isnan(argument_back(wire, math.nan))
+
+
+class TextOfAClass(str):
+    pass
+
+
+REFUSED = {
+    "a set": {1},
+    "a generator of random numbers": torch.Generator(),
+    "a range": range(3),
+    "a function without a name": lambda x: x,
+    "a class without a name": type("Nowhere", (), {}),
+    "text of a class": TextOfAClass("a"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_arguments_that_cannot_travel_are_named(wire, name):
+    with pytest.raises(wire.CannotTravel) as raised:
+        argument_back(wire, REFUSED[name])
+    assert len(str(raised.value)) > 10
+
+
+@torch.library.custom_op("torch_compile_kit_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+
+
+def test_custom_operators(wire):
+    operators = torch.ops.torch_compile_kit_tests.doubled, torch.ops.torch_compile_kit_tests.doubled.default
+    for target in operators:
+        back, _inputs, _mode = over(wire, graph_of(("call_function", target, ("x",), {})), [fake(2, 3)])
+        (node,) = back.graph.find_nodes(op="call_function", target=target)
+        assert node.meta["example_value"].shape == (2, 3)
+
+
+def test_an_operator_that_only_this_process_has(wire):
+    """The other process says so, and the graph is lowered here."""
+    text = wire.dumps(graph_of(("call_function", doubled._opoverload, ("x",), {})), [fake(2)])
+    described = json.loads(json.dumps(text).replace("doubled", "nowhere"))
+    with pytest.raises((AttributeError, ImportError), match="nowhere"):
+        wire.loads(described)
+
+
+def test_methods_and_nodes(wire):
+    graph = fx.Graph()
+    a, b = graph.placeholder("a"), graph.placeholder("b")
+    view = graph.call_method("view", (b, -1), {})
+    total = graph.call_function(torch.cat, ([a, view], 0))
+    graph.output((total, a, None))
+    graph = fx.GraphModule(torch.nn.Module(), graph)
+    back, inputs, mode = over(wire, graph, [fake(3), fake(2, 2)])
+    ours, theirs = ([(node.op, node.target) for node in g.graph.nodes if node.op != "placeholder"] for g in (graph, back))
+    assert ours == theirs
+    names = {node: i for i, node in enumerate(graph.graph.nodes)}, {node: i for i, node in enumerate(back.graph.nodes)}
+    for one, other in zip(graph.graph.nodes, back.graph.nodes, strict=True):
+        assert [names[0][n] for n in one.all_input_nodes] == [names[1][n] for n in other.all_input_nodes]
+    values = [node.meta["example_value"] for node in back.graph.nodes]
+    assert [v.shape for v in values[:4]] == [(3,), (2, 2), (4,), (7,)]
+    assert all(value.fake_mode is mode for value in values[:4]) and values[:2] == inputs
+    x, y = torch.randn(3), torch.randn(2, 2)
+    assert all(map(torch.equal, back(x, y)[:2], graph(x, y)[:2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.uint8, torch.int64])
+@pytest.mark.parametrize("how", ["contiguous", "transposed", "offset", "expanded", "channels last", "empty", "scalar"])
+def test_inputs(wire, dtype, how):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        whole = torch.empty(2, 4, 3, 5, dtype=dtype)
+        given = {
+            "contiguous": whole,
+            "transposed": whole.transpose(0, 3),
+            "offset": whole[:, 1:, :, 2],
+            "expanded": whole[:1].expand(7, 4, 3, 5),
+            "channels last": torch.empty(2, 4, 3, 5, dtype=dtype).to(memory_format=torch.channels_last),
+            "empty": whole[:0],
+            "scalar": torch.empty((), dtype=dtype),
+        }[how]
+    _graph, (back,), _mode = over(wire, graph_of(("call_method", "detach", ("x",), {})), [given])
+    seen = [(t.shape, t.stride(), t.storage_offset(), t.dtype, t.device) for t in (back, given)]
+    assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta", "cuda:0", "cuda:1"])
+def test_the_device_of_inputs(wire, device, monkeypatch):
+    """As in the compile process, which may see no GPU."""
+    monkeypatch.setattr(torch._subclasses.fake_tensor, "init_gpu_context", lambda *_: None)
+    given = fake(2, 3, device=device)
+    back, (tensor,), _mode = over(wire, graph_of(("call_function", keep, ("x", 1), {})), [given])
+    assert tensor.device == torch.device(device) == list(back.graph.nodes)[1].meta["example_value"].device
+
+
+def test_numbers_among_the_inputs(wire):
+    environment, (size,) = symbols(5)
+    tensor = fake(size, 3, mode=FakeTensorMode(shape_env=environment))
+    _graph, (number, constant, back), _mode = over(wire, graph_of(inputs=3), [size, 4, tensor])
+    assert constant == 4 and isinstance(number, torch.SymInt) and back.shape[0].node.expr == number.node.expr
+    assert number.node.hint == 5
+    for value, words in ((0.5, "float"), (True, "bool"), ("text", "str")):
+        with pytest.raises(wire.CannotTravel, match=words):
+            wire.dumps(graph_of(), [value])
+
+
+def numbers_of(tensor):
+    """Sizes, strides and offset, each as an expression and the number that it was."""
+    numbers = *tensor.shape, *tensor.stride(), tensor.storage_offset()
+    return [(n.node.expr, n.node.hint) if isinstance(n, torch.SymInt) else (sympy.Integer(n), n) for n in numbers]
+
+
+def test_sizes_that_vary(wire):
+    """Products, sums and quotients of sizes are the same expressions of the same symbols; ranges and hints stay."""
+    environment, (batch, length) = symbols(2, 12)
+    environment.constrain_symbol_range(batch.node.expr, 2, math.inf)
+    environment.constrain_symbol_range(length.node.expr, 8, 4096)
+    with FakeTensorMode(shape_env=environment):
+        tensor = torch.empty(batch, length * 3, length // 4 + batch).transpose(0, 1)
+        part = torch.empty(batch, length, 8)[:, 1:]
+    text = wire.dumps(graph_of(inputs=4), [batch, length, tensor, part])
+    _graph, (b, n, back, back_part), mode = wire.loads(json.loads(json.dumps(text)))
+    renamed = {batch.node.expr: b.node.expr, length.node.expr: n.node.expr}
+    for one, other in ((tensor, back), (part, back_part)):
+        before, after = numbers_of(one), numbers_of(other)
+        assert [(expr.xreplace(renamed), hint) for expr, hint in before] == after
+    limits = mode.shape_env.var_to_range
+    assert (limits[n.node.expr].lower, limits[n.node.expr].upper) == (8, 4096)
+    assert (limits[b.node.expr].lower, limits[b.node.expr].upper) == (2, environment.var_to_range[batch.node.expr].upper)
+    assert not mode.shape_env.guards
+
+
+def test_a_size_that_depends_on_data(wire):
+    environment = ShapeEnv()
+    size = environment.create_unbacked_symint()
+    with pytest.raises(wire.CannotTravel, match="data"):
+        wire.dumps(graph_of(inputs=2), [fake(3), size])
+
+
+def test_memory_that_inputs_share_is_told_where_the_graph_writes(wire):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        memory = torch.empty(24)
+        views = [memory[:12].view(3, 4), memory[6:18], memory.as_strided((2, 2), (4, 1), 20), torch.empty(3)]
+    reads = graph_of(("call_function", torch.relu, ("x",), {}), inputs=4)
+    writes = graph_of(("call_method", "add_", ("x", 1), {}), inputs=4)
+    _graph, apart, _mode = over(wire, reads, views)
+    assert len({t.untyped_storage()._cdata for t in apart}) == 4
+    _graph, shared, _mode = over(wire, writes, views)
+    assert len({t.untyped_storage()._cdata for t in shared[:3]}) == 1
+    assert shared[3].untyped_storage()._cdata != shared[0].untyped_storage()._cdata
+    seen = [[(t.shape, t.stride(), t.storage_offset()) for t in tensors] for tensors in (shared, views)]
+    assert seen[0] == seen[1]
+    assert shared[0].untyped_storage().nbytes() >= memory.nbytes - 4
+
+
+WRITES = {
+    "a method": ("call_method", "mul_", ("x", 2), {}),
+    "an operator of Python": ("call_function", operator.iadd, ("x", 1), {}),
+    "an item": ("call_function", operator.setitem, ("x", 0, 1.0), {}),
+    "out": ("call_function", torch.add, ("x", 1), {"out": "x"}),
+    "an overload": ("call_function", torch.ops.aten.relu_.default, ("x",), {}),
+    "a function that is told to": ("call_function", torch.nn.functional.silu, ("x",), {"inplace": True}),
+    "a function that is told to by place": ("call_function", torch.nn.functional.leaky_relu, ("x", 0.1, True), {}),
+}
+
+
+@pytest.mark.parametrize("how", WRITES)
+def test_each_way_to_write_is_one(wire, how):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        memory = torch.empty(6)
+        views = [memory[:4], memory[2:]]
+    _graph, (a, b), _mode = over(wire, graph_of(WRITES[how], inputs=2), views)
+    assert a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
+def test_what_only_reads_is_told_apart(wire):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        memory = torch.empty(6)
+        views = [memory[:4], memory[2:]]
+    call = "call_function", torch.nn.functional.leaky_relu, ("x", 0.1, False), {}
+    text = wire.dumps(graph_of(call, inputs=2), views)
+    assert [described["memory"] for described in text["inputs"]] == [None, None]
+
+
+def test_shared_memory_of_several_types_is_refused(wire):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        memory = torch.empty(8)
+        views = [memory[:4], memory.view(torch.int32)]
+    with pytest.raises(wire.CannotTravel, match="several dtypes"):
+        wire.dumps(graph_of(WRITES["a method"], inputs=2), views)
+
+
+def held(value):
+    graph = fx.Graph()
+    graph.placeholder("x")
+    graph.output((graph.get_attr("held"),))
+    holder = torch.nn.Module()
+    holder.held = value
+    return fx.GraphModule(holder, graph)
+
+
+@pytest.mark.parametrize("value", [torch.arange(3), graph_of()], ids=["constant", "graph"])
+def test_what_a_graph_may_not_hold(wire, value):
+    """PyTorch's artefact would expect it as an input."""
+    with pytest.raises(wire.CannotTravel, match="constant or a graph"):
+        wire.dumps(held(value), [fake(2)])
+
+
+def test_a_module_that_is_called(wire):
+    graph = fx.Graph()
+    graph.output((graph.call_module("layer", (graph.placeholder("x"),)),))
+    holder = torch.nn.Module()
+    holder.layer = torch.nn.Linear(2, 2)
+    with pytest.raises(wire.CannotTravel, match="calls a module"):
+        wire.dumps(fx.GraphModule(holder, graph), [fake(2)])
+
+
+def test_tensors_that_are_no_view_of_memory(wire):
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        tensors = torch.empty(2, 2).to_sparse(), torch.empty(2, dtype=torch.complex64).conj()
+    for tensor in tensors:
+        with pytest.raises(wire.CannotTravel, match="layout"):
+            wire.dumps(graph_of(), [tensor])
+
+
+def quantised(width=64):
+    from comfy_kitchen.tensor import QuantizedTensor
+
+    return QuantizedTensor.from_float(torch.randn(width, width), "TensorCoreFP8Layout")
+
+
+def test_quantised_weights_are_taken_apart(wire, engine):
+    pytest.importorskip("comfy_kitchen")
+    weight = quantised()
+
+    def block(x, weight):
+        return torch.nn.functional.linear(x, weight.dequantize())
+
+    def there_and_back(graph, fakes):
+        _graph, back, _mode = over(wire, graph, fakes)
+        (one,), (other,) = ([t for t in tensors if type(t) is type(weight)] for tensors in (fakes, back))
+        (names, context), (their_names, their_context) = one.__tensor_flatten__(), other.__tensor_flatten__()
+        assert names == their_names and repr(context) == repr(their_context)
+        for name in names:
+            inner = [getattr(tensor, name) for tensor in (one, other)]
+            assert len({(t.shape, t.stride(), t.dtype, t.device) for t in inner}) == 1
+        return [type(t) for t in back]
+
+    assert traced(engine, block, torch.randn(3, 64), weight, use=there_and_back)
+
+
+class TestTheKey:
+    """The same for the same graph, whatever Dynamo calls its inputs; another for whatever the code depends on."""
+
+    def test_names_and_sizes_are_not_in_it(self, engine):
+        def first(x, y, scale):
+            z = torch.relu(x) * scale
+            return z @ y
+
+        def same(another, name, factor):
+            longer = torch.relu(another) * factor
+            return longer @ name
+
+        class Holder(torch.nn.Module):
+            def __init__(self, attribute):
+                super().__init__()
+                setattr(self, attribute, torch.nn.Parameter(torch.ones(4, 4), requires_grad=False))
+                self.attribute = attribute
+
+            def forward(self, x, scale):
+                z = torch.relu(x) * scale
+                return z @ getattr(self, self.attribute)
+
+        inputs = torch.ones(3, 4), torch.ones(4, 4), torch.ones(4)
+        keys = {request(engine, function, *inputs).key for function in (first, same)}
+        assert len(keys) == 1
+        keys = {request(engine, Holder(name), inputs[0], inputs[2]).key for name in ("weight", "some_other")}
+        assert len(keys) == 1
+        sizes = (2, 6, 3), (2, 6, 3), (5, 7, 9)
+        assert len({key_of_attention(engine, size) for size in sizes}) == 1
+
+    def test_the_file_and_the_place_of_the_code_are_not_in_it(self, engine, tmp_path):
+        keys = set()
+        for name, before in (("one", ""), ("other", "\n\n\nimport os\n")):
+            file = tmp_path / f"{name}.py"
+            file.write_text(f"{before}import torch\ndef block(x):\n    return torch.sin(x) + 1\n")
+            space = {"__name__": f"pack_{name}"}
+            exec(compile(file.read_text(), file, "exec"), space)  # noqa: S102
+            keys.add(request(engine, space["block"], torch.ones(3)).key)
+        assert len(keys) == 1
+
+    def test_what_the_code_depends_on_is_in_it(self, engine, monkeypatch):
+        def block(x):
+            return torch.relu(x) * 2.5
+
+        def other_number(x):
+            return torch.relu(x) * 2.25
+
+        def other_operator(x):
+            return torch.sigmoid(x) * 2.5
+
+        def key(function=block, x=None, **more):
+            return request(engine, function, torch.ones(4, 6) if x is None else x, **more).key
+
+        plain = key()
+        others = {
+            "number": key(other_number),
+            "operator": key(other_operator),
+            "dtype": key(x=torch.ones(4, 6, dtype=torch.bfloat16)),
+            "shape": key(x=torch.ones(4, 7)),
+            "strides": key(x=torch.ones(6, 4).t()),
+            "offset": key(x=torch.ones(7, 6)[3:]),
+            "dynamic": key(dynamic=True),
+            "option": key(options={"max_autotune": True}),
+            "grad mode": key(inference=False),
+        }
+        with torch.autocast("cpu", torch.bfloat16):
+            others["autocast"] = key()
+        with torch.nn.attention.sdpa_kernel([SDPBackend.MATH]):
+            others["attention"] = key()
+        default = torch.get_default_dtype()
+        try:
+            torch.set_default_dtype(torch.float64)
+            others["default dtype"] = key(x=torch.ones(4, 6, dtype=torch.float32))
+        finally:
+            torch.set_default_dtype(default)
+        threads = torch.get_num_threads()
+        try:
+            torch.set_num_threads(threads + 1)
+            others["threads"] = key()
+        finally:
+            torch.set_num_threads(threads)
+        try:
+            torch.use_deterministic_algorithms(True)
+            others["deterministic"] = key()
+        finally:
+            torch.use_deterministic_algorithms(False)
+        environment = engine("compile_process.request").environment
+        for name in environment():
+            with monkeypatch.context() as patch:
+                changed = {**environment(), name: "another"}
+                patch.setattr(engine("compile_process.request"), "environment", lambda changed=changed: changed)
+                others[name] = key()
+        counted = collections.Counter([plain, *others.values()])
+        assert all(count == 1 for count in counted.values()), [n for n, k in others.items() if counted[k] > 1]
+        assert key() == plain
+
+    def test_the_range_of_a_size_is_in_it(self, engine, wire):
+        keys = set()
+        for upper in (64, 128):
+            environment, (size,) = symbols(5)
+            environment.constrain_symbol_range(size.node.expr, 2, upper)
+            tensor = fake(size, 3, mode=FakeTensorMode(shape_env=environment))
+            made = engine("compile_process.request").request_for(graph_of(inputs=2), [size, tensor], {}, torch.device("cpu"))
+            assert made.sizes == (5,)
+            keys.add(made.key)
+        assert len(keys) == 2
+
+    def test_two_processes_give_the_same(self, engine):
+        script = [sys.executable, traced_graphs.__file__]
+        environment = {**os.environ, "PYTHONHASHSEED": "4711", "OMP_NUM_THREADS": str(torch.get_num_threads())}
+        there = subprocess.run(script, env=environment, capture_output=True, text=True, timeout=120)
+        assert there.returncode == 0, there.stderr
+        assert there.stdout.split()[-1] == key_of_attention(engine)
+
+
+def test_a_size_that_turned_out_to_be_constant_is_none_of_those_that_guards_are_asked_for(engine, wire):
+    def split(x, count):
+        count = count + 0
+        return (x * count).reshape(-1, count)[:, :3] if count == 8 else x
+
+    made = request(engine, split, torch.randn(3, 40, 8), 8, dynamic=True)
+    _graph, inputs, mode = wire.loads(json.loads(made.text)["graph"])
+    guards = wire.guards_on(inputs, mode)
+    sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
+    assert any(size > 20 for size in sizes)  # a guard as lowering adds one, on the tokens
+    assert made.sizes == (3, 40) and engine("compile_process.request").holds(guards(), made.sizes)
+
+
+def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire):
+    """As a mask is padded where its length asks for it (aten/native/transformers/attention.cpp): one text, two codes."""
+    library = torch.library.Library("test_wire", "FRAGMENT")
+    library.define("padded(Tensor x) -> Tensor")
+
+    def padded(x):
+        length = x.shape[-1]
+        return (torch.constant_pad_nd(x, [0, 8 - length % 8])[..., :length] if length % 8 else x).sin()
+
+    library.impl("padded", padded, "CompositeImplicitAutograd")
+    function, holds = lambda x: torch.ops.test_wire.padded.default(x) + 1, engine("compile_process.request").holds
+    whole, odd = (request(engine, function, torch.randn(3, 5, length), dynamic=True) for length in (256, 250))
+    assert whole.key == odd.key
+    _graph, inputs, mode = wire.loads(json.loads(whole.text)["graph"])
+    guards = wire.guards_on(inputs, mode)()
+    assert holds(guards, whole.sizes) and not holds(guards, odd.sizes)
+
+
+def test_a_backward_is_not_for_another_process(engine, wire):
+    weight = torch.ones(3, requires_grad=True)
+
+    def use(graph, fakes):
+        with pytest.raises(wire.CannotTravel, match="backward"):
+            engine("compile_process.request").request_for(graph, fakes, {}, torch.device("cpu"))
+
+    assert traced(engine, lambda x: x * weight, torch.ones(3), use=use, inference=False)
+
+
+def test_options_that_are_no_text(engine, wire):
+    def use(graph, fakes):
+        with pytest.raises(wire.CannotTravel, match="options"):
+            engine("compile_process.request").request_for(graph, fakes, {"post_grad": object()}, torch.device("cpu"))
+
+    assert traced(engine, torch.relu, torch.ones(3), use=use)
