@@ -23,6 +23,14 @@ class Failure:
         return f"{self.block} could not be compiled and runs uncompiled: {self.reason} {self.cure}"
 
 
+class DescribedError(Exception):
+    """An error of the compiler's that comes with its cause and cure."""
+
+    def __init__(self, reason: str, cure: str, may_pass: bool):
+        super().__init__(reason)
+        self.reason, self.cure, self.may_pass = reason, cure, may_pass
+
+
 def chain(error: BaseException) -> list[BaseException]:
     """The error and all errors that caused it, outermost first."""
     errors: dict[int, BaseException] = {}  # by `id`: errors of one class may compare what they hold, such as tensors
@@ -71,12 +79,15 @@ def describe_failure(block: str, error: Exception, machine: Machine | None = Non
 
 def _described(block: str, error: Exception, machine: Machine | None) -> Failure:
     errors = chain(error)
+    for described in errors:
+        if isinstance(described, DescribedError):
+            return Failure(block, described.reason, described.cure, described.may_pass)
     # Without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))
     diagnosed, reason, cure = diagnose(errors) or (None, sentence(unwrapped), OTHERWISE)
     # An error of the system may pass, unless it has led to, or is, what the table has a cure for: "cl is not found" comes from
     # a FileNotFoundError.
-    unexplained = errors if diagnosed is None else errors[: errors.index(diagnosed)]
+    unexplained = errors[: [*map(id, errors)].index(id(diagnosed))] if diagnosed is not None else errors
     may_pass = any(isinstance(e, OSError | EOFError) for e in unexplained)
     may_pass = may_pass or any(re.search(MAY_PASS, text_of(e)) for e in errors)
     text = cure if isinstance(cure, str) else (machine or Machine.this()).cure(cure)

@@ -41,7 +41,7 @@ NO_TRITON = {"no-triton": "Install Triton: {install}", **MISFIT}
 # All that compilers need is there: what is not found is a piece of a path.
 _SPACED = (
     "PyTorch passes paths to the C++ compiler unquoted: move ComfyUI and its Python to folders without spaces and quotes in "
-    "their paths (now {folder}; compiled code goes to {cache}), or set TORCH_COMPILE_KIT_CACHE to one."
+    "their paths (now {folder}; C++ is compiled in {cache}), and set the variable TMPDIR (Windows: TEMP) to one."
 )
 PYTHON_FILES = {
     "spaced": _SPACED,
@@ -147,7 +147,6 @@ TROUBLES: tuple[tuple[str, str, Cure], ...] = (
     ("already registered", r"getpwuid\(\)|No username set in|Artifact of type=\w+ already registered", _NAMELESS),
     ("CalledProcessError", r"CalledProcessError: [^\n]*\.c(pp)?'", _LINUX_COMPILER),
     ("", r"^OutOfMemoryError:", "There was too little memory to compile the block; the next run tries again."),
-    ("", r"^Postponed:", "The next run tries again."),
     ("GPUTooOldForTriton", r"^GPUTooOldForTriton:", _OLD_GPU),
     ("CppCompileError", r"^CppCompileError:", _CPP_FAILED),
     ("Unsupported", r"^Unsupported:", _GRAPH_BREAK),
@@ -156,14 +155,14 @@ TROUBLES: tuple[tuple[str, str, Cure], ...] = (
 # Errors that the next run may not meet: a worker died; another thread switched a setting of the process (TF32) during the trace
 # (torch/_dynamo/convert_frame.py, guards.py); gcc, clang or ptxas was killed or had no room.
 MAY_PASS = (
-    r"^(BrokenProcessPool|SubprocException|Postponed):"
+    r"^(BrokenProcessPool|SubprocException):"
     r"|^AssertionError: [\s\S]*(state changed while dynamo tracing|GLOBAL_STATE changed)"
     r"|^CppCompileError:[\s\S]*(No space left on device|Disk quota exceeded|Killed|signal 9|SIGKILL|out of memory allocating)"
 )
 
 
 def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure] | None:
-    """Of an error and what it was raised from, outermost first: the one that the table has a cure for, its line, the cure."""
+    """Of an error and its causes, outermost first: the one that the table has a cure for, its line, the cure."""
     innermost_first = [(error, text_of(error)) for error in errors][::-1]
     for _, pattern, cure in TROUBLES:
         for error, text in innermost_first:

@@ -1,0 +1,352 @@
+"""Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
+
+`compile_process.lower` is called by the worker thread, one graph at a time, and waits without the GIL. It raises `Lost` where a
+new process has been lost with the same graph, `Unavailable` where no process can be started here; then graphs are lowered in
+the call that traced them.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..background.thread import compiler
+from ..cache.code_store import header_of
+from ..cache.environment import LOADED
+from ..cache.folders import is_split, unsplit
+from ..failures.describe import DescribedError
+from ..log import logger
+from ..threads import started
+from . import child
+from .child import PROTOCOL
+
+# Without a sign of life: while the process starts (imports on a slow core, from a cold disk), and later (one that swaps).
+START_SECONDS, SILENT_SECONDS = 180.0, 60.0
+# For one graph; `max-autotune` takes minutes.
+LONGEST_SECONDS = 1800.0
+# Workers of inductor's, which compile the kernels of a graph.
+MOST_WORKERS = 8
+# Folders of servers that ended otherwise than by themselves are removed after a week.
+SCRATCH, LEFTOVER_SECONDS = "torch-compile-kit-loaded-", 7 * 24 * 3600.0
+# How many processes a graph may cost.
+ATTEMPTS = 2
+
+
+class Unavailable(Exception):
+    """Say why no compile process can be started here."""
+
+
+class Lost(DescribedError):
+    """Say how the compile process ended while it lowered a graph."""
+
+    def __init__(self, ending: str):
+        cure = "It is tried again with the next image. If that happens each time, the compiler lacks memory (RAM) or crashes."
+        super().__init__(f"the compile process was lost: {ending}.", cure, True)
+
+
+class LoweringFailed(DescribedError):
+    """A graph could not be lowered: the words of `describe_failure`, as the compile process found them."""
+
+
+class LowerInline(Exception):
+    """A graph has no artefact: it must be lowered in the call that traces it."""
+
+
+@dataclass(frozen=True)
+class Code:
+    """What the compile process made of a graph.
+
+    Args:
+        guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
+            the code fits all.
+        files: paths and contents of libraries that the artefact is loaded with.
+    """
+
+    artefact: bytes
+    guards: str | None = None
+    files: dict[str, bytes] = field(default_factory=dict)
+
+    def packed(self, about: dict[str, Any]) -> bytes:
+        """As the content of an entry: a line of JSON, the artefact, the files."""
+        files = [[name, len(content)] for name, content in self.files.items()]
+        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files}
+        return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])
+
+    @classmethod
+    def unpacked(cls, content: bytes) -> "Code":
+        """Raises ValueError, KeyError or TypeError for other content."""
+        header = header_of(content)
+        return cls.of_answer(header, content[content.index(b"\n") + 1 :])
+
+    @classmethod
+    def of_answer(cls, header: dict[str, Any], body: bytes) -> "Code":
+        at, files = header["artefact"], {}
+        for name, size in header["files"]:
+            files[name] = body[at : at + size]
+            at += size
+        if at != len(body):
+            raise ValueError("it is cut off")
+        return cls(body[: header["artefact"]], header["guards"], files)
+
+
+def folders(scratch: Path) -> dict[str, str]:
+    """The variables of inductor's and Triton's folders, in the process and where code is loaded."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
+
+
+def _private_folder() -> Path:
+    """A new folder, if possible one whose path C++ compilers get in one piece."""
+    places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
+    whole = [place for place in places if place.is_dir() and os.access(place, os.W_OK) and not is_split(place)]
+    place = next(iter(whole), places[0])
+    for left in place.glob(f"{SCRATCH}*"):  # by servers that were killed
+        with contextlib.suppress(OSError):
+            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS:
+                shutil.rmtree(left, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=place))
+
+
+@dataclass(eq=False)
+class _Running:
+    process: subprocess.Popen
+    answers: queue.Queue = field(default_factory=queue.Queue)
+    is_ready: bool = False
+
+    def listen(self) -> None:
+        stream: Any = self.process.stdout
+        with contextlib.suppress(Exception):  # what comes is no message
+            while (answer := child.read(stream)) is not None:
+                self.answers.put(answer)
+        with contextlib.suppress(subprocess.TimeoutExpired):  # for how it ended
+            self.process.wait(1.0)
+        self.answers.put(None)
+        self.process.wait()
+
+    def log(self) -> None:
+        stream = self.process.stderr
+        assert stream is not None
+        for line in stream:
+            logger.debug("compile process: %s", line.decode(errors="replace").rstrip())
+
+    def end(self) -> str:
+        """End the process and its workers; returns how it had ended, if it had."""
+        assert self.process.stdin is not None
+        code = self.process.poll()
+        child.kill_group(self.process.pid)
+        if code is None:
+            self.process.kill()
+        with contextlib.suppress(OSError):
+            self.process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(5.0)
+        if code is None:
+            return "it did not answer"
+        return f"it was ended by signal {-code}" if code < 0 else f"it ended with {code}"
+
+
+class CompileProcess:
+    """The compile process of this server, if there is one.
+
+    Args:
+        modules: modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
+        arguments: `sys.argv` there, which such modules read.
+    """
+
+    def __init__(self) -> None:
+        self.modules: Callable[[], list[str]] = list
+        self.arguments: list[str] = []
+        self.unavailable: str | None = None
+        self.started = 0
+        self._running: _Running | None = None
+        self._lock = threading.Lock()
+        self._scratch: Path | None = None
+
+    @property
+    def pid(self) -> int | None:
+        running = self._running
+        return running.process.pid if running is not None else None
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the process has imported the compiler."""
+        return self._running is not None and self._running.is_ready
+
+    @property
+    def scratch(self) -> Path:
+        """A private folder for what lives as long as this server: loaded kernels are read from files."""
+        if self._scratch is None:
+            self._scratch = _private_folder()
+        return self._scratch
+
+    def start(self) -> None:
+        """Start the process unless it runs: its imports take seconds, while a model is loaded."""
+        if self._lock.acquire(blocking=False):  # else it is at work
+            try:
+                self._ensure()
+            except Unavailable as error:
+                self._give_up(str(error))
+            finally:
+                self._lock.release()
+
+    def stop(self) -> None:
+        """At exit, also while a graph is lowered."""
+        self.unavailable = "ComfyUI ends"
+        running, self._running = self._running, None
+        if running is not None and running.process.poll() is None:
+            running.end()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+    def lower(self, request: str) -> Code:
+        """The code of a graph.
+
+        Args:
+            request: the text of a `Request`.
+
+        Raises:
+            Unavailable, Lost: see the module.
+            LoweringFailed: the compiler refused the graph.
+            LowerInline: PyTorch gives no artefact for it.
+        """
+        with self._lock:
+            for attempt in range(1, ATTEMPTS + 1):
+                try:
+                    return self._ask(request)
+                except Lost as error:
+                    if attempt == ATTEMPTS:
+                        raise
+                    logger.warning("%s Another one is started.", error)
+                except Unavailable as error:
+                    self._give_up(str(error))
+                    raise
+            raise AssertionError
+
+    def _ask(self, request: str) -> Code:
+        while True:
+            running = self._ensure()
+            if not running.is_ready:
+                answer = self._answer(running, START_SECONDS)
+                if answer is None or answer[0].get("ready") != PROTOCOL:
+                    raise Unavailable(f"the compile process is of another version ({answer and answer[0]})")
+                if (there := answer[0].get("versions")) != (here := {"torch": torch.__version__, **LOADED}):
+                    raise Unavailable(f"something was updated since ComfyUI was started ({here}, {there}): start it anew")
+                running.is_ready = True
+            self._send(running, {"lower": True}, request.encode())
+            answer = self._answer(running, SILENT_SECONDS)
+            if answer is not None:
+                try:
+                    return self._code(*answer)
+                except (KeyError, TypeError, ValueError) as error:
+                    self._running = None
+                    running.end()
+                    raise Lost("its answer cannot be read") from error
+
+    def _send(self, running: _Running, header: dict[str, Any], body: bytes = b"") -> None:
+        """On a thread of its own: a process that stands still does not read. That it is gone comes as an answer."""
+        stream: Any = running.process.stdin
+
+        def send() -> None:
+            with contextlib.suppress(OSError, ValueError):
+                child.write(stream, header, body)
+
+        started(threading.Thread(target=send, name="torch-compile-kit pipe", daemon=True))
+
+    def _answer(self, running: _Running, silent: float) -> tuple[dict[str, Any], bytes] | None:
+        """The next answer that is no sign of life; None: the process had been idle, and ended as the request came."""
+        began = heard = time.monotonic()
+        while True:
+            try:
+                answer = running.answers.get(timeout=1.0)
+            except queue.Empty:
+                now = time.monotonic()
+                # A worker may keep the pipe open when the process has crashed.
+                if running.process.poll() is None and now - heard < silent and now - began < LONGEST_SECONDS:
+                    continue
+                answer = None
+            if answer is None:
+                self._running = None
+                ending = running.end()
+                raise Lost(ending) if running.is_ready else Unavailable(f"the compile process does not start: {ending}")
+            if "idle" in answer[0]:
+                self._running = None
+                return None
+            if "alive" not in answer[0]:
+                return answer
+            heard = time.monotonic()
+
+    def _code(self, header: dict[str, Any], body: bytes) -> Code:
+        if "inline" in header:
+            raise LowerInline(header["inline"])
+        if "failure" in header:
+            raise LoweringFailed(*header["failure"])
+        return Code.of_answer(header, body)
+
+    def _ensure(self) -> _Running:
+        """The process that runs, or a new one."""
+        if self.unavailable is not None:
+            raise Unavailable(self.unavailable)
+        if self._running is None or self._running.process.poll() is not None:
+            self._running = self._start()
+        return self._running
+
+    def _start(self) -> _Running:
+        if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
+            raise Unavailable(f"{sys.executable or 'nothing'} is no Python that could be started once more")
+        workers = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2))),
+            "TORCHINDUCTOR_WORKER_START": "fork",
+        }
+        environment = {
+            # Without fork PyTorch's workers need what Windows has not (`pass_fds`).
+            **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
+            **os.environ,
+            **folders(self.scratch),
+        }
+        try:
+            process = subprocess.Popen(
+                [sys.executable, *(["-s"] if sys.flags.no_user_site else []), child.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                creationflags=getattr(subprocess, "BELOW_NORMAL_PRIORITY_CLASS", 0)
+                | getattr(subprocess, "CREATE_NO_WINDOW", 0),
+                start_new_session=True,  # ignored on Windows; see `child.kill_group`
+            )
+        except OSError as error:
+            raise Unavailable(f"no process can be started ({error})") from error
+        running = _Running(process)
+        for run in (running.listen, running.log):
+            if not started(threading.Thread(target=run, name="torch-compile-kit pipe", daemon=True)):
+                running.end()
+                raise Unavailable("no thread can be started")
+        hello = {
+            "pack": str(Path(__file__).parents[2]),
+            "path": [folder for folder in sys.path if isinstance(folder, str)],
+            "modules": self.modules(),
+            "arguments": self.arguments,
+        }
+        self._send(running, hello)
+        self.started += 1
+        return running
+
+    def _give_up(self, reason: str) -> None:
+        if self.unavailable is None:
+            self.unavailable = reason
+            logger.warning("code is compiled before the first image: %s", reason)
+
+
+compile_process = CompileProcess()
+compiler.at_exit.append(compile_process.stop)

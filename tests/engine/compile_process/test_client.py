@@ -1,0 +1,317 @@
+"""The compile process as it is: it lowers graphs, and whatever happens to it costs an uncompiled block and a sentence."""
+
+import concurrent.futures
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support import CompiledNet, Net
+
+sys.path.append(str(Path(__file__).parent))
+from misbehaving import Told
+
+pytestmark = pytest.mark.usefixtures("inference_mode")
+X = torch.randn(2, 4, 8)
+
+
+def wait_until(true, what):
+    end = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < end, what
+        time.sleep(0.02)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def descendants(pid):
+    children = [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [pid, *(other for child in children for other in descendants(child))]
+
+
+class Process:
+    """The compile process of these tests, and the folder of its orders."""
+
+    def __init__(self, engine, folder):
+        self.folder, self.client = folder, engine("compile_process.client")
+        self.now = self.client.compile_process
+        self.orders()
+
+    def orders(self, *orders):
+        """What it does while it lowers the next graphs, one after the other."""
+        (self.folder / "orders").write_text("\n".join(orders))
+        for file in ("begun", "go_on", "protocol", "refuses to start"):
+            (self.folder / file).unlink(missing_ok=True)
+
+    def tell(self, name):
+        (self.folder / name).touch()
+
+    def begun(self):
+        wait_until((self.folder / "begun").exists, "it lowers nothing")
+
+    def end(self):
+        """As at the end of ComfyUI; the next graph gets a new one."""
+        self.now.stop()
+        self.now.unavailable = self.now._running = None
+
+
+@pytest.fixture(scope="module")
+def shared(engine, tmp_path_factory):
+    process = Process(engine, tmp_path_factory.mktemp("orders"))
+    before = process.now.modules, process.now.arguments
+    process.now.modules, process.now.arguments = (lambda: ["misbehaving"]), [str(process.folder)]
+    process.end()
+    yield process
+    process.end()
+    process.now.modules, process.now.arguments = before
+
+
+@pytest.fixture
+def process(shared):
+    shared.orders()
+    yield shared
+    assert not (shared.folder / "orders").read_text().strip(), "it was not asked so often"
+    shared.now.unavailable = None
+
+
+@pytest.fixture
+def net(engine, process):
+    return CompiledNet(engine, Net(block=Told), backend="inductor")
+
+
+def is_compiled(net):
+    expected = net.net(X)
+    result, uncompiled = net(X)
+    return torch.allclose(result, expected, atol=1e-6) and not uncompiled and not net.failures
+
+
+def first_call(net):
+    """The call that traces; it goes on at once."""
+    result, uncompiled = net(X)
+    assert uncompiled and torch.equal(result, net.net(X))
+
+
+def why_inline(net):
+    return [group.code.why_inline for group in net._groups]
+
+
+def test_a_graph_is_lowered_and_what_is_printed_goes_to_the_log(process, net, caplog):
+    process.orders("print")
+    with caplog.at_level(logging.DEBUG, "torch-compile-kit"):
+        first_call(net)
+        assert net.wait() == 1 and is_compiled(net)
+        wait_until(lambda: "noise on stderr" in caplog.text, "nothing is in the log")
+    said = [record for record in caplog.records if "noise" in record.getMessage()]
+    assert [record.levelno for record in said] == [logging.DEBUG] * 3
+    assert process.now.is_ready and why_inline(net) == [None]
+    assert os.getpriority(os.PRIO_PROCESS, process.now.pid) == 19
+
+
+def test_ctrl_c_in_a_terminal_is_not_for_the_process(process, net):
+    first_call(net)
+    net.wait()
+    before = process.now.pid
+    for pid in descendants(before):
+        os.kill(pid, signal.SIGINT)
+    torch._dynamo.reset()
+    other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
+    other.at_once(X)
+    assert is_compiled(other) and process.now.pid == before
+
+
+ENDINGS = {
+    "kill": "ended by signal 9",
+    "stop": "did not answer",
+    "exit": "ended with 3",
+    "cut": "ended with 0",
+    "lies": "cannot be read",
+    "says nothing": "cannot be read",
+    "lengths": "did not answer",
+}
+BRIEF = "kill", "cut", "lies"
+
+
+@pytest.mark.parametrize("order", [n if n in BRIEF else pytest.param(n, marks=pytest.mark.rest) for n in ENDINGS])
+def test_a_process_that_is_lost_costs_one_more(process, net, caplog, monkeypatch, order):
+    monkeypatch.setattr(process.client, "SILENT_SECONDS", 3.0)
+    process.now.start()
+    before = process.now.started
+    process.orders(order)
+    first_call(net)
+    assert net.wait() == 1 and is_compiled(net)
+    (said,) = [r.getMessage() for r in caplog.records if "was lost" in r.getMessage()]
+    assert ENDINGS[order] in said and said.endswith("Another one is started.")
+    assert process.now.started == before + 1
+
+
+def test_its_workers_work_though_they_are_forked_while_it_listens(process, net, monkeypatch):
+    """They compile kernels side by side; one that does nothing is not missed, as then they are compiled one by one."""
+    process.end()
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    process.orders("ask a worker")
+    first_call(net)
+    net.wait()
+    assert is_compiled(net)
+    process.end()
+
+
+def test_a_crash_is_noticed_while_a_worker_keeps_the_pipe_open(process, net, caplog, monkeypatch):
+    """Workers that inductor has forked for kernels live on for up to a minute."""
+    process.end()
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    process.orders("hold", "")
+    first_call(net)
+    process.begun()
+    first, *workers = descendants(process.now.pid)
+    assert workers
+    os.kill(first, signal.SIGKILL)
+    net.wait()
+    assert is_compiled(net) and "signal 9" in caplog.text and not any(map(is_alive, workers))
+    process.end()
+
+
+def test_killed_from_outside_while_a_call_waits(process, net, caplog):
+    process.orders("hold")
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+
+        def waiting():
+            with torch.inference_mode():
+                return net.at_once(X)
+
+        result = executor.submit(waiting)
+        process.begun()
+        os.kill(process.now.pid, signal.SIGKILL)
+        assert torch.allclose(result.result(120), net.net(X), atol=1e-6)
+    assert is_compiled(net) and "signal 9" in caplog.text
+
+
+def test_lost_again_with_the_same_graph_it_is_given_up_until_the_next_run(process, net):
+    process.orders("kill", "exit")
+    first_call(net)
+    net.wait()
+    (failure,) = net.failures
+    assert "the compile process was lost: it ended with 3" in failure
+    before = process.now.started
+    assert torch.equal(net(X)[0], net.net(X))
+    assert net.wait() == 1 and process.now.started == before, "no process more"
+    net.new_run()
+    net(X)
+    net.wait()
+    assert is_compiled(net) and process.now.started == before + 1
+
+
+def test_a_graph_that_is_refused(process, net, caplog):
+    process.orders("refuse")
+    first_call(net)
+    net.wait()
+    (failure,) = net.failures
+    assert "no kernel for this" in failure and caplog.text.count(failure) == 1
+    assert torch.equal(net(X)[0], net.net(X))
+
+
+def test_no_memory_there_is_no_reason_to_give_up_for_good(process, net):
+    process.orders("memory")
+    first_call(net)
+    net.wait()
+    (failure,) = net.failures
+    assert "memory" in failure.lower()
+    net.new_run()
+    net(X)
+    net.wait()
+    assert is_compiled(net)
+
+
+@pytest.mark.parametrize("order", ["garbage", "leaves its folder"])
+def test_code_that_cannot_be_loaded(process, net, order):
+    process.orders(order)
+    first_call(net)
+    net.wait()
+    assert len(net.failures) == 1 and torch.equal(net(X)[0], net.net(X))
+    assert not list(process.now.scratch.parent.glob("outside.so"))
+
+
+def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, tmp_path, monkeypatch, caplog):
+    assert engine("background.thread").compiler.wait(120), "a job of a test before"
+    code_store = engine("cache.code_store")
+    monkeypatch.setattr(code_store._Current, "opened", False)
+    monkeypatch.setattr(code_store._Current, "store", None)
+    store = code_store.open_store(tmp_path / "store")
+    process.orders("garbage")
+    first_call(net)
+    net.wait()
+    (name,) = store.names()
+    kept = store.get(name)
+    torch._dynamo.reset()
+    engine("compile.registry")._groups.clear()
+    again = CompiledNet(engine, Net(block=Told), backend="inductor")
+    first_call(again)
+    again.wait()
+    assert is_compiled(again) and "cannot be loaded" in caplog.text
+    assert store.names() == [name] and store.get(name) != kept
+
+
+def test_after_it_was_idle_another_one_is_started(process, net):
+    process.orders("idle")
+    first_call(net)
+    net.wait()
+    assert is_compiled(net)
+    first = process.now.pid
+    wait_until(lambda: not is_alive(first), "it does not end")
+    torch._dynamo.reset()
+    other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
+    other.at_once(X)
+    assert is_compiled(other) and process.now.pid != first
+
+
+@pytest.mark.parametrize("why", ["protocol", "refuses to start"])
+def test_a_process_that_does_not_start_as_it_should(process, net, caplog, why):
+    process.end()
+    process.tell(why)
+    first_call(net)
+    net.wait()
+    assert process.now.unavailable and ("version" if why == "protocol" else "ended with 7") in process.now.unavailable
+    assert is_compiled(net), "in the call that needs it"
+    assert why_inline(net) == [process.now.unavailable]
+    assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
+    process.end()
+
+
+@pytest.mark.parametrize("executable", ["/opt/ComfyUI/ComfyUI.exe", "", None, "/nowhere/python3"])
+def test_where_no_process_can_be_started_graphs_are_lowered_in_the_call(process, net, caplog, monkeypatch, executable):
+    process.end()
+    monkeypatch.setattr(sys, "executable", executable)
+    net(X)
+    net.wait()
+    assert process.now.unavailable and is_compiled(net) and why_inline(net) == [process.now.unavailable]
+    other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
+    assert not other(X)[1]
+    assert caplog.text.count("before the first image") == 1
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_it_ends_with_its_parent(tmp_path, works):
+    (tmp_path / "orders").write_text("hold" if works else "")
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
+    script = [sys.executable, str(Path(__file__).with_name("parent_of_a_compile_process.py")), str(tmp_path)]
+    parent = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, text=True)
+    try:
+        pid = int(parent.stdout.readline())
+        file = tmp_path / "begun" if works else tmp_path / "orders"
+        wait_until(lambda: file.exists() and not (tmp_path / "orders").read_text(), "it has not begun")
+        all_of_them = descendants(pid)
+        assert pid in all_of_them and is_alive(pid)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    wait_until(lambda: not any(map(is_alive, all_of_them)), "it outlives its parent")
