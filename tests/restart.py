@@ -100,15 +100,16 @@ def main(base, actions):
         for action in actions:
             if action.startswith("save="):
                 answer["saved"] = str(module("engine.host.nodes.cache_files").save_cache(compiled, action.partition("=")[2])[0])
-    for name, group in (("fxgraph", "inductor"), ("autograd", "aot_autograd")):
-        for kind in ("hit", "miss", "bypass", "saved"):
-            answer[f"{name}_{kind}"] = counters[group][f"{name}_cache_{kind}"]
+    # Of this process, where nothing is lowered; and how many compile processes there were.
+    answer["lowered_here"] = sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss", "bypass"))
+    answer["processes"] = module("engine.compile_process.client").compile_process.started
     answer["order"] = list(torch._C._get_sdp_priority_order())
     answer["variables_left"] = [name for name, value in before.items() if os.environ.get(name) != value]
     if "after" in actions:
         answer["plain_after"] = plain_compile(3.0)
-    cache = module("engine.cache.disk").current()
-    answer["cache"] = cache and str(cache.root)
+    store = module("engine.cache.code_store").current()
+    answer["store"] = store and str(store.folder)
+    module("engine.compile_process.client").compile_process.stop()
     print("ANSWER", json.dumps(answer), flush=True)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""Keep compiled code on disk: a folder for each block group, a limit on their size, files of them to save and load.
+"""Keep compiled code by its content: on disk, where machines share it, in files to save and load.
 
-May import: `failures`, the modules of `engine/`. Door: `disk.current`.
+May import: `failures`, the modules of `engine/`. Door: `code_store.current`.
 """

@@ -1,4 +1,4 @@
-"""Tell what the disk cache depends on beside the model: versions, device, and the user's variables."""
+"""Tell what compiled code depends on beside its graph: versions, device; and what the user's variables say of the store."""
 
 import contextlib
 import functools
@@ -16,8 +16,8 @@ from ..errors import shown
 from ..log import logger
 from ..torch_compat import private
 
-# Code of this pack that decides what is compiled: PyTorch's keys hold the operators, not their replacements.
-SOURCES = ("inductor/*.py", "compile/session.py")
+# Code of this pack that decides what is made of a graph.
+SOURCES = ("inductor/*.py", "compile_process/*.py", "torch_settings.py")
 KIT = "torch-compile-kit"
 FOLDER, LIMIT = "TORCH_COMPILE_KIT_CACHE", "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0
@@ -43,7 +43,7 @@ def limit_in_bytes(setting: object = None) -> int:
 def users_folder() -> Path | None:
     """A folder in TORCH_COMPILE_KIT_CACHE, or in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default.
 
-    What a variable names can hold files of the user or of others: only a folder with the pack's name is closed and cleaned.
+    What a variable names can hold files of the user or of others: only a folder with the pack's name is used.
     """
     if folder := os.environ.get(FOLDER):
         place = Path(os.path.expanduser(folder)).absolute()  # no shell expands it for a container
@@ -54,18 +54,12 @@ def users_folder() -> Path | None:
     return Path(value) / KIT if value and Path(value) != Path(default) else None
 
 
-def users_triton_folder() -> str | None:
-    """The user's TRITON_CACHE_DIR; inductor sets the variable to a folder in its cache (triton_heuristics.py)."""
-    value = os.environ.get("TRITON_CACHE_DIR")
-    return value if value and Path(private.cache_dir()) not in Path(value).parents else None
-
-
 class _Host:
     device: str | None = None  # the type of the torch.device that the host computes on
 
 
 def compile_for(device: str) -> None:
-    """Have the cache depend on the type of device that the host computes on: with --cpu not on a GPU that PyTorch sees."""
+    """Have names of code depend on the type of device that the host computes on: with --cpu not on a GPU that PyTorch sees."""
     if device != _Host.device:
         _Host.device = device
         environment.cache_clear()
@@ -73,7 +67,7 @@ def compile_for(device: str) -> None:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """What compiled code depends on beside the model: another value of any of them is another cache."""
+    """What compiled code depends on beside the model: another value of any of them is another name."""
     try:
         import triton
 

@@ -4,20 +4,25 @@ import hashlib
 import json
 import os
 import time
-import tracemalloc
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-NAMES = ["0" * 12, "1" * 12]
+NAMES = ["a" * 64, "b" * 64]
+STRUCTURE = "5" * 12
 MIB = 1024**2
 
 
 @pytest.fixture
-def disk_cache(engine):
-    return engine("cache.disk")
+def stores(engine):
+    return engine("cache.code_store")
+
+
+@pytest.fixture
+def here(engine):
+    return engine("cache.environment").environment()
 
 
 @pytest.fixture
@@ -26,32 +31,27 @@ def files(engine):
 
 
 @pytest.fixture
-def cache(disk_cache, tmp_path):
-    return disk_cache.DiskCache(tmp_path / "cache", 2 * MIB)
-
-
-def filled(cache, contents, name=NAMES[0]):
-    """A kind's folder with these files."""
-    cache.enter(name, "Block")
-    cache.exit(name)
-    for path, content in contents.items():
-        file = cache.root / name / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(content)
+def store(stores, tmp_path):
+    (tmp_path / "store").mkdir()
+    return stores.CodeStore(tmp_path / "store", 2 * MIB, b"k" * 32)
 
 
 @pytest.fixture
-def saved(files, cache, tmp_path):
-    """A small cache, and the file that was made of it."""
-    filled(cache, {"aotautograd/ab/entry": b"graph", "ab/abc.best_config": b"", "triton/x/k.cubin": b"k", "locks/a.lock": b""})
+def saved(files, store, tmp_path):
+    """A small store, and the file that was made of it."""
+    for name in NAMES:
+        store.put(name, b"graph " + name.encode())
+    store.remember(STRUCTURE, "attention", "cudnn")
     path = tmp_path / "mine.tckcache"
-    assert files.write_cache_file(path, cache, [NAMES[0]], "0.1.0", ["Flux"], ["64x64 batch 1"]) == 3
+    assert files.write_cache_file(path, store, NAMES, [STRUCTURE, "6" * 12], "0.1.0", ["Flux"], ["64x64 batch 1"]) == 2
     return path
 
 
 @pytest.fixture
-def empty(disk_cache, tmp_path):
-    return disk_cache.DiskCache(tmp_path / "empty", MIB)
+def empty(stores, tmp_path):
+    """Another machine's."""
+    (tmp_path / "empty").mkdir()
+    return stores.CodeStore(tmp_path / "empty", MIB, b"l" * 32)
 
 
 def contents(root):
@@ -84,23 +84,20 @@ def sealed(path):
     path.write_bytes(data + hashlib.sha256(data).hexdigest().encode())
 
 
-def refused(files, path, cache):
+def refused(files, path, store):
     with pytest.raises(files.CacheFileError, match=path.name) as error:
-        files.load_cache_file(path, cache)
-    assert not cache.root.exists() or not list(cache.root.iterdir())
+        files.load_cache_file(path, store)
+    assert not list(store.folder.iterdir())
     assert len(str(error.value)) < 1000
     return str(error.value)
 
 
-def test_what_is_saved_is_loaded(files, disk_cache, saved, empty):
-    found = files.load_cache_file(saved, empty)
-    assert (found.models, found.sizes) == (["Flux"], ["64x64 batch 1"]) and header_of(saved)["pack"] == "0.1.0"
-    assert found.environment == disk_cache.environment()
-    loaded = contents(empty.root)
-    assert loaded[f"{NAMES[0]}/aotautograd/ab/entry"] == b"graph" and loaded[f"{NAMES[0]}/ab/abc.best_config"] == b""
-    assert (
-        set(loaded) == set(found.members) and len(loaded) == len(found.members) and not any("triton" in name for name in loaded)
-    )
+def test_what_is_saved_is_loaded(files, here, saved, empty):
+    header = files.load_cache_file(saved, empty)
+    assert (header.models, header.sizes, header.environment) == (["Flux"], ["64x64 batch 1"], here)
+    assert header_of(saved)["pack"] == "0.1.0" and set(header.names) == set(NAMES) == set(empty.names())
+    assert all(empty.get(name) == b"graph " + name.encode() for name in NAMES)
+    assert empty.choices(STRUCTURE) == {"attention": "cudnn"} and not empty.choices("6" * 12)
 
 
 def test_it_is_named_as_what_it_is(engine, saved):
@@ -109,26 +106,48 @@ def test_it_is_named_as_what_it_is(engine, saved):
     assert all(info.compress_type == zipfile.ZIP_STORED for info in zipfile.ZipFile(saved).infolist())
 
 
+def test_no_signature_of_this_user_is_in_it(saved, store):
+    assert store._file(NAMES[0]).read_bytes()[:32] not in saved.read_bytes() and store.key not in saved.read_bytes()
+
+
 def test_what_is_there_already_stays(files, saved, empty):
-    filled(empty, {"aotautograd/ab/entry": b"mine"})
+    empty.put(NAMES[0], b"mine")
+    empty.remember(STRUCTURE, "attention", "mine")
     files.load_cache_file(saved, empty)
-    assert (empty.root / NAMES[0] / "aotautograd/ab/entry").read_bytes() == b"mine"
-    assert (empty.root / NAMES[0] / "ab/abc.best_config").exists()
-    assert [entry.name for entry in empty.root.iterdir()] == [NAMES[0]], "nothing is left of unpacking"
+    assert empty.get(NAMES[0]) == b"mine" and empty.get(NAMES[1]) is not None
+    assert empty.choices(STRUCTURE) == {"attention": "mine"}
+    assert len(list(empty.folder.iterdir())) == 3, "nothing is left of unpacking"
 
 
 def test_what_was_loaded_is_not_the_first_that_goes(files, saved, empty):
-    """Though its folder is an old one."""
-    filled(empty, {})
-    filled(empty, {"entry": bytes(1000)}, NAMES[1])
-    for name, age in zip(NAMES, (9000, 5000), strict=True):
-        os.utime(empty.root / name / "about.json", (time.time() - age,) * 2)
-    before = empty.usage()["bytes"]
+    """Though it was there already, an old one."""
+    for name, seconds in ((NAMES[0], 9000), ("c" * 64, 5000)):
+        empty.put(name, bytes(1000))
+        os.utime(empty._file(name), (time.time() - seconds,) * 2)
     files.load_cache_file(saved, empty)
-    assert empty.usage()["bytes"] > before
-    empty.limit = 1000
+    empty.limit = 1500
     empty.trim()
-    assert [folder.name for folder in empty.folders()] == [NAMES[0]]
+    assert set(empty.names()) == set(NAMES)
+
+
+def test_neither_saving_nor_loading_asks_the_shared_cache(files, store, stores, tmp_path, empty, monkeypatch):
+    """The sampler waits for both."""
+    store.put(NAMES[0], b"graph")
+    monkeypatch.setattr(stores, "configured", lambda: pytest.fail("it is asked"))
+    files.write_cache_file(tmp_path / "one.tckcache", store, NAMES, [], "0.1.0", [], [])
+    assert files.load_cache_file(tmp_path / "one.tckcache", empty).names == NAMES[:1]
+
+
+def test_what_a_killed_save_has_left_beside_the_file_goes_with_the_next(files, store, saved):
+    left, young, mine = (
+        saved.with_name(f"{name}.partial") for name in ("torch-compile-kit-a1_b", "torch-compile-kit-2", "mine")
+    )
+    for file in (left, young, mine):
+        file.write_text("left")
+    for file in (left, mine):
+        os.utime(file, (0, 0))
+    files.write_cache_file(saved, store, NAMES, [], "0.1.0", [], [])
+    assert not left.exists() and young.exists() and mine.exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU nobody asks the CPU")
@@ -143,8 +162,8 @@ def test_code_for_another_cpu_is_refused(engine, files, saved, empty, tmp_path, 
 
     try:
         cpu("avx512f amx_tile")
-        filled(empty, {"entry": b"graph"})
-        files.write_cache_file(saved, empty, [NAMES[0]], "0.1.0", ["Flux"], [])
+        empty.put(NAMES[0], b"graph")
+        files.write_cache_file(saved, empty, [NAMES[0]], [], "0.1.0", ["Flux"], [])
         cpu("amx_tile avx512f")
         files.load_cache_file(saved, empty)
         cpu("avx512f")
@@ -154,11 +173,11 @@ def test_code_for_another_cpu_is_refused(engine, files, saved, empty, tmp_path, 
         machine.environment.cache_clear()
 
 
-def test_the_header_tells_where_it_fits(saved, disk_cache):
+def test_the_header_tells_where_it_fits(saved, here):
     header = header_of(saved)
     assert header["models"] == ["Flux"] and header["sizes"] == ["64x64 batch 1"]
     known = {"torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen", "code of the pack"}
-    assert known == set(disk_cache.environment()) <= set(header)
+    assert known == set(here) <= set(header)
 
 
 def test_one_flipped_byte_anywhere_is_refused(files, saved, empty):
@@ -169,14 +188,14 @@ def test_one_flipped_byte_anywhere_is_refused(files, saved, empty):
         saved.write_bytes(flipped)
         with pytest.raises(files.CacheFileError, match=saved.name):
             files.load_cache_file(saved, empty)
-    assert not empty.root.exists()
+    assert not list(empty.folder.iterdir())
     saved.write_bytes(data)
     files.load_cache_file(saved, empty)
 
 
-def test_flipped_bytes_under_a_digest_that_fits_are_refused_in_words_or_harmless(files, saved, empty):
+def test_flipped_bytes_under_a_digest_that_fits_are_refused_in_words_or_harmless(files, stores, saved, empty):
     """The file as somebody with a hex editor could send it: any error but ours would stop the prompt."""
-    data, before = saved.read_bytes(), None
+    data = saved.read_bytes()
     for position in range(len(data) - 64):
         flipped = bytearray(data)
         flipped[position] ^= 0x1C if position % 2 else 0x81
@@ -186,8 +205,9 @@ def test_flipped_bytes_under_a_digest_that_fits_are_refused_in_words_or_harmless
             files.load_cache_file(saved, empty)
         except files.CacheFileError:
             continue
-        before = before or contents(empty.root)
-        assert contents(empty.root) == before, position
+        outside = {file.name for file in saved.parent.iterdir()}
+        assert outside == {"mine.tckcache", "store", "empty"}, position
+        assert all(stores.NAME.fullmatch(name) for name in empty.names()), position
 
 
 def test_a_part_of_a_file_is_refused(files, saved, empty):
@@ -200,45 +220,37 @@ def test_a_part_of_a_file_is_refused(files, saved, empty):
 
 
 def test_the_helper_makes_files_that_load(files, saved, empty):
-    rewritten(saved, extra=[f"{NAMES[0]}/extra"])
+    rewritten(saved, extra=[f"{'c' * 64}-1.code"])
     files.load_cache_file(saved, empty)
-    assert (empty.root / NAMES[0] / "extra").exists()
+    assert empty.get(f"{'c' * 64}-1") == b"\0"
 
 
 @pytest.mark.parametrize("key", ["torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen"])
-def test_another_machine_is_refused_with_both_values(files, disk_cache, saved, empty, key):
+def test_another_machine_is_refused_with_both_values(files, here, saved, empty, key):
     rewritten(saved, **{key: "quite another"})
-    assert f"{key} is {disk_cache.environment()[key]} here, quite another in the file" in refused(files, saved, empty)
+    assert f"{key} is {here[key]} here, quite another in the file" in refused(files, saved, empty)
 
 
 @pytest.mark.parametrize(
     "name",
     [
-        "../outside", f"{NAMES[0]}/../../outside", "/tmp/outside", "outside", f"{NAMES[0]}/a/./b", f"{NAMES[0]}//b",
-        f"{NAMES[0]}\\..\\outside", "C:/outside", f"{NAMES[0]}/.hidden", f"{NAMES[0]}/a\nb", f"{NAMES[0]}/b:c",
-        "a" * 60_000,
+        "../outside", f"../{NAMES[0]}.code", f"/tmp/{NAMES[0]}.code", f"{NAMES[0]}/a.code", f"..\\{NAMES[0]}.code",
+        f"C:{NAMES[0]}.code", f"{NAMES[0]}.json", f"{NAMES[0]}", f"{NAMES[0]}-0.code", f"{NAMES[0]}\n.code", "signature.key",
+        f"{STRUCTURE}.json", "a" * 60_000,
     ],
     ids=lambda name: repr(name[:30]),
 )  # fmt: skip
 def test_a_member_that_leads_elsewhere_is_refused(files, saved, empty, tmp_path, name):
     before = contents(tmp_path)
     rewritten(saved, extra=[name])
-    assert "no file of a cache folder" in refused(files, saved, empty)
+    assert "which is no compiled code" in refused(files, saved, empty)
     before.pop(saved.name)
     after = contents(tmp_path)
     after.pop(saved.name)
-    assert after == before and not Path("/tmp/outside").exists()
+    assert after == before and not Path(f"/tmp/{NAMES[0]}.code").exists()
 
 
-def test_a_file_of_the_format_before_is_loaded(files, saved, empty):
-    digests = dict.fromkeys(files.load_cache_file(saved, empty).members, "0" * 64)
-    empty.clear()
-    rewritten(saved, format="torch-compile-kit cache 3", members=digests)
-    assert files.load_cache_file(saved, empty).members == list(digests)
-    assert (empty.root / NAMES[0] / "aotautograd/ab/entry").read_bytes() == b"graph"
-
-
-@pytest.mark.parametrize("made", [None, "torch-compile-kit cache 2", 7, ["torch-compile-kit cache 4"]])
+@pytest.mark.parametrize("made", [None, "torch-compile-kit cache 4", 7, ["torch-compile-kit cache 5"]])
 def test_another_format_is_refused(files, saved, empty, made):
     rewritten(saved, format=made)
     assert "the format is" in refused(files, saved, empty)
@@ -266,6 +278,14 @@ def test_an_odd_header_is_refused(files, saved, empty, header):
     refused(files, saved, empty)
 
 
+@pytest.mark.parametrize(
+    "choices", [None, 7, [7], {"../x": {}}, {STRUCTURE: 7}, {STRUCTURE: {"attention": 7}}, {STRUCTURE: [["a", "b"]]}], ids=str
+)
+def test_choices_of_other_types_are_refused(files, saved, empty, choices):
+    rewritten(saved, choices=choices)
+    refused(files, saved, empty)
+
+
 @pytest.mark.parametrize("key", ["torch", "models", "sizes"])
 @pytest.mark.parametrize("value", [None, 7, [7], {"a": 7}, {"a": {}}, [["a"]], [None]], ids=str)
 def test_a_header_with_other_types_is_refused(files, saved, empty, key, value):
@@ -280,44 +300,33 @@ def test_compressed_members_are_refused(files, saved, empty):
 
 def test_a_member_twice_is_refused(files, saved, empty):
     with pytest.warns(UserWarning, match="Duplicate"), zipfile.ZipFile(saved, "a") as archive:
-        archive.writestr(f"{NAMES[0]}/about.json", "{}")
+        archive.writestr(f"{NAMES[0]}.code", "{}")
     sealed(saved)
     assert "in the file twice" in refused(files, saved, empty)
 
 
-def test_nothing_compiled_is_no_file(files, cache, tmp_path):
-    cache.enter(NAMES[0], "Block")
-    cache.exit(NAMES[0])
+def test_nothing_compiled_is_no_file(files, store, tmp_path):
     with pytest.raises(files.CacheFileError, match="Warmup"):
-        files.write_cache_file(tmp_path / "none.tckcache", cache, [NAMES[0]], "0.1.0", [], [])
+        files.write_cache_file(tmp_path / "none.tckcache", store, NAMES, [STRUCTURE], "0.1.0", [], [])
     assert not list(tmp_path.glob("*.tckcache*"))
 
 
-def test_a_cache_that_is_cleared_while_it_is_saved_is_said(files, cache, tmp_path, monkeypatch):
-    filled(cache, {"a": b"a", "b": b"b"})
-    pack = files._pack
-
-    def cleared(*args):
-        cache.clear()
-        return pack(*args)
-
-    monkeypatch.setattr(files, "_pack", cleared)
-    with pytest.raises(files.CacheFileError, match="cleared while it was saved"):
-        files.write_cache_file(tmp_path / "gone.tckcache", cache, [NAMES[0]], "0.1.0", [], [])
-    assert not list(tmp_path.glob("*.tckcache*")) and not list(tmp_path.glob("*.partial"))
+def test_code_that_has_gone_from_the_store_is_left_out(files, store, saved):
+    """It makes room for other code, or another server has removed it."""
+    store._file(NAMES[0]).unlink()
+    assert files.write_cache_file(saved, store, NAMES, [], "0.1.0", [], []) == 1
 
 
-def test_large_files_pass_through_little_memory(files, cache, empty, tmp_path):
-    filled(cache, {"large": bytes(64 * MIB)})
-    path = tmp_path / "large.tckcache"
-    tracemalloc.start()
-    try:
-        files.write_cache_file(path, cache, [NAMES[0]], "0.1.0", [], [])
-        written = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        files.load_cache_file(path, empty)
-        loaded = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert written < 16 * MIB and loaded < 16 * MIB
-    assert (empty.root / NAMES[0] / "large").stat().st_size == 64 * MIB
+def test_what_cannot_be_written_is_said_and_leaves_nothing(files, store, saved, monkeypatch):
+    before = saved.read_bytes()
+    monkeypatch.setattr(files, "replace", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(files.CacheFileError, match="No space left"):
+        files.write_cache_file(saved, store, NAMES, [], "0.1.0", [], [])
+    assert saved.read_bytes() == before and not list(saved.parent.glob("*.partial"))
+
+
+def test_a_large_file_of_another_kind_is_refused_unread(files, saved, empty):
+    """A model that got the suffix: 20 GB."""
+    with saved.open("wb") as file:
+        file.truncate(2**40)
+    assert "no file of Save Compile Cache" in refused(files, saved, empty)

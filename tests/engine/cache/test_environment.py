@@ -42,12 +42,12 @@ def test_the_cache_depends_on_the_device_that_the_host_computes_on(engine, monke
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda: "another GPU")
     monkeypatch.setattr(folder, "device_type", lambda: device)
-    monkeypatch.setattr(folder, "open_cache", lambda *given: None)
+    monkeypatch.setattr(folder, "open_store", lambda *args: None)
     machine.environment.cache_clear()
     monkeypatch.setattr(machine._Host, "device", None)
     try:
         assert machine.environment()["device"] == "a GPU"
-        folder.open_users_cache()
+        folder.open_users_store()
         assert machine.environment()["device"].startswith(name)
     finally:
         machine.environment.cache_clear()

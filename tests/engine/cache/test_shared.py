@@ -8,19 +8,17 @@ import random
 import signal
 import threading
 import time
-from collections import Counter
 from pathlib import Path
 
 import pytest
 import torch
 from redis_servers import Proxy, RedisServer, free_port
-from support import CompiledNet, Net, Plain
-from torch._dynamo.utils import counters
+from support import CompiledNet, Net, NoCompiler, Plain
 
 from devtools.server import wait_until
 
 SECRET = "a secret of more than sixteen characters"
-NAME = "torch-compile-kit:0123456789ab:fx:key"
+NAME, PREFIX = "0" * 64, "torch-compile-kit:"
 
 
 @pytest.fixture
@@ -54,16 +52,21 @@ def configure(shared, monkeypatch, tmp_path):
 
 
 @pytest.fixture
-def worker(engine, monkeypatch, tmp_path):
-    """A function: a model as a process has it that starts with the cache folder of that name."""
+def process(engine, monkeypatch):
     monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.1)
-    nets = []
+    return NoCompiler(engine, monkeypatch.setattr)
+
+
+@pytest.fixture
+def worker(engine, process, monkeypatch, tmp_path):
+    """A function: a model as a process has it that starts with the store of that name."""
+    nets, code_store = [], engine("cache.code_store")
 
     def worker(name):
         nets.clear()  # models with the same blocks share a group
         gc.collect()
-        disk = engine("cache.disk")
-        monkeypatch.setattr(disk._Current, "cache", disk.DiskCache(tmp_path / name, 2**30))
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.setattr(code_store._Current, "store", code_store.CodeStore(tmp_path / name, 2**30, b"k" * 32))
         torch._dynamo.reset()
         torch.manual_seed(0)
         nets.append(CompiledNet(engine, Net(Plain), backend="inductor"))
@@ -81,87 +84,67 @@ def files_of(place):
     return [file for file in subfolder(place).iterdir() if file.name != "about-this-folder.txt"]
 
 
-class Compiled:
-    """While it is open: the graphs that PyTorch has compiled, and those that it had from a cache."""
-
-    def __enter__(self):
-        self._before = Counter(counters["inductor"])
-        return self
-
-    @property
-    def graphs(self):
-        return counters["inductor"]["fxgraph_cache_miss"] - self._before["fxgraph_cache_miss"]
-
-    @property
-    def hits(self):
-        return counters["inductor"]["fxgraph_cache_hit"] - self._before["fxgraph_cache_hit"]
-
-    def __exit__(self, *_exc):
-        pass
-
-
 X = torch.linspace(-1, 1, 16).view(2, 8)
 
 
-def images(runs):
-    """The first image and one with compiled code; both must be what the uncompiled model makes."""
-    with torch.inference_mode(), Compiled() as compiled:
-        expected = runs.net(X)
-        assert torch.equal(runs(X)[0], expected)
-        runs.wait()
-        result, uncompiled = runs(X)
-        assert not uncompiled and not runs.failures and torch.equal(result, expected)
-    return compiled
+@pytest.fixture
+def images(process):
+    """A function: the first image and one with code; both are what the uncompiled model makes. How many graphs that lowered."""
+
+    def images(runs):
+        before = process.lowered
+        with torch.inference_mode():
+            expected = runs.net(X)
+            assert torch.equal(runs(X)[0], expected)
+            runs.wait()
+            result, uncompiled = runs(X)
+            assert not uncompiled and not runs.failures and torch.equal(result, expected)
+        return process.lowered - before
+
+    return images
 
 
-def test_worker_two_compiles_nothing(configure, worker, place):
+def test_worker_two_compiles_nothing(configure, images, worker, process, place):
     configure(place)
-    assert images(worker("one")).graphs == 1
-    before = counters["aot_autograd"]["autograd_cache_hit"]
-    second = images(worker("two"))
-    assert (second.graphs, second.hits) == (0, 1) and counters["aot_autograd"]["autograd_cache_hit"] == before + 1
+    assert images(worker("one")) == 1
+    assert images(worker("two")) == 0 and process.loaded == 2
 
 
-def test_what_was_shared_is_on_disk_when_the_server_is_gone(configure, worker, tmp_path):
+def test_what_was_shared_is_on_disk_when_the_server_is_gone(configure, images, worker, tmp_path):
     configure(tmp_path / "volume")
     images(worker("one"))
     images(worker("two"))
     configure(None)
-    before = counters["aot_autograd"]["autograd_cache_hit"]
-    assert images(worker("two")).graphs == 0
-    assert counters["aot_autograd"]["autograd_cache_hit"] == before + 1
+    assert images(worker("two")) == 0
 
 
-def test_a_changed_rewrite_is_a_miss(configure, worker, engine, tmp_path, monkeypatch):
+def test_what_cannot_be_loaded_is_compiled_anew_and_replaced_for_all(
+    configure, images, worker, process, monkeypatch, engine, tmp_path, caplog
+):
+    """Code that was made by a worker whose PyTorch was damaged, say: its signature is right."""
+    configure(tmp_path / "volume")
+    images(worker("one"))
+    load, traced_graph = process.load, engine("compile.traced_graph")
+    outcomes = [lambda _code: 1 / 0]
+    monkeypatch.setattr(traced_graph, "load", lambda code: (outcomes.pop() if outcomes else load)(code))
+    assert images(worker("two")) == 1 and "cannot be loaded" in caplog.text and not outcomes
+    assert images(worker("three")) == 0
+
+
+def test_a_changed_rewrite_is_a_miss(configure, images, worker, engine, tmp_path, monkeypatch):
     configure(tmp_path / "volume")
     images(worker("one"))
     environment = engine("cache.environment")
     monkeypatch.setitem(environment.LOADED, "code of the pack", "with another rewrite")
     environment.environment.cache_clear()
     try:
-        assert images(worker("two")).graphs == 1
+        assert images(worker("two")) == 1
     finally:
         environment.environment.cache_clear()
 
 
-def test_settings_of_pytorch_are_as_before_and_other_threads_see_no_shared_cache(configure, shared, worker, tmp_path, engine):
-    from torch._inductor.codecache import FxGraphCache
-
-    configure(tmp_path / "volume")
-    worker("one")
-    before = vars(FxGraphCache)["get_remote_cache"], torch._inductor.config.fx_graph_remote_cache
-    seen = []
-    with shared.sharing("0123456789ab", False):
-        seen.append(FxGraphCache.get_remote_cache())
-        other = threading.Thread(target=lambda: seen.append(FxGraphCache.get_remote_cache()))
-        other.start()
-        other.join()
-    assert seen[0] is not None and seen[1] is None
-    assert (vars(FxGraphCache)["get_remote_cache"], torch._inductor.config.fx_graph_remote_cache) == before
-
-
 @pytest.mark.parametrize("at_once", [False, True])
-def test_the_calling_thread_never_talks_to_the_server(configure, shared, worker, monkeypatch, tmp_path, at_once):
+def test_the_calling_thread_never_talks_to_the_server(configure, shared, images, worker, monkeypatch, tmp_path, at_once):
     configure(tmp_path / "volume")
     threads, original = set(), shared.SharedCache._try
     monkeypatch.setattr(
@@ -181,7 +164,7 @@ def test_the_calling_thread_never_talks_to_the_server(configure, shared, worker,
 
 
 @pytest.fixture
-def elsewhere(configure, stores, worker, tmp_path, monkeypatch):
+def elsewhere(configure, stores, images, worker, tmp_path, monkeypatch):
     """Another worker holds the claim of the graph; a function that ends the other's compiling."""
     volume, claims, original = tmp_path / "volume", [], stores.FolderStore.claim
     cache = configure(volume)
@@ -193,87 +176,110 @@ def elsewhere(configure, stores, worker, tmp_path, monkeypatch):
     for file in contents:
         file.unlink()
     (name,) = claims
+    name = name.removeprefix(PREFIX)
     assert cache.claim(name)
     configure(None)
     configure(volume)  # as another process, which has waited for nothing yet
     return lambda: [file.write_bytes(content) for file, content in contents.items()] and cache.release(name)
 
 
-def test_another_worker_compiles_the_graph(elsewhere, worker):
-    runs = worker("two")
-    with torch.inference_mode(), Compiled() as compiled:
+def test_another_worker_compiles_the_graph(elsewhere, worker, process):
+    runs, before = worker("two"), process.lowered
+    with torch.inference_mode():
         for _ in range(10):
             result, uncompiled = runs(X)
             assert uncompiled and torch.equal(result, runs.net(X)) and runs.is_being_compiled
             time.sleep(0.1)
-        assert (compiled.graphs, compiled.hits) == (0, 0)
+        assert process.lowered == before
         elsewhere()
         runs.wait()
         result, uncompiled = runs(X)
         assert not uncompiled and torch.equal(result, runs.net(X))
-    assert (compiled.graphs, compiled.hits) == (0, 1) and not runs.failures
+    assert process.lowered == before and not runs.failures
 
 
-def test_a_call_that_waits_does_not_wait_for_another_worker(elsewhere, shared, worker):
-    runs = worker("two")
-    with torch.inference_mode(), Compiled() as compiled:
+def test_waiting_for_another_worker_is_no_failed_attempt(elsewhere, engine, worker, process, monkeypatch):
+    monkeypatch.setattr(engine("background.thread"), "ATTEMPTS", 3)
+    test_another_worker_compiles_the_graph(elsewhere, worker, process)
+
+
+def test_a_call_that_waits_does_not_wait_for_another_worker(elsewhere, shared, worker, process):
+    runs, before = worker("two"), process.lowered
+    with torch.inference_mode():
         assert torch.equal(runs.at_once(X), runs.net(X))
-    assert compiled.graphs == 1 and not shared._Configured.cache.waiting_since
+    assert process.lowered == before + 1 and not shared._Configured.cache.waiting_since
 
 
-def test_a_graph_that_waits_for_another_worker_is_compiled_when_a_call_waits_for_it(elsewhere, shared, worker):
-    runs = worker("two")
-    with torch.inference_mode(), Compiled() as compiled:
+def test_a_graph_that_waits_for_another_worker_is_compiled_when_a_call_waits_for_it(elsewhere, shared, worker, process):
+    runs, before = worker("two"), process.lowered
+    with torch.inference_mode():
         runs(X)
         wait_until(lambda: shared._Configured.cache.waiting_since, "it waits")
-        assert compiled.graphs == 0
+        assert process.lowered == before
         assert torch.equal(runs.at_once(X), runs.net(X))
-    assert compiled.graphs == 1
+    assert process.lowered == before + 1 and not shared._Configured.cache.waiting_since
 
 
 def test_a_graph_that_waits_for_another_worker_is_compiled_when_sampling_waits_for_all_graphs(
-    elsewhere, shared, worker, engine
+    elsewhere, shared, worker, engine, process
 ):
-    runs, compiler = worker("two"), engine("background.thread").compiler
-    with torch.inference_mode(), Compiled() as compiled:
+    runs, compiler, before = worker("two"), engine("background.thread").compiler, process.lowered
+    with torch.inference_mode():
         runs(X)
         wait_until(lambda: shared._Configured.cache.waiting_since, "it waits")
-        assert compiler.have_awaited() and compiler.wait(20) and compiled.graphs == 1
+        assert compiler.have_awaited() and compiler.wait(20) and process.lowered == before + 1
         result, uncompiled = runs(X)
         assert not uncompiled and torch.equal(result, runs.net(X))
 
 
-def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, stores, worker, tmp_path):
+def test_the_claim_of_a_worker_that_is_gone_ends(elsewhere, stores, images, worker, tmp_path):
     (claim,) = subfolder(tmp_path / "volume").glob("*.claim")
     os.utime(claim, (time.time() - stores.CLAIM_SECONDS - 1,) * 2)
-    assert images(worker("two")).graphs == 1
+    assert images(worker("two")) == 1
 
 
-def test_what_was_compiled_between_a_miss_and_the_claim_is_taken(configure, shared, tmp_path, monkeypatch):
-    cache = configure(tmp_path / "volume")
-    original = cache.claim
-    monkeypatch.setattr(cache, "claim", lambda name: cache.put(name, b"content") and original(name))
-    assert shared._Sharing(cache, "names", tmp_path, True).get(NAME) == b"content"
-
-
-def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, shared, stores, worker, monkeypatch):
+def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, engine, shared, stores, images, worker, monkeypatch):
     """Workers that fail one after the other each claim the graph anew."""
-    monkeypatch.setattr(shared, "CLAIM_SECONDS", 1)
+    monkeypatch.setattr(engine("compile_process.obtain"), "CLAIM_SECONDS", 1)
     monkeypatch.setattr(stores.FolderStore, "claim", lambda *_: False)
-    assert images(worker("two")).graphs == 1
+    assert images(worker("two")) == 1 and not shared._Configured.cache.waiting_since
 
 
-def test_waiting_for_another_worker_is_no_failed_attempt(elsewhere, engine, worker, monkeypatch):
-    monkeypatch.setattr(engine("background.thread"), "ATTEMPTS", 3)
-    test_another_worker_compiles_the_graph(elsewhere, worker)
+@pytest.fixture
+def obtain(engine, process, worker):
+    """A function: the code of a graph of one input, for a worker with a store of its own."""
+    module, request = engine("compile_process.obtain"), engine("compile_process.request").Request
+
+    def obtain(patient=True):
+        worker("one")
+        return module.obtain(request("text", NAME, (), torch.device("cpu")), "Block", patient)
+
+    return obtain
 
 
-def test_a_claim_is_released(configure, shared, place):
-    cache = configure(place)
-    sharing = shared._Sharing(cache, "names", Path("folder"), True)
-    assert sharing.get(NAME) is None and not cache.claim(NAME)
-    sharing.close()
-    assert cache.claim(NAME)
+def test_what_was_compiled_between_a_miss_and_the_claim_is_taken(configure, obtain, process, tmp_path, monkeypatch):
+    cache = configure(tmp_path / "volume")
+    claim, content = cache.claim, process.lower("of another worker").packed({"class": "Block", "environment": {}})
+    monkeypatch.setattr(cache, "claim", lambda name: cache.put(name, content) and claim(name))
+    obtained = obtain()
+    assert obtained.was_kept and obtained.code.artefact == b"of another worker" and process.lowered == 1
+    assert claim(NAME), "it was released"
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_claim_is_held_while_a_graph_is_compiled_and_released(configure, obtain, engine, monkeypatch, place, fails):
+    cache, held = configure(place), []
+    process = engine("compile_process.obtain").compile_process
+    lower = process.lower
+
+    def lower_or_fail(text):
+        held.append(not cache.claim(NAME))
+        return 1 / 0 if fails else lower(text)
+
+    monkeypatch.setattr(process, "lower", lower_or_fail)
+    with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
+        obtain()
+    assert held == [True] and cache.claim(NAME)
 
 
 # Entries are code.
@@ -291,7 +297,7 @@ def test_an_entry_is_what_was_put(cache):
 
 def test_a_flipped_bit_is_a_miss(cache, caplog):
     cache.put(NAME, bytes(range(256)))
-    file = cache._store._file(NAME)
+    file = cache._store._file(PREFIX + NAME)
     good, numbers = file.read_bytes(), random.Random(0)
     loaded = 0
     for position in numbers.sample(range(len(good) * 8), 200):
@@ -307,9 +313,9 @@ def test_a_flipped_bit_is_a_miss(cache, caplog):
 @pytest.mark.parametrize("change", ["other name", "other key", "cut", "empty", "unsigned"])
 def test_a_forged_entry_is_a_miss(cache, configure, tmp_path, change, caplog):
     cache.put(NAME, b"content")
-    file, other = cache._store._file(NAME), f"{NAME}2"
+    file, other = cache._store._file(PREFIX + NAME), f"{NAME}2"
     if change == "other name":
-        cache._store._file(other).write_bytes(file.read_bytes())
+        cache._store._file(PREFIX + other).write_bytes(file.read_bytes())
         assert cache.get(other) is None
     elif change == "other key":
         assert configure(tmp_path / "volume", SECRET + "2").get(NAME) is None
@@ -361,7 +367,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("how", BAD)
-def test_a_bad_server_costs_no_image(configure, worker, how, caplog):
+def test_a_bad_server_costs_no_image(configure, images, worker, how, caplog):
     spoil, said = BAD[how]
     with RedisServer() as server:
         configure(server.url)
@@ -369,23 +375,23 @@ def test_a_bad_server_costs_no_image(configure, worker, how, caplog):
         spoil(server)
         configure(None)
         configure(server.url)
-        assert images(worker("two")).graphs == 1
-        assert images(worker("three")).graphs == (0 if how == "poisoned" else 1)
+        assert images(worker("two")) == 1
+        assert images(worker("three")) == (0 if how == "poisoned" else 1)
     assert caplog.text.count(said) == 1 and Bomb.unpickled == 0
 
 
 @pytest.mark.parametrize("kind", ["slow", "cut"])
-def test_a_bad_network_costs_no_image(configure, worker, kind, caplog):
+def test_a_bad_network_costs_no_image(configure, images, worker, kind, caplog):
     with RedisServer() as server:
         configure(server.url)
         images(worker("one"))
         with Proxy(server.port, **({"delay": 0.3} if kind == "slow" else {"cut_after": 1000})) as proxy:
             configure(proxy.url)
-            assert images(worker("two")).graphs == (0 if kind == "slow" else 1)
+            assert images(worker("two")) == (0 if kind == "slow" else 1)
     assert caplog.text.count("does not answer") == (kind == "cut")
 
 
-def test_a_server_that_was_restarted_is_used_again(configure, shared, worker, monkeypatch):
+def test_a_server_that_was_restarted_is_used_again(configure, shared, images, worker, monkeypatch):
     monkeypatch.setattr(shared, "OFF_SECONDS", 0.0)
     with RedisServer() as server:
         configure(server.url)
@@ -395,16 +401,16 @@ def test_a_server_that_was_restarted_is_used_again(configure, shared, worker, mo
         server.start()
         images(worker("three"))
         images(worker("four"))
-        assert images(worker("five")).graphs == 0
+        assert images(worker("five")) == 0
 
 
-def test_a_server_that_takes_no_entries_still_gives_them(configure, worker):
+def test_a_server_that_takes_no_entries_still_gives_them(configure, images, worker):
     with RedisServer() as server:
         cache = configure(server.url)
         images(worker("one"))
         server.client.replicaof("127.0.0.1", free_port())
         assert not cache.put(NAME, b"content")
-        assert images(worker("two")).graphs == 0
+        assert images(worker("two")) == 0
 
 
 def test_a_server_that_does_not_answer_is_left_alone_for_a_minute(configure, shared, monkeypatch, caplog):
@@ -424,7 +430,7 @@ def test_a_server_that_does_not_answer_is_left_alone_for_a_minute(configure, sha
 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="Windows has no FIFOs")
-def test_a_folder_that_hangs_costs_no_image(configure, shared, worker, tmp_path, monkeypatch, caplog):
+def test_a_folder_that_hangs_costs_no_image(configure, shared, images, worker, tmp_path, monkeypatch, caplog):
     """Reading a FIFO waits until somebody writes into it."""
     monkeypatch.setattr(shared, "ANSWER_SECONDS", 0.2)
     configure(tmp_path / "volume")
@@ -448,38 +454,13 @@ def test_a_folder_that_hangs_costs_no_image(configure, shared, worker, tmp_path,
     volume = threading.Thread(target=answer)
     volume.start()
     try:
-        assert images(worker("two")).graphs == 1 and not answers.is_set()
+        assert images(worker("two")) == 1 and not answers.is_set()
         cache._off_until = 0.0  # a minute later
-        os.mkfifo(cache._store._file(NAME))
-        files.append(cache._store._file(NAME))
+        os.mkfifo(cache._store._file(PREFIX + NAME))
+        files.append(cache._store._file(PREFIX + NAME))
         threads = threading.active_count()
         assert cache.get(NAME) is None and threading.active_count() == threads
         assert caplog.text.count("does not answer") == 1
     finally:
         is_over.set()
         volume.join()
-
-
-# What the user sets.
-
-
-def test_without_a_key_it_is_off_and_says_why(configure, caplog):
-    assert configure("redis://127.0.0.1/0", key=None) is None
-    assert "must be signed" in caplog.text and "TORCH_COMPILE_KIT_SHARED_KEY" in caplog.text
-    assert configure("redis://127.0.0.1/0", key="short") is None
-
-
-def test_choices_of_autotuning_are_shared(configure, shared, worker, engine, tmp_path):
-    """On a GPU PyTorch measures kernels after the graph is compiled, and writes down which is the fastest."""
-    cache = configure(tmp_path / "volume")
-    written = {}
-    for name in ("one", "two"):
-        folder = tmp_path / name
-        (folder / "ab").mkdir(parents=True)
-        sharing = shared._Sharing(cache, "names", folder, True)
-        sharing.get(NAME)
-        written[name] = [file.read_text() for file in folder.glob("ab/*.best_config")]
-        if name == "one":
-            (folder / "ab" / "abc.best_config").write_text('{"XBLOCK": 8}')
-        sharing.close()
-    assert written == {"one": [], "two": ['{"XBLOCK": 8}']}

@@ -1,0 +1,318 @@
+"""Keep compiled code by its name, which tells its content: in a folder of the user's, and where other machines reach it.
+
+`<name>.code` is a signature and the bytes of one graph's code; `<structure>.json` holds choices that were measured for a model.
+The signature is an HMAC by a key that only this user can read, in the same folder: a file that is damaged, or that somebody
+else has put there, is no entry. So the folder's rights do not matter, several servers can use it, and any file can be removed
+at any time: loaded code goes on working.
+
+When all are too large, the least recently used are removed.
+"""
+
+import hmac
+import json
+import os
+import re
+import secrets
+import stat
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..failures.describe import in_one_line
+from ..files import read_whole, remove_file, replace, write_whole
+from ..log import logger
+from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
+from .shared import SharedCache, configured
+
+NAME = re.compile(r"[0-9a-f]{64}(-[1-9])?")
+STRUCTURE = re.compile(r"[0-9a-f]{12}")
+CODE, CHOICES, UNFINISHED = ".code", ".json", ".tmp"
+KEY_FILE = "signature.key"
+SIGNATURE_BYTES = 32
+# A younger file may still be written.
+LEFTOVER_SECONDS = 3600
+# The page asks for the sizes again and again.
+USAGE_SECONDS = 5
+# Entries that are looked at for whether there is code of these versions.
+LOOKED_AT = 8
+
+
+@dataclass
+class CodeStore:
+    """The entries in one folder.
+
+    Args:
+        limit: bytes of all entries.
+        key: signs entries.
+    """
+
+    folder: Path
+    limit: int
+    key: bytes
+    _usage: dict[str, Any] = field(default_factory=dict)
+    _counted: float | None = None
+    _is_unwritable: bool = False
+
+    def get(self, name: str) -> bytes | None:
+        """As `read`, else from the shared cache: not on a thread that the sampler waits for."""
+        content = self.read(name)
+        if content is None and (shared := configured()) is not None and (content := shared.get(name)) is not None:
+            self.put(name, content)
+        return content
+
+    def put(self, name: str, content: bytes, shared: SharedCache | None = None) -> bool:
+        """Keep an entry here and, if asked, where it is shared. What cannot be written is lost, and said once.
+
+        Returns:
+            Whether it was written here.
+        """
+        is_written = True
+        try:
+            write_whole(self._file(name), self._sign(name, content) + content)
+        except OSError as error:
+            self._say_unwritable(error)
+            is_written = False
+        self._counted = None
+        if shared is not None:
+            shared.put(name, content)
+        self.trim()
+        return is_written
+
+    def read(self, name: str) -> bytes | None:
+        """The content of an entry here; None if there is none, or only a damaged one."""
+        file = self._file(name)
+        try:
+            entry = read_whole(file)
+        except OSError:
+            return None
+        with suppress(OSError):  # the folder can be on a volume that this server only reads
+            os.utime(file)
+        signature, content = entry[:SIGNATURE_BYTES], entry[SIGNATURE_BYTES:]
+        if hmac.compare_digest(signature, self._sign(name, content)):
+            return content
+        logger.warning("%s is damaged, or was not written by this user: its code is compiled anew", file)
+        remove_file(file)
+        return None
+
+    def _say_unwritable(self, error: OSError) -> None:
+        if not self._is_unwritable:
+            self._is_unwritable = True
+            logger.warning("compiled code is not kept in %s: %s", self.folder, in_one_line(error))
+
+    def _file(self, name: str) -> Path:
+        return self.folder / f"{name}{CODE}"
+
+    def _sign(self, name: str, content: bytes) -> bytes:
+        return hmac.digest(self.key, name.encode() + b"\0" + content, "sha256")
+
+    def names(self) -> list[str]:
+        """The names of all entries, the most recently used first; those dated in the future by a clock that was wrong last."""
+        used = {file: _status(file) for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)}
+        latest = time.time() + LEFTOVER_SECONDS
+        dates = {file: status.st_mtime for file, status in used.items() if status is not None}
+        return [file.stem for file in sorted(dates, key=lambda file: (dates[file] > latest, -dates[file]))]
+
+    def recall(self, structure: str, choice: str) -> str | None:
+        """A choice that `remember` has kept, in this process or an earlier one."""
+        value = self._choices(structure).get(choice)
+        return value if isinstance(value, str) else None
+
+    def remember(self, structure: str, choice: str, value: str) -> None:
+        """Keep a choice on which the compiled code of a model depends; `structure`: see `structure.py`."""
+        self.add_choices(structure, {choice: value})
+
+    def choices(self, structure: str) -> dict[str, str]:
+        return {name: value for name, value in self._choices(structure).items() if isinstance(value, str)}
+
+    def add_choices(self, structure: str, choices: dict[str, str]) -> None:
+        file = self.folder / f"{structure}{CHOICES}"
+        try:
+            write_whole(file, json.dumps(self._choices(structure) | choices).encode())
+        except OSError as error:
+            self._say_unwritable(error)
+
+    def _choices(self, structure: str) -> dict[str, Any]:
+        try:
+            content = json.loads((self.folder / f"{structure}{CHOICES}").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def about(self, name: str) -> dict[str, Any]:
+        """What an entry says of itself: the class of the block, versions, device."""
+        try:
+            with self._file(name).open("rb") as file:
+                file.seek(SIGNATURE_BYTES)
+                header = header_of(file.read(1 << 14))
+        except (OSError, ValueError):
+            return {}
+        return header if isinstance(header.get("environment"), dict) else {}
+
+    def has_current(self) -> bool:
+        """Whether there is code that these versions have made for this device."""
+        here = environment().items()
+        return any(here <= self.about(name).get("environment", {}).items() for name in self.names()[:LOOKED_AT])
+
+    def size(self) -> int:
+        return sum(status.st_size for name in self.names() if (status := _status(self._file(name))) is not None)
+
+    def trim(self) -> int:
+        """Remove the least recently used entries until the rest is within the limit; returns the bytes removed."""
+        for file in self.folder.glob(f"*{UNFINISHED}"):
+            status = _status(file)
+            if status is not None and time.time() - status.st_mtime > LEFTOVER_SECONDS:
+                remove_file(file)
+        kept = removed = 0
+        for name in self.names():
+            status = _status(self._file(name))
+            size = 0 if status is None else status.st_size
+            if kept + size > self.limit:
+                remove_file(self._file(name))
+                removed += size
+            else:
+                kept += size
+        if removed:
+            self._counted = None
+            logger.info("compile cache: %d MiB removed, %d MiB kept in %s", removed >> 20, kept >> 20, self.folder)
+        return removed
+
+    def clear(self) -> int:
+        """Remove all entries and choices; returns the bytes removed. Loaded code goes on working."""
+        before = self.size()
+        choices = (file for file in self.folder.glob(f"*{CHOICES}") if STRUCTURE.fullmatch(file.stem))
+        for file in (*map(self._file, self.names()), *choices):
+            remove_file(file)
+        self._counted = None
+        return before - self.size()
+
+    def usage(self) -> dict[str, Any]:
+        """Folder, sizes and entries for the page and for scripts; up to `USAGE_SECONDS` old."""
+        now = time.monotonic()
+        if self._counted is None or now - self._counted > USAGE_SECONDS:
+            entries = []
+            for name in self.names():
+                about, status = self.about(name), _status(self._file(name))
+                if status is not None:
+                    told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
+                    entries.append({**about.get("environment", {}), **told})
+            self._usage = {"folder": str(self.folder), "bytes": sum(entry["bytes"] for entry in entries), "entries": entries}
+            self._counted = now
+        return {**self._usage, "limit": self.limit}
+
+
+def header_of(content: bytes) -> dict[str, Any]:
+    """The object at the beginning of an entry, a line of JSON; ValueError if there is none."""
+    line, newline, _rest = content.partition(b"\n")
+    try:
+        header = json.loads(line) if newline else None
+    except RecursionError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError("no header")
+    return header
+
+
+def _status(file: Path) -> os.stat_result | None:
+    """None: removed meanwhile."""
+    with suppress(OSError):
+        return file.stat()
+    return None
+
+
+class _Current:
+    """The store of this process; None until the host names a folder, or when none can be written."""
+
+    store: CodeStore | None = None
+    opened = False
+    lock = threading.Lock()
+
+
+def current() -> CodeStore | None:
+    return _Current.store
+
+
+def open_store(folder: Path, limit: object = None) -> CodeStore | None:
+    """Use `folder` from now on, or the user's (`environment.users_folder`); later calls change nothing.
+
+    Where the folder cannot be written or its drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods), use another folder
+    of this user, and say so in the log; where there is none either, keep nothing. The user's setting `limit` is in GiB.
+    """
+    if _Current.opened:
+        return _Current.store
+    with _Current.lock:
+        if not _Current.opened:
+            refused = []
+            for place in _places(folder):
+                try:
+                    place.mkdir(mode=0o700, parents=True, exist_ok=True)
+                    _Current.store = CodeStore(place, limit_in_bytes(limit), read_key(place))
+                    break
+                except OSError as error:
+                    refused.append(f"{place} cannot be used: {error}")
+            if refused:
+                logger.warning(
+                    "the cache folder %s. Compiled code goes to %s; %s names another folder",
+                    "; ".join(refused),
+                    _Current.store.folder if _Current.store else "no other, and is lost at the next restart",
+                    FOLDER,
+                )
+            _Current.opened = True
+        return _Current.store
+
+
+def was_opened_before(folder: Path) -> bool:
+    """Whether one of the folders that `open_store` would use is there; creates none."""
+    return any(os.path.isfile(place / KEY_FILE) for place in _places(folder))  # not Path's, which may raise PermissionError
+
+
+def _places(folder: Path) -> list[Path]:
+    """Folders for the store, best first."""
+    user = os.geteuid() if hasattr(os, "geteuid") else os.environ.get("USERNAME", "")
+    # Of this user alone, on drives that keep rights; a container's user may have no home.
+    home = Path(os.path.expanduser("~"), ".cache", KIT, folder.name)
+    places = [users_folder() or folder, home, Path(tempfile.gettempdir(), f"{KIT}-{user}", folder.name)]
+    return [place for place in places if place.is_absolute()]
+
+
+def read_key(folder: Path) -> bytes:
+    """The key that signs the entries in a folder; a new one where others could have read it.
+
+    Raises:
+        OSError: it cannot be kept from others there.
+    """
+    file = folder / KEY_FILE
+    if not (key := _key_in(file)):
+        if os.path.lexists(file) and not _key_in(file):  # another server may just have made one
+            remove_file(file)
+        unfinished = folder / f"{secrets.token_hex(16)}{UNFINISHED}"
+        with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
+            opened.write(secrets.token_bytes(SIGNATURE_BYTES))
+        try:
+            os.link(unfinished, file)  # of servers that start at once all use the first key
+        except FileExistsError:
+            pass
+        except OSError:  # a drive without links
+            replace(unfinished, file)
+        remove_file(unfinished)
+        key = _key_in(file)
+    if not key:
+        remove_file(file)
+        raise OSError(f"its drive keeps no rights, and others could read {KEY_FILE} there")
+    return key
+
+
+def _key_in(file: Path) -> bytes:
+    """The key in a file that only this user can read; empty if there is none. What is looked at is what is read: whoever may
+    write into the folder could exchange the file in between."""
+    try:
+        with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as opened:
+            status, key = os.fstat(opened.fileno()), opened.read(SIGNATURE_BYTES + 1)
+    except OSError:
+        return b""
+    # Windows' profiles are private.
+    is_private = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+    return key if is_private and stat.S_ISREG(status.st_mode) and len(key) == SIGNATURE_BYTES else b""

@@ -1,0 +1,39 @@
+"""Name what blocks, or whole models, have in common: classes of layers and shapes of weights."""
+
+import hashlib
+import json
+
+from torch import nn
+
+from .environment import environment
+
+
+def short_name(block: str, structure: tuple) -> str:
+    """A short name for blocks of a class and a structure, the same in every process.
+
+    Names of Python modules are left out, since those of custom packs depend on the folder that a pack is in.
+    """
+    layers, *tensors = structure
+    layers = tuple((name, *rest) for name, _module, *rest in layers)
+    text = json.dumps([environment(), block, layers, tensors])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def name_of(network: nn.Module) -> str:
+    """The name under which the choices of a whole network are kept."""
+    return short_name(type(network).__name__, structure_of(network))
+
+
+def structure_of(block: nn.Module) -> tuple:
+    """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights."""
+    layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
+    weights = tuple((name, tuple(p.shape)) for name, p in block.named_parameters())
+    buffers = tuple((name, tuple(b.shape)) for name, b in block.named_buffers())
+    return layers, weights, buffers
+
+
+def _absent(module: nn.Module) -> tuple[str, ...]:
+    """Options that a composite layer does not use (a window of attention). Leaves are left out: ComfyUI keeps state on them."""
+    if not module._modules:
+        return ()
+    return tuple(sorted(name for name, value in vars(module).items() if value is None and not name.startswith("_")))

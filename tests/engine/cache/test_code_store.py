@@ -1,0 +1,573 @@
+"""The store of compiled code: who may have written an entry, what goes first, and where the store is."""
+
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+import unittest.mock
+from pathlib import Path
+
+import pytest
+
+NAMES = ["a" * 64, "b" * 64, "c" * 64]
+STRUCTURE = "5" * 12
+MIB = 1024**2
+posix = pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+
+
+@pytest.fixture
+def stores(engine, monkeypatch):
+    monkeypatch.setattr(engine("cache.shared")._Configured, "cache", None)
+    return engine("cache.code_store")
+
+
+@pytest.fixture
+def store(stores, tmp_path):
+    (tmp_path / "store").mkdir()
+    return stores.CodeStore(tmp_path / "store", 2 * MIB, b"k" * 32)
+
+
+def age(store, name, seconds):
+    os.utime(store._file(name), (time.time() - seconds,) * 2)
+
+
+@pytest.fixture
+def three(store):
+    """Three entries of half a MiB, used an hour, half an hour and 20 minutes ago."""
+    for name, seconds in zip(NAMES, (3600, 1800, 1200), strict=True):
+        store.put(name, bytes(MIB // 2))
+        age(store, name, seconds)
+    return store
+
+
+# Who may have written an entry.
+
+
+def test_an_entry_is_what_was_put(store):
+    assert store.get(NAMES[0]) is None
+    store.put(NAMES[0], b"content")
+    assert store.get(NAMES[0]) == b"content" and store.names() == [NAMES[0]]
+
+
+def test_a_flipped_bit_is_a_miss_and_the_entry_goes(store, caplog):
+    store.put(NAMES[0], bytes(range(256)))
+    file, numbers = store._file(NAMES[0]), random.Random(0)
+    good = file.read_bytes()
+    for position in numbers.sample(range(len(good) * 8), 200):
+        bad = bytearray(good)
+        bad[position // 8] ^= 1 << position % 8
+        file.write_bytes(bad)
+        assert store.get(NAMES[0]) is None and not file.exists(), position
+    assert f"{file} is damaged, or was not written by this user" in caplog.text
+    file.write_bytes(good)
+    assert store.get(NAMES[0]) == bytes(range(256))
+
+
+@pytest.mark.parametrize("change", ["other name", "other key", "cut", "empty", "unsigned"])
+def test_a_forged_entry_is_a_miss(stores, store, change):
+    store.put(NAMES[0], b"content")
+    file = store._file(NAMES[0])
+    if change == "other name":
+        file.rename(store._file(NAMES[1]))
+        assert store.get(NAMES[1]) is None
+    elif change == "other key":
+        assert stores.CodeStore(store.folder, MIB, b"l" * 32).get(NAMES[0]) is None
+    else:
+        file.write_bytes({"cut": file.read_bytes()[:-1], "empty": b"", "unsigned": b"content" * 10}[change])
+        assert store.get(NAMES[0]) is None
+
+
+def test_an_entry_can_be_read_where_nothing_can_be_written(store, monkeypatch):
+    """On a volume that is mounted read-only."""
+    store.put(NAMES[0], b"content")
+    monkeypatch.setattr(os, "utime", unittest.mock.Mock(side_effect=OSError(30, "Read-only file system")))
+    assert store.get(NAMES[0]) == b"content"
+
+
+def test_what_cannot_be_written_is_said_once(store, caplog):
+    shutil.rmtree(store.folder)
+    for name in NAMES:
+        store.put(name, b"content")
+        store.remember(STRUCTURE, "attention", "cudnn")
+    assert store.get(NAMES[0]) is None and caplog.text.count(f"is not kept in {store.folder}") == 1
+
+
+# What goes first.
+
+
+def test_the_least_recently_used_entry_goes_first(three):
+    three.limit = 5 * MIB // 4
+    assert three.trim() > MIB // 2
+    assert three.names() == [NAMES[2], NAMES[1]] and three.size() <= three.limit
+    assert three.trim() == 0
+
+
+def test_use_keeps_an_entry(three):
+    three.get(NAMES[0])
+    three.limit = 5 * MIB // 4
+    three.trim()
+    assert three.names() == [NAMES[0], NAMES[2]]
+
+
+def test_what_is_put_makes_room_for_itself(three):
+    three.limit = 5 * MIB // 4
+    three.put("d" * 64, bytes(MIB // 2))
+    assert three.names() == ["d" * 64, NAMES[2]]
+
+
+def test_what_is_taken_from_a_shared_cache_makes_room_for_itself(three, stores, monkeypatch):
+    """A worker of a fleet may never compile anything itself."""
+    shared = unittest.mock.Mock()
+    shared.get.return_value = bytes(MIB // 2)
+    monkeypatch.setattr(stores, "configured", lambda: shared)
+    three.limit = 5 * MIB // 4
+    assert three.get("d" * 64) == bytes(MIB // 2)
+    assert three.names() == ["d" * 64, NAMES[2]] and not shared.put.called
+
+
+def test_entries_dated_in_the_future_go_first(three):
+    age(three, NAMES[2], -(10**8))
+    three.limit = 5 * MIB // 4
+    three.trim()
+    assert three.names() == [NAMES[1], NAMES[0]]
+
+
+def test_a_limit_of_nothing_keeps_nothing(three):
+    three.limit = 0
+    three.put("d" * 64, b"content")
+    assert three.names() == []
+
+
+def test_what_killed_processes_leave_goes_after_an_hour(three):
+    old, young, mine = (three.folder / f"{name}.tmp" for name in ("0a" * 16, "0b" * 16, "mine.txt"))
+    for file in (old, young, mine.with_suffix("")):
+        file.touch()
+    for file in (old, mine.with_suffix("")):
+        os.utime(file, (0, 0))
+    three.put(NAMES[0], b"content")
+    assert not old.exists() and young.exists() and mine.with_suffix("").exists()
+
+
+def test_clearing_leaves_other_files_alone(three):
+    three.remember(STRUCTURE, "attention", "cudnn")
+    others = [three.folder / name for name in ("notes.txt", "mine.json", "mine.code", "signature.key")]
+    for file in others:
+        file.write_text("mine")
+    assert three.clear() > MIB
+    assert three.names() == [] and three.size() == 0 and three.recall(STRUCTURE, "attention") is None
+    assert all(file.read_text() == "mine" for file in others)
+
+
+def test_what_windows_holds_on_to_stays_and_is_not_counted_as_removed(three, monkeypatch):
+    unlink = Path.unlink
+
+    def unlink_but_one(path, *args, **kwargs):
+        if path.stem == NAMES[0]:
+            raise PermissionError(13, "in use", str(path))
+        unlink(path, *args, **kwargs)
+
+    with monkeypatch.context() as windows:
+        windows.setattr(Path, "unlink", unlink_but_one)
+        assert MIB <= three.clear() < 3 * MIB // 2 and three.names() == [NAMES[0]]
+    assert three.clear() > MIB // 2 and three.names() == []
+
+
+def test_what_is_removed_while_it_is_looked_at_is_left_out(three, stores, monkeypatch):
+    """By another server with the same folder."""
+    status = stores._status
+
+    def removed_meanwhile(file):
+        if file.stem == NAMES[1]:
+            file.unlink(missing_ok=True)
+        return status(file)
+
+    monkeypatch.setattr(stores, "_status", removed_meanwhile)
+    assert three.names() == [NAMES[2], NAMES[0]] and three.size() > MIB and len(three.usage()["entries"]) == 2
+
+
+# What it tells.
+
+
+def entry(environment, **about):
+    return json.dumps({"class": "Block", "environment": environment, **about}).encode() + b"\nartefact"
+
+
+def test_usage_tells_what_lies_where(store, engine):
+    here = engine("cache.environment").environment()
+    for name in NAMES[:2]:
+        store.put(name, entry(here))
+    usage = store.usage()
+    assert usage["folder"] == str(store.folder) and usage["limit"] == 2 * MIB and usage["bytes"] == store.size()
+    assert {told["name"] for told in usage["entries"]} == set(NAMES[:2])
+    assert all(told["class"] == "Block" and told["torch"] == here["torch"] for told in usage["entries"])
+
+
+def test_sizes_that_are_asked_for_again_and_again_are_looked_at_once(store, stores, monkeypatch):
+    store.put(NAMES[0], entry({}))
+    assert len(store.usage()["entries"]) == 1
+    looked, names = [], store.names()
+    monkeypatch.setattr(store, "names", lambda: looked.append(1) or names)
+    assert store.usage() == store.usage() and not looked
+    passed = time.monotonic() + stores.USAGE_SECONDS + 1
+    monkeypatch.setattr(time, "monotonic", lambda: passed)
+    store.usage()
+    assert len(looked) == 1
+    store.limit = 7
+    assert store.usage()["limit"] == 7
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"", b"\n", b"7\n", b"[]\n", b"[" * 16_000 + b"\n", b'{"environment": 7}\n', b"\xff\n", b'{"environment"',
+        entry({"name": 7, "bytes": "many"}),
+    ],
+    ids=lambda content: repr(content[:20]),
+)  # fmt: skip
+def test_an_entry_with_an_odd_header_is_counted_and_never_current(store, content):
+    """Somebody's cache file may bring one."""
+    store.put(NAMES[0], content)
+    (told,) = store.usage()["entries"]
+    assert told["name"] == NAMES[0] and told["bytes"] == store.usage()["bytes"] == len(content) + 32
+    assert not store.has_current()
+
+
+def test_it_tells_whether_this_machine_has_compiled_as_it_is_now(engine, store, stores, monkeypatch):
+    here = engine("cache.environment").environment()
+    assert not store.has_current()
+    store.put(NAMES[0], entry({**here, "torch": "9.9"}))
+    assert not store.has_current()
+    store.put(NAMES[1], entry(here))
+    assert store.has_current()
+    monkeypatch.setattr(stores, "environment", lambda: {**here, "device": "another"})
+    assert not store.has_current()
+
+
+def test_a_choice_is_recalled(stores, store):
+    assert store.recall(STRUCTURE, "attention") is None
+    store.remember(STRUCTURE, "attention", "cudnn")
+    store.remember(STRUCTURE, "graphs", "pay")
+    later = stores.CodeStore(store.folder, MIB, store.key)
+    assert later.choices(STRUCTURE) == {"attention": "cudnn", "graphs": "pay"}
+    assert later.recall("6" * 12, "attention") is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"7", b'{"attention": 7}', b"[" * 100_000])
+def test_choices_that_are_damaged_are_none(store, content):
+    (store.folder / f"{STRUCTURE}.json").write_bytes(content)
+    assert store.recall(STRUCTURE, "attention") is None and store.choices(STRUCTURE) == {}
+    store.remember(STRUCTURE, "attention", "cudnn")
+    assert store.recall(STRUCTURE, "attention") == "cudnn"
+
+
+# Several servers.
+
+
+def test_servers_that_start_at_once_sign_with_one_key(stores, tmp_path):
+    started, keys = threading.Barrier(16), []
+
+    def start():
+        started.wait()
+        keys.append(stores.read_key(tmp_path))
+
+    threads = [threading.Thread(target=start) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(keys) == 16 and len(set(keys)) == 1 and [file.name for file in tmp_path.iterdir()] == ["signature.key"]
+
+
+def test_a_drive_without_links_has_a_key_too(stores, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", unittest.mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
+    key = stores.read_key(tmp_path)
+    assert len(key) == 32 and stores.read_key(tmp_path) == key
+    assert [file.name for file in tmp_path.iterdir()] == ["signature.key"]
+
+
+def test_several_servers_write_read_and_trim_one_folder(stores, tmp_path):
+    key, names, errors = stores.read_key(tmp_path), [f"{number:064x}" for number in range(20)], []
+
+    def serve(seed):
+        store, numbers = stores.CodeStore(tmp_path, 200_000, key), random.Random(seed)
+        try:
+            for _ in range(100):
+                name = numbers.choice(names)
+                content = store.get(name)
+                assert content in (None, name.encode() * 400)
+                store.put(name, name.encode() * 400)
+                store.usage()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and not list(tmp_path.glob("*.tmp"))
+    assert stores.CodeStore(tmp_path, 0, key).size() <= 3 * 200_000
+
+
+# Where the store is.
+
+
+@pytest.fixture
+def opened(stores, monkeypatch, tmp_path):
+    """open_store as in a process that has opened none."""
+
+    def opened(folder=tmp_path / "kit" / "store"):
+        monkeypatch.setattr(stores._Current, "opened", False)
+        monkeypatch.setattr(stores._Current, "store", None)
+        return stores.open_store(folder)
+
+    for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_COMPILE_KIT_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    return opened
+
+
+def test_it_is_opened_once(opened, stores, tmp_path):
+    store = opened()
+    assert store.folder == tmp_path / "kit" / "store" and stores.current() is store
+    assert stores.open_store(tmp_path / "another") is store and not (tmp_path / "another").exists()
+
+
+@posix
+def test_a_new_store_is_private(opened):
+    before = os.umask(0)
+    try:
+        store = opened()
+    finally:
+        os.umask(before)
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+    assert (store.folder / "signature.key").stat().st_mode & 0o777 == 0o600
+
+
+@posix
+@pytest.mark.parametrize("change", ["mode", "link", "size", "folder"])
+def test_a_key_that_others_could_have_is_replaced_and_no_entry_of_before_is_used(opened, tmp_path, change, caplog):
+    before = opened()
+    before.put(NAMES[0], b"content")
+    key = before.folder / "signature.key"
+    if change == "mode":
+        key.chmod(0o640)
+    else:
+        content = key.read_bytes()
+        key.unlink()
+        (tmp_path / "theirs").write_bytes(content)
+        if change == "link":
+            key.symlink_to(tmp_path / "theirs")
+        elif change == "size":
+            key.write_bytes(b"")
+            key.chmod(0o600)
+        else:
+            key.mkdir()
+            assert opened().folder != before.folder
+            return
+    after = opened()
+    assert after.folder == before.folder and after.key != before.key and key.stat().st_mode & 0o777 == 0o600
+    assert after.get(NAMES[0]) is None and "not written by this user" in caplog.text
+    after.put(NAMES[0], b"content")
+    assert opened().get(NAMES[0]) == b"content"
+
+
+@posix
+def test_a_key_of_another_user_is_not_used(opened, tmp_path, monkeypatch):
+    opened()
+    real = os.geteuid()
+    monkeypatch.setattr(os, "geteuid", lambda: real + 1)
+    assert opened() is None, "what is made here is that user's, too"
+    assert [file.name for file in (tmp_path / "kit" / "store").iterdir()] == []
+
+
+@posix
+def test_a_folder_that_others_can_write_is_used_as_its_entries_are_signed(opened, tmp_path, caplog):
+    """As /workspace of a pod, with mode 777."""
+    store = opened()
+    store.put(NAMES[0], b"content")
+    store.folder.chmod(0o777)
+    store._file(NAMES[1]).write_bytes(b"theirs" * 100)
+    again = opened()
+    assert again.folder == tmp_path / "kit" / "store" and not caplog.text
+    assert again.get(NAMES[0]) == b"content" and again.get(NAMES[1]) is None
+
+
+@posix
+def test_on_a_drive_without_rights_a_folder_elsewhere_is_used_and_said_once(opened, stores, tmp_path, monkeypatch, caplog):
+    key_in = stores._key_in
+    monkeypatch.setattr(stores, "_key_in", lambda file: b"" if tmp_path / "kit" in file.parents else key_in(file))
+    for _start in range(2):
+        caplog.clear()
+        store = opened()
+        assert store.folder == tmp_path / "home" / ".cache" / "torch-compile-kit" / "store"
+        (said,) = caplog.messages
+        assert f"{tmp_path / 'kit' / 'store'} cannot be used: its drive keeps no rights" in said
+        assert f"goes to {store.folder}; TORCH_COMPILE_KIT_CACHE names another folder" in said
+    assert list((tmp_path / "kit" / "store").iterdir()) == []
+    shutil.rmtree(tmp_path / "home")
+    (tmp_path / "home").write_text("no folder can be made here")
+    assert opened().folder == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "store"
+
+
+def test_where_no_folder_can_be_made_nothing_is_kept_and_that_is_said(opened, stores, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(stores, "read_key", unittest.mock.Mock(side_effect=PermissionError(13, "Permission denied")))
+    assert opened() is None and "no other, and is lost at the next restart" in caplog.text
+
+
+@posix
+def test_a_user_without_a_name_and_home_has_a_store_too(opened, tmp_path, monkeypatch):
+    """As in a container that is started with any number for its user."""
+    for name in ("HOME", "USER", "LOGNAME", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unittest.mock.Mock(side_effect=KeyError))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "kit").write_text("no folder can be made here")
+    assert opened().folder == tmp_path / "tmp" / f"torch-compile-kit-{os.geteuid()}" / "store"
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert opened().folder == tmp_path / "inductor" / "torch-compile-kit"
+
+
+@pytest.mark.parametrize("name", ["gr\u00fcn", "AI stuff", "Ann's"])
+def test_a_folder_may_have_any_name(opened, tmp_path, name):
+    """No C++ is compiled in it, so no compiler splits its path."""
+    assert opened(tmp_path / name / "store").folder == tmp_path / name / "store"
+
+
+def test_the_folder_that_the_user_names_goes_first(opened, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    assert opened().folder == tmp_path / "inductor" / "torch-compile-kit"
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume"))
+    assert opened().folder == tmp_path / "volume" / "torch-compile-kit"
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", str(tmp_path / "volume" / "torch-compile-kit"))
+    assert opened().folder == tmp_path / "volume" / "torch-compile-kit", "it is named already"
+
+
+def test_a_folder_of_the_users_home(opened, tmp_path, monkeypatch):
+    """No shell expands what a Dockerfile or a service sets. A folder named `~` was made, which `rm -r ~` does not remove."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("USERPROFILE", str(tmp_path))
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE", "~/volume")
+    assert opened().folder == tmp_path / "volume" / "torch-compile-kit"
+
+
+@pytest.mark.parametrize("variable", ["TORCH_COMPILE_KIT_CACHE", "TORCHINDUCTOR_CACHE_DIR"])
+def test_what_else_is_in_the_folder_that_the_user_names_is_left_alone(opened, tmp_path, monkeypatch, variable):
+    """As /workspace of a pod, which holds everything."""
+    volume = tmp_path / "volume"
+    theirs = [volume / name for name in (f"{'0a' * 16}.tmp", f"{'0' * 64}.code", f"{'0' * 12}.json", "0/1.jpg")]
+    for file in theirs:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("mine")
+        os.utime(file, (0, 0))
+    volume.chmod(0o777)
+    mode = volume.stat().st_mode
+    monkeypatch.setenv(variable, str(volume))
+    store = opened()
+    store.put(NAMES[0], b"content")
+    assert store.clear() > 0
+    assert all(file.read_text() == "mine" for file in theirs) and volume.stat().st_mode == mode
+
+
+def test_a_store_that_is_open_is_told_while_another_thread_opens_it(opened, stores, tmp_path):
+    """The server's event loop asks."""
+    store, told = opened(), []
+    asks = threading.Thread(target=lambda: told.append(stores.open_store(tmp_path)), daemon=True)
+    with stores._Current.lock:
+        asks.start()
+        asks.join(5)
+        assert told == [store]
+
+
+# What code depends on.
+
+
+@pytest.fixture
+def depends(engine):
+    """What compiled code depends on, without what other tests have it remember."""
+    module = engine("cache.environment")
+    yield module
+    module.environment.cache_clear()
+
+
+@pytest.mark.parametrize(("text", "gib"), [("", 2), ("0.5", 0.5), ("0", 0), ("much", 2), ("-1", 2), ("inf", 2), ("nan", 2)])
+def test_the_limit_can_be_set(depends, monkeypatch, text, gib):
+    monkeypatch.setenv("TORCH_COMPILE_KIT_CACHE_GIB", text)
+    assert depends.limit_in_bytes() == int(gib * 1024**3)
+    assert depends.limit_in_bytes(7) == int((gib if text else 7) * 1024**3), "the variable goes before the setting"
+
+
+def test_code_of_ours_that_decides_what_is_compiled_is_part_of_the_key(depends, monkeypatch, tmp_path):
+    folder = Path(depends.__file__).parent.parent
+    for pattern in depends.SOURCES:
+        assert list(folder.glob(pattern)), f"{pattern} is nothing: the digest would never change"
+    names = {file.name for pattern in depends.SOURCES for file in folder.glob(pattern)}
+    assert {"backend.py", "rotary_norms.py", "kitchen.py", "lowering_settings.py", "torch_settings.py"} <= names
+    shutil.copytree(folder, tmp_path / "engine")
+    monkeypatch.setattr(depends, "__file__", str(tmp_path / "engine" / "cache" / "environment.py"))
+    seen = {depends.version_of_pack()}
+    for name in ("inductor/backend.py", "compile_process/lowering_settings.py", "torch_settings.py"):
+        with (tmp_path / "engine" / name).open("a") as file:
+            file.write("# changed\n")
+        seen.add(depends.version_of_pack())
+    assert len(seen) == 4
+
+
+def test_code_that_is_updated_while_the_server_runs_changes_nothing_until_the_restart(engine, tmp_path):
+    """Else graphs of the code that runs would be stored under the new version, and used after the restart."""
+    shutil.copytree(Path(engine("cache.environment").__file__).parent.parent, tmp_path / "kit" / "engine")
+    code = """
+from pathlib import Path
+from kit.engine.cache import environment
+with Path("kit/engine/inductor/backend.py").open("a") as file:
+    file.write("# an update")
+print(environment.environment()["code of the pack"] != environment.version_of_pack())
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "True\n", done.stdout + done.stderr
+
+
+KEYS = ["torch", "triton", "cuda", "python", "platform", "device", "comfy-kitchen", "code of the pack"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_each_of_what_it_depends_on_gives_names_of_their_own(key, depends, engine, monkeypatch):
+    """Of code, and of choices."""
+    import torch
+
+    request, structure = engine("compile_process.request"), engine("cache.structure")
+    here = dict(depends.environment())
+    assert here[key]
+
+    def names():
+        graph = torch.fx.symbolic_trace(torch.nn.Identity())
+        return request.request_for(graph, [], {}, torch.device("cpu")).key, structure.name_of(torch.nn.Linear(2, 2))
+
+    before = names()
+    for module in (request, structure):
+        monkeypatch.setattr(module, "environment", lambda: {**here, key: "another"})
+    assert all(one != other for one, other in zip(before, names(), strict=True))
+
+
+def test_the_version_of_the_hosts_kernels_is_told(depends):
+    assert re.match(r"\d+\.\d+", depends.environment()["comfy-kitchen"])
+
+
+def test_the_name_of_choices_depends_on_the_structure_alone(engine):
+    from support import Net
+
+    structure = engine("cache.structure")
+    first, second = Net(count=2).blocks
+    of = structure.structure_of
+    assert structure.short_name("Block", of(first)) == structure.short_name("Block", of(second))
+    others = structure.short_name("Other", of(first)), structure.short_name("Block", of(Net(width=16).blocks[0]))
+    assert len({*others, structure.short_name("Block", of(first))}) == 3
