@@ -13,6 +13,7 @@ FLOORS = [
     {"engine/host/graphs", "engine/benchmark"},
     {"engine/host/weights", "engine/cuda_graphs", "engine/notices"},
     {"engine/host", "engine/compile"},
+    {"engine/compile_process"},
     {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options"},
     {"engine", "engine/failures"},
     {"engine/torch_compat"},

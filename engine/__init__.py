@@ -13,8 +13,10 @@ A model call, from the node's wrapper to the kernel:
    traces one, in a `CompileSession` with settings of its own.
 6. `TracedGraph.__call__` (compile/traced_graph.py) runs the graph operator by operator, or waits, until its code is there; then
    it runs the code.
-7. `Compiler.submit` (background/thread.py) has the worker thread lower the graph, when gate.py lets it.
-8. `inductor` (inductor/backend.py) lowers it: the kernels of step 6.
+7. `Compiler.submit` (background/thread.py) has the worker thread `obtain` the code (compile_process/obtain.py): from the store
+   (cache/code_store.py), else from the compile process. Then `TracedGraph.lower` loads it and its kernels.
+8. In that process `Lowering.answer` (compile_process/child.py) reads the graph (wire.py), and `inductor` (inductor/backend.py)
+   lowers it: the kernels of step 6.
 
 Modules in this folder import no room: settings, errors, values per model, switches of PyTorch. devtools/rooms.py has the
 floors.

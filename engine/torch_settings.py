@@ -157,11 +157,10 @@ compile_scope = SharedScope(
     },
     of_thread=_config_is_of_thread(),
 )  # fmt: skip
-# A scope of its own: the worker is in it for seconds, and settings of a trace would last until it leaves.
 lowering_settings = SharedScope(
     {
-        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions", "fx_graph_remote_cache")),
-        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering", "enable_remote_autograd_cache")),
+        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions",)),
+        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
     },
     of_thread=_config_is_of_thread(),
 )
@@ -170,21 +169,12 @@ lowering_settings = SharedScope(
 _LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 
-def _folder(name: str) -> tuple:
-    """Inductor reads the variable on each use, save for the file of autotuned choices, whose path it caches (codecache.py)."""
-    read, write_variable = entry(lambda: os.environ, name)
-
-    def write(value: object) -> None:
-        write_variable(value if value is None else str(value))
-        if private.is_imported("local_cache_path"):
-            getattr(private.local_cache_path, "cache_clear", lambda: None)()
-
-    return read, write
-
-
 # Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
 folder_scope = SharedScope(
-    {"inductor_folder": _folder("TORCHINDUCTOR_CACHE_DIR"), "triton_folder": _folder("TRITON_CACHE_DIR")}
+    {
+        "inductor_folder": entry(lambda: os.environ, "TORCHINDUCTOR_CACHE_DIR"),
+        "triton_folder": entry(lambda: os.environ, "TRITON_CACHE_DIR"),
+    }
 )
 
 

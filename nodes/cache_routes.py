@@ -5,10 +5,10 @@ import json
 from collections.abc import Awaitable, Callable
 
 from ..engine.cache.archive import CacheFileError
-from ..engine.cache.disk import DiskCache
+from ..engine.cache.code_store import CodeStore
 from ..engine.cache.environment import limit_in_bytes
 from ..engine.errors import InvalidSetting
-from ..engine.host.model.user_folder import open_users_cache, users_settings
+from ..engine.host.model.user_folder import open_users_store, users_settings
 from ..engine.host.nodes.cache_files import cache_files, load_cache, save_all
 from ..engine.notices import words
 
@@ -48,19 +48,19 @@ def register_cache_routes(routes) -> None:
 
     @routes.get(CACHE)
     async def usage(_request: web.Request) -> web.Response:
-        cache = await asyncio.to_thread(open_users_cache)
+        cache = await asyncio.to_thread(open_users_store)
         if cache is None:
             return web.json_response({"error": "no cache folder can be written; see the log"}, status=503)
         return web.json_response({**await asyncio.to_thread(cache.usage), "files": await asyncio.to_thread(cache_files)})
 
     async def clear(_body: dict) -> dict:
-        cache = await asyncio.to_thread(open_users_cache)
+        cache = await asyncio.to_thread(open_users_store)
         return {"removed": await asyncio.to_thread(cache.clear) if cache is not None else 0}
 
     async def limit(body: dict) -> dict:
         if "gib" not in body:
             raise InvalidSetting("gib", None, 'it is missing; send {"gib": 4}, or null for the default.')
-        cache = await asyncio.to_thread(open_users_cache)
+        cache = await asyncio.to_thread(open_users_store)
         return await asyncio.to_thread(_limit, cache, body["gib"]) if cache is not None else {"limit": 0}
 
     async def save(body: dict) -> dict:
@@ -73,7 +73,7 @@ def register_cache_routes(routes) -> None:
         post(routes, f"{CACHE}/{name}", answer)
 
 
-def _limit(cache: DiskCache, gib: object) -> dict:
+def _limit(cache: CodeStore, gib: object) -> dict:
     cache.limit = limit_in_bytes(gib)
     cache.trim()
     return {"limit": cache.limit}

@@ -3,7 +3,6 @@
 import asyncio
 import sys
 
-from ..engine.background.gate import gate
 from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
 from ..engine.host.adapter import device_type
@@ -95,7 +94,6 @@ def register_routes() -> None:
         lines = status.lines_of(client, request.query.get("workflow"))
         return web.json_response({node: line._asdict() for node, line in lines.items()})
 
-    gate.is_busy = lambda: bool(server.prompt_queue.currently_running)
     watch.listeners.append(tell_page)
     status.listeners.append(tell_node)
     status.owner_now = owner_now

@@ -91,9 +91,6 @@ def pack(engine):
     import nodes
 
     assert asyncio.run(nodes.load_custom_node(str(ROOT))), "the host did not load the pack; see its log above"
-    # Nothing is traced beside it in the background: the first test of the process would see no code.
-    engine("cache.startup").prepare(engine("background.isolation").warm_up_dynamo)
-    engine("cache.startup").wait_until_prepared()
     # The host collects garbage whenever it loads a model: a second among two million objects of imports.
     gc.collect()
     gc.freeze()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from patch_kinds.weights import louder
 from sampling import sample
+from support import lower_here
 
 # By the model's name, how it is sampled and the latent's shape; see `Runs.plain`.
 _plain_images: dict[tuple, torch.Tensor] = {}
@@ -39,6 +40,8 @@ class Runs:
         chosen = self.engine("settings").CompileSettings(
             **{"backend": "eager", "compile_when": "before first image", **settings}
         )
+        if chosen.backend in ("eager", "aot_eager"):
+            lower_here(self.engine, chosen.backend)
         return self.engine("host.model.attach").attach(patcher, chosen)
 
     def run(self, patcher, positive=None, negative=None):

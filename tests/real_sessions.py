@@ -105,7 +105,10 @@ class Session:
                     latents[prompt] = number, self.sampled(server, nodes, prompt.name)
                 row["seconds"] = round(time.monotonic() - began, 2)
                 row |= server.get("/session/graphs")
-                row["compiled"] = server.get("/session/steps").get("compiled", 0)
+                models = server.get("/torch-compile-kit/report")["models"]
+                row["compiled"] = sum(model["graphs"] for model in models if not model["being_compiled"])
+                # Nothing is lowered in ComfyUI's own process.
+                row["lowered"] = server.get("/session/steps").get("compiled", 0)
                 print(f"{number} {row}", flush=True)
         for row, prompt in zip(self.rows, PROMPTS, strict=True):
             if prompt in latents:

@@ -3,8 +3,10 @@
 import functools
 import gc
 import itertools
+import json
 import os
 import threading
+import time
 from pathlib import Path
 
 import torch
@@ -116,6 +118,55 @@ def eager_blocks(code):
     return {reason.name: dict(blocks) for reason, blocks in code.eager.items() if blocks}
 
 
+def lower_here(engine, name):
+    """Have the worker thread lower graphs of a backend, as the compile process does those of inductor: from what is written
+    down of them, with settings that hold there. No C++ is compiled."""
+    traced_graph, wire = engine("compile.traced_graph"), engine("compile_process.wire")
+    settings = engine("compile_process.lowering_settings")
+
+    def lower(request, _block, _patient):
+        described = json.loads(request.text)
+        with engine("inductor.kitchen").products_as_operators():
+            graph, inputs, mode = wire.loads(described["graph"])
+            guards = wire.guards_on(inputs, mode)
+            # Attention kernels are switched for the process, beside which this one's other thread samples.
+            here = {**described["settings"], "attention": None}
+            with settings.for_graph(here), torch._guards.tracing(torch._guards.TracingContext(mode)):
+                code = torch._dynamo.lookup_backend(name)(graph, inputs)
+        return traced_graph.Lowered(code, guards())
+
+    traced_graph.LOWERERS[name] = lower
+
+
+class NoCompiler:
+    """In place of the compile process: its artefact is the graph that it was sent, and no C++ is compiled.
+
+    The store, claims and the worker thread are as with inductor.
+
+    Args:
+        replace: `setattr`, or pytest's.
+        seconds: that lowering takes.
+    """
+
+    def __init__(self, engine, replace=setattr, seconds=0.0):
+        self._code, self._loads = engine("compile_process.client").Code, engine("compile_process.wire").loads
+        self.lowered, self.loaded, self.seconds = 0, 0, seconds
+        traced_graph = engine("compile.traced_graph")
+        replace(engine("compile_process.obtain").compile_process, "lower", self.lower)
+        replace(traced_graph, "load", self.load)
+        replace(traced_graph, "import_ahead", threading.Thread)
+
+    def lower(self, request):
+        self.lowered += 1
+        time.sleep(self.seconds)
+        return self._code(request.encode())
+
+    def load(self, code):
+        self.loaded += 1
+        graph, _inputs, _mode = self._loads(json.loads(code.artefact)["graph"])
+        return graph.forward
+
+
 def compile_settings(engine, backend="eager", **values):
     """CompileSettings that are not validated: any mode with any backend, also backends of a test's own.
 
@@ -125,6 +176,8 @@ def compile_settings(engine, backend="eager", **values):
     if callable(backend):
         function, backend = backend, f"backend_of_a_test_{next(_numbers)}"
         torch._dynamo.register_backend(function, name=backend)
+    if backend != "inductor":
+        lower_here(engine, backend)
     return _unchecked(engine("settings").CompileSettings)(backend=backend, **values)
 
 
@@ -158,7 +211,7 @@ class CompiledNet:
 
     def wait(self):
         """Until no code is being made in the background; the number of graphs that there are then."""
-        assert self.engine("background.thread").compiler.wait(120), "code is still being made"
+        assert self.engine("background.thread").compiler.wait(300), "code is still being made"
         return self.graphs
 
     def new_run(self):

@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 import torch
+from support import lower_here
 from torch.utils import _pytree as pytree
 
 # The name under which the script loads the engine; without the nodes, which need the host's server.
@@ -53,6 +54,7 @@ class Outcome:
         parts: class -> how many are compiled in place of the blocks that they are in (UNets).
         idle: classes of blocks that no run called: parts for other inputs, or called by another method than `forward`.
         uncalled: class -> how many blocks, where no run called any block; the report says so.
+        inline: class -> why its graphs cannot go to another process, and are lowered in the call that traces them.
         seconds: of the processor, on one thread; the clock on the wall depends on what else runs.
         host, torch: versions of ComfyUI and PyTorch.
     """
@@ -73,6 +75,7 @@ class Outcome:
     parts: dict[str, int] = field(default_factory=dict)
     idle: list[str] = field(default_factory=list)
     uncalled: dict[str, int] = field(default_factory=dict)
+    inline: dict[str, str] = field(default_factory=dict)
     recompiles: list[str] = field(default_factory=list)
     seconds: float = 0.0
     host: str = ""
@@ -106,6 +109,8 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     began = time.process_time()
     report = engine("notices.report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, **settings})
+    if backend != "inductor":
+        lower_here(engine, backend)
     model = setup.build()
     network = model.diffusion_model
     plan = engine("compile.binding").plan_for(network)
@@ -146,6 +151,7 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
     groups = report.groups_for(network, chosen)
     outcome.eager = {group.class_name: group.failure.reason for group in groups if group.failure}
+    outcome.inline = {group.class_name: group.code.why_inline for group in groups if group.code.why_inline}
     code = engine("compile.registry").code_of(network)
     outcome.left_out, outcome.parts = dict(sum(code.eager.values(), Counter())), dict(code.parts)
     ran = {group.class_name for group in groups if group.code.compiles}
@@ -162,7 +168,7 @@ def _forms_of_calls(engine, network):
 
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
-    found, structure_of = set(), engine("cache.disk").structure_of
+    found, structure_of = set(), engine("cache.structure").structure_of
     groups = {
         (key[0], key[1]) for key, group in engine("compile.registry").code_of(network).groups.items() if group.code.compiles
     }
@@ -216,7 +222,7 @@ def as_row(outcome: Outcome) -> str:
     return (
         f"{outcome.name:28} {outcome.blocks:3} blocks {outcome.share:4.0%} {outcome.groups:3} groups {outcome.graphs:3} graphs "
         f"+{outcome.graphs_after} +{outcome.graphs_again} {outcome.breaks} breaks {outcome.error:.1e} "
-        f"{outcome.seconds:5.1f}s {state}"
+        f"{outcome.seconds:5.1f}s {state}{''.join(f' in the call: {why}' for why in outcome.inline.values())}"
     )
 
 

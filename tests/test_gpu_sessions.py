@@ -46,6 +46,7 @@ def test_a_session_ends_nothing_and_every_image_is_right(tmp_path, model, weight
     rows = {row["prompt"]: row for row in result["rows"]}
     assert "execution_interrupted" in rows["cancelled"]["messages"]
     assert rows["again"]["compiled"] > 0, "nothing was compiled: the session shows nothing"
+    assert rows["again"]["lowered"] == 0
     assert rows["again"]["captures"] > 0 and rows["again"]["replays"] > 0, "no CUDA graph: the session shows nothing"
     noise = max(row.get("yardstick", 0.0) for row in rows.values())
     assert 0 < noise < LARGEST_YARDSTICK

@@ -1,4 +1,4 @@
-"""Run jobs one after the other on a worker thread: traced graphs are lowered there while sampling continues.
+"""Run jobs one after the other on a worker thread: it waits for code of traced graphs, and loads it, while sampling continues.
 
 The thread is started by the first job and exits when the queue is empty.
 """
@@ -6,12 +6,11 @@ The thread is started by the first job and exits when the queue is empty.
 import atexit
 import collections
 import functools
-import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -19,20 +18,14 @@ import torch
 from ..failures.describe import never_swallowed
 from ..log import logger
 from ..threads import started
-from ..torch_compat import private
-from .gate import Stopped, gate, waiting_at_gate
-from .isolation import isolated
 
-# GIL switch interval while the worker runs. Every CUDA launch releases the GIL and waits up to one interval to get it back: 150
-# launches took 42 ms more with 0.5 ms, 12 ms with this, the worker as fast.
-INTERVAL = 5e-5
-# How often a job that has run out of memory, or was postponed, is tried again, and the seconds in between.
+# How often a job that has run out of memory is tried again; the seconds until then, and until one that was postponed is.
 ATTEMPTS, RETRY_SECONDS = 20, 5.0
 EXIT_SECONDS = 10.0
 
 
 class Postponed(Exception):
-    """Raised by a job that cannot run at the moment."""
+    """Raised by a job that cannot run at the moment; the job says for how long at most."""
 
 
 @functools.cache
@@ -47,7 +40,7 @@ class Job:
 
     Args:
         owner: a job whose owner was freed is dropped.
-        on_error: called on the worker with the error of an attempt; whether to try again at once.
+        on_error: called on the worker with an error that no later attempt may mend.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
         is_queued: was queued once, and may be over.
@@ -57,7 +50,7 @@ class Job:
     owner: weakref.ref
     action: Callable[[], None]
     device: torch.device
-    on_error: Callable[[Exception], bool] = lambda _error: False
+    on_error: Callable[[Exception], None] = lambda _error: None
     awaited: bool = False
     error: BaseException | None = None
     is_queued: bool = False
@@ -72,16 +65,17 @@ class Compiler:
 
     Args:
         after_work: called on the worker after each job.
+        at_exit: end what a job may wait for.
         awaited: sampling waits until the queue is empty.
     """
 
     after_work: Callable[[], None] = lambda: None
+    at_exit: list[Callable[[], None]] = field(default_factory=list)
     awaited: bool = False
     _jobs: collections.deque[Job] = field(default_factory=collections.deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
     _is_stopped: bool = False
-    _interval: float = 0.0
 
     def submit(self, job: Job) -> None:
         """Queue a job, once. If no thread can be started, or the process ends, the job is over."""
@@ -102,8 +96,6 @@ class Compiler:
                 job.over = True
                 return
             self._thread = thread
-            self._interval = sys.getswitchinterval()  # `_next` restores it, under the lock that is held here
-            sys.setswitchinterval(min(self._interval, INTERVAL))
 
     @property
     def busy(self) -> bool:
@@ -119,7 +111,6 @@ class Compiler:
     def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
         """Wait until the queue is empty; False after `seconds`. `poll` is called ten times a second and may raise."""
         end = None if seconds is None else time.monotonic() + seconds
-        gate.open()
         while self.busy and (end is None or time.monotonic() < end):
             if poll is not None:
                 poll()
@@ -137,12 +128,11 @@ class Compiler:
                 self._jobs.appendleft(job)
             self._changed.notify_all()
         try:
-            with gate.opened():
-                while not job.over:
-                    poll()
-                    with self._changed:
-                        if not job.over:
-                            self._changed.wait(0.1)
+            while not job.over:
+                poll()
+                with self._changed:
+                    if not job.over:
+                        self._changed.wait(0.1)
         finally:
             job.awaited = False
 
@@ -155,7 +145,8 @@ class Compiler:
             self._jobs.clear()
             self._changed.notify_all()
             thread = self._thread
-        gate.stop()
+        for end in self.at_exit:
+            end()
         if thread is not None:
             thread.join(EXIT_SECONDS)
 
@@ -176,56 +167,39 @@ class Compiler:
                     job.attempts += 1
                     return job
                 self._changed.wait(min(job.due for job in self._jobs) - time.monotonic())
-            # Before another thread starts, which would take our interval for the one to restore.
-            sys.setswitchinterval(self._interval)
             self._thread = None
             self.awaited = False
             self._changed.notify_all()
             return None
 
     def _work(self, job: Job) -> None:
-        retries = at_once = False
+        retries = False
         try:
             if job.owner() is not None:
-                self._run_isolated(job)
-        except Stopped:
-            pass
+                with torch.cuda.stream(_stream(job.device)) if job.device.type == "cuda" else nullcontext():
+                    job.action()
         except Exception as error:
             no_memory = never_swallowed(error)
-            may_pass = isinstance(error, Postponed) or (no_memory and not job.awaited)
-            retries = may_pass and job.attempts < ATTEMPTS
+            retries = isinstance(error, Postponed) or (no_memory and not job.awaited and job.attempts < ATTEMPTS)
             if no_memory and job.awaited:
                 job.error = error
             elif not retries:
-                retries = at_once = self._report(job, error) and job.attempts < ATTEMPTS
+                self._report(job, error)
         except BaseException as error:  # raised on the thread that waits; this thread must go on for others
             job.error = error
         with self._changed:
             if retries and not self._is_stopped:
-                job.due = time.monotonic() + (0.0 if at_once else RETRY_SECONDS)
+                job.due = time.monotonic() + RETRY_SECONDS
                 self._jobs.append(job)
             else:
                 job.over = True
             self._changed.notify_all()
 
-    def _report(self, job: Job, error: Exception) -> bool:
+    def _report(self, job: Job, error: Exception) -> None:
         try:
-            return job.on_error(error)
+            job.on_error(error)
         except Exception:  # else the worker would end, and later jobs would wait for ever
             logger.exception("a failure could not be reported")
-            return False
-
-    def _run_isolated(self, job: Job) -> None:
-        began, waited = time.monotonic(), gate.waited
-        with ExitStack() as scopes:
-            scopes.enter_context(isolated())
-            _ = private.compile_fx  # imports the functions that `waiting_at_gate` replaces
-            scopes.enter_context(waiting_at_gate())
-            if job.device.type == "cuda":
-                scopes.enter_context(torch.cuda.stream(_stream(job.device)))
-            job.action()
-        seconds = time.monotonic() - began, gate.waited - waited
-        logger.debug("compiled in the background in %.1f s, %.1f s of them waiting for the host", *seconds)
 
 
 compiler = Compiler()

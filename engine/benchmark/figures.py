@@ -47,7 +47,7 @@ class CompileCost:
     seconds: float
     graphs: int
     graphs_before: int  # of `graphs`, those from before the benchmark
-    from_disk: int  # graphs that the benchmark compiled with the help of PyTorch's cache on disk
+    from_disk: int  # graphs whose code was kept when the benchmark began
     first_steps: tuple[float, ...]  # seconds of the benchmark's first compiled steps, before anything was measured
 
     @property
@@ -211,7 +211,7 @@ class BenchmarkResult:
         if cost.cold:
             lines = [f"First-step cost: {total} longer than warm steps, {compiling} of it compiling {graphs}."]
         if cost.from_disk:
-            lines.append("PyTorch's cache on disk helped: the very first time takes longer.")
+            lines.append("Code was read from the cache on disk: the very first time takes longer.")
         if self.break_even:
             lines.append(f"Break-even: after {self.images(self.break_even)}.")
         return lines

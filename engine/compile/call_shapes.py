@@ -35,7 +35,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
     """All but numbers on which the code of a call depends: arguments, weights, settings of PyTorch."""
     tensors = (*module.parameters(), *module.buffers())
     weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
-    inputs = ((t.dtype, t.device) for t in tensors_in(args, kwargs))
+    inputs = ((t.dtype, t.device, t.is_inference()) for t in tensors_in(args, kwargs))
     leaves = private.pytree.tree_leaves((args, kwargs))
     kinds = tuple(leaf if isinstance(leaf, bool | str) else type(leaf) for leaf in leaves)
     return shapes_of(args, kwargs), tuple(weights), tuple(inputs), kinds, modes(), numerics()

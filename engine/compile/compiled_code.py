@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import inspect
 import threading
@@ -16,7 +15,6 @@ from torch import nn
 
 from ..background.model_call import ModelCall, next_moment
 from ..background.thread import Job
-from ..cache.disk import current as current_cache
 from ..errors import BlockCompileError
 from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
 from ..log import logger
@@ -47,13 +45,6 @@ VARIANTS_IN_RUN = 8
 first_call_lock = threading.RLock()
 
 
-class Remedy(enum.Enum):
-    """What was done about an error, so that a block can be compiled again."""
-
-    FILES_REMOVED = enum.auto()  # damaged ones, from the disk cache
-    LAYERS_EXCLUDED = enum.auto()  # from the block's graphs, see `on_compile_failure`
-
-
 @dataclass(eq=False)
 class BlockCode:
     """The compiled code of one block group.
@@ -68,6 +59,9 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failure: why all calls run eager.
         limit_reached: calls with new shapes run eager.
+        entries: names of the entries in which its code is kept (cache/code_store.py).
+        why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
+        must_be_inline: why all graphs must be.
         _retries: how often `failure` has been forgotten since a graph was lowered.
         _patch_variants: by shapes, how often it was traced for them in consecutive calls of the model, the last `_traced_in`.
         _variants_in_run: by shapes, how often it was traced for them in this run.
@@ -89,6 +83,9 @@ class BlockCode:
     writes_in_place: bool = False
     failure: Failure | None = None
     limit_reached: bool = False
+    why_inline: str | None = None
+    must_be_inline: str | None = None
+    entries: set[str] = field(default_factory=set)
     _retries: int = 0
     _patch_variants: Counter[tuple] = field(default_factory=Counter)
     _variants_in_run: Counter[tuple] = field(default_factory=Counter)
@@ -106,8 +103,10 @@ class BlockCode:
                 self.jobs.discard(job)
         return bool(self.jobs)
 
-    def count_lowered(self, seconds: float, from_disk: int) -> None:
-        """Called when a graph has been lowered, on any thread."""
+    def count_lowered(self, seconds: float, from_disk: int, name: str | None = None) -> None:
+        """Called when a graph has been lowered, on any thread; `name` is that of the entry in which its code is kept."""
+        if name is not None:
+            self.entries.add(name)
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
         self._retries = 0
         self.compiles += 1
@@ -159,11 +158,9 @@ class BlockCode:
             if is_limit_hit(error):
                 self._reach_limit()
                 return self.forward(block, *args, **kwargs)
-            remedy = self._remedy(error, block, call.began)
-            if remedy is Remedy.LAYERS_EXCLUDED:
+            if self._excludes_layers(error, block, call.began):
                 return self.forward(block, *args, **kwargs)
-            if remedy is None:
-                return self._run_after(error, block, args, kwargs)
+            return self._run_after(error, block, args, kwargs)
         else:
             self._traced |= traces_for
             if session.is_held and not call.may_trace:  # no graph has run
@@ -181,7 +178,6 @@ class BlockCode:
                 self.traces += 1
                 call.traced += session.seconds
                 self.stats.add(session.stats())
-        return self.call(block, call, args, kwargs)  # what was damaged on disk is gone: once more
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()
@@ -189,43 +185,46 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lowering_failed(self, error: Exception, version: int) -> bool:
+    def lower_in_call(self, reason: str, version: int) -> None:
+        """Called on the worker when a graph has no code that could be loaded: the next call traces the block again."""
+        if version == self.version:
+            self.must_be_inline = reason
+            self.discard()
+
+    def lowered_in_call(self, reason: str) -> None:
+        """Called when a graph is lowered in the call that traced it."""
+        if self.why_inline != reason:
+            self.why_inline = reason
+            logger.info("%s", self.inline_in_words())
+
+    def inline_in_words(self) -> str:
+        return f"{self.name} was compiled in the call that needed it, which waited: {self.why_inline}."
+
+    def lowering_failed(self, error: Exception, version: int) -> None:
         """Called, usually on the worker, when a graph could not be lowered: calls run it operator by operator.
 
         Args:
             version: of the code when the graph was traced; an error of discarded code is ignored.
-
-        Returns:
-            Whether to lower it once more, since damaged files were removed from the disk cache.
         """
         if version != self.version:
-            return False
-        remedy = self._remedy(error, self._block() if self._block is not None else None, self._traced_from)
-        if remedy is Remedy.LAYERS_EXCLUDED:
+            return
+        block = self._block() if self._block is not None else None
+        if block is not None and self._excludes_layers(error, block, self._traced_from):
             self.discard()
-        elif remedy is None:
+        else:
             self.give_up(describe_failure(self.name, error))
-        return remedy is Remedy.FILES_REMOVED
-
-    def _remedy(self, error: Exception, block: nn.Module | None, since: float) -> Remedy | None:
-        """What was done about an error; None where the block has to run uncompiled, also if doing something has failed."""
-        try:
-            cache = current_cache()
-            if cache is not None and cache.drop_if_corrupt(self.folder[0], error):
-                return Remedy.FILES_REMOVED
-            if block is not None and self._excludes_layers(error, block, since):
-                return Remedy.LAYERS_EXCLUDED
-        except Exception:
-            logger.warning("%s: after an error another one", self.name, exc_info=True)
-        return None
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: int) -> bool:
-        """Whether layers that may have caused the error have been excluded since `since`."""
+        """Whether layers that may have caused the error have been excluded since `since`; not if excluding them has failed."""
         global _excluded_at
-        if describe_failure(self.name, error).may_pass:
+        try:
+            if describe_failure(self.name, error).may_pass:
+                return False
+            if any(exclude(block) for exclude in on_compile_failure):
+                _excluded_at = next_moment()
+        except Exception:
+            logger.warning("%s: after an error another one", self.name, exc_info=True)
             return False
-        if any(exclude(block) for exclude in on_compile_failure):
-            _excluded_at = next_moment()
         return _excluded_at > since
 
     def discard(self) -> None:

@@ -13,7 +13,6 @@ from torch import nn
 
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
-from ..cache.startup import is_preparing
 from ..forwards import TORCH_COMPILE
 from ..options.patches import changes_an_object
 from .traced_graph import is_capturing
@@ -33,7 +32,6 @@ class Eager(enum.Enum):
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
     TRACE_TIME = enum.auto()  # tracing has taken too long in this call of the model, or in this run
-    PREPARING = enum.auto()  # the process prepares for compiling (cache/startup.py), beside which a trace is slow
 
 
 class Taken(NamedTuple):
@@ -86,6 +84,4 @@ def why_eager(
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):
         return Eager.CAPTURING
-    if not call.may_trace and not patched.code.has_code:
-        return Eager.TRACE_TIME
-    return Eager.PREPARING if not call.synchronous and is_preparing() else None
+    return Eager.TRACE_TIME if not call.may_trace and not patched.code.has_code else None

@@ -12,7 +12,6 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort
-from ..cache.startup import wait_until_prepared
 from ..failures.describe import Failure
 from ..options.code import NamedFunctions
 from ..options.filter import OptionsFilter
@@ -91,7 +90,6 @@ class BlockGroup:
         reason = why_eager(self, group, block, call, args, kwargs, shapes, effort)
         if reason is not None:
             self.eager.add(reason)
-            call.uncompiled |= reason is Eager.PREPARING
             if reason is Eager.TRACE_TIME:
                 call.put_off_trace()
             if reason is not Eager.FAILED:
@@ -137,8 +135,6 @@ class BlockGroup:
     def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> object:
         if self.has_run(shapes):
             return self.code.call(block, call, args, kwargs)
-        if call.synchronous:
-            self.stats.seconds += wait_until_prepared(call.poll)
         with call.holding(first_call_lock):
             watching.renew()
             signature = self.code.version, *shapes

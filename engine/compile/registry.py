@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..blocks.state import BlockState, MethodsNow, sharing_classes
-from ..cache.disk import folder_name, structure_of
+from ..cache.structure import short_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..forwards import forward_of_class
@@ -137,6 +137,7 @@ class ModelCode:
             lines.append(_PUT_OFF.format(self.put_off, CALL_SECONDS, RUN_SECONDS))
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
+        lines += [code.inline_in_words() for code in self._codes() if code.why_inline is not None]
         caching = dict.fromkeys(group.class_name for group in list(self._groups.values()) if Eager.FILLS_CACHE in group.eager)
         lines += [f"{name}: {_FILLS_CACHE}" for name in caching]
         return lines + [failure.message() for failure in self.failures]
@@ -190,7 +191,7 @@ class ModelCode:
         if group is None:
             name = type(block).__name__
             group = BlockGroup(
-                name, forward, settings, OptionsFilter(block, not settings.fullgraph), folder_name(name, structure)
+                name, forward, settings, OptionsFilter(block, not settings.fullgraph), short_name(name, structure)
             )
             group.named = named
             kind = name, structure, settings.settings_key()

@@ -1,4 +1,4 @@
-"""Notice and count compilations, and scope PyTorch's settings while a block is traced or a graph is lowered.
+"""Notice and count compilations, and scope PyTorch's settings while a block is traced.
 
 PyTorch calls back on the thread that compiles (torch/_dynamo/callback.py). A call into compiled code puts itself on this
 thread's stack; a compilation that starts then belongs to it. In the steady state that costs one list append per call.
@@ -17,13 +17,10 @@ from typing import Any
 
 import torch
 
-from ..background.gate import gate
-from ..cache.disk import current
 from ..log import logger
 from ..torch_compat import private
-from ..torch_settings import SharedScope, compile_scope, libdevice, libdevice_scope, lowering_settings
+from ..torch_settings import SharedScope, compile_scope
 from .call_shapes import static_heads
-from .kitchen import products_as_operators
 
 
 @dataclass(frozen=True)
@@ -36,7 +33,7 @@ class Recompile:
 
 @dataclass
 class CompileStats:
-    """What compiling has cost so far; `from_disk` counts the graphs that inductor's disk cache had."""
+    """What compiling has cost so far; `from_disk` counts the graphs whose code was kept."""
 
     graphs: int = 0
     graph_breaks: int = 0
@@ -83,13 +80,6 @@ COMPILE_SWITCHES = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-}
-# Read while a graph is lowered. A trainer's backward is lowered with the forward, under these settings. `sdpa_kernel` puts
-# private functions into the graph, for which AOTAutograd skips its disk cache; they depend on their arguments alone, which are
-# in the key.
-LOWERING_SWITCHES = {
-    "force_non_lazy_backward_lowering": True,
-    "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
 }
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
@@ -172,29 +162,6 @@ LOCK_SECONDS = 0.5
 _is_long_held = False
 
 
-@contextmanager
-def lowering_scope(folder: tuple[str, str]) -> Iterator[CompileStats]:
-    """Settings of PyTorch, and where it writes, while a graph is lowered; yields statistics that are filled in at the end.
-
-    Args:
-        folder: name of the group's folder in the disk cache, and the class of its blocks.
-    """
-    spent, cache, began = CompileStats(), current(), time.perf_counter()
-    hits = private.counters["inductor"]["fxgraph_cache_hit"]
-    with ExitStack() as scopes:
-        if cache is not None:
-            cache.enter(*folder)
-            scopes.callback(cache.exit, folder[0])
-        scopes.enter_context(lowering_settings.applied(**LOWERING_SWITCHES))
-        scopes.enter_context(libdevice_scope.applied(**libdevice()))
-        scopes.enter_context(products_as_operators())
-        try:
-            yield spent
-        finally:
-            spent.seconds = time.perf_counter() - began
-            spent.from_disk = private.counters["inductor"]["fxgraph_cache_hit"] - hits
-
-
 class CompileSession:
     """The traces inside one call of a block.
 
@@ -232,7 +199,6 @@ class CompileSession:
             self._metrics = private.get_compilation_metrics()  # kept: their numbers start again when Dynamo is reset
             self.on_first()
         with ExitStack() as scopes:  # all of them or, after an error, none
-            scopes.enter_context(gate.tracing())
             scopes.enter_context(compile_scope.applied(**COMPILE_SWITCHES, **self.switches()))
             scopes.enter_context(tracing_scope.applied(**TRACING))
             scopes.enter_context(static_heads(*self.arguments))

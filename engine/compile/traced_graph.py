@@ -1,19 +1,22 @@
-"""Run a graph as soon as Dynamo has traced it, and swap compiled code in when a worker thread has lowered it.
+"""Run a graph as soon as Dynamo has traced it, and swap compiled code in when it is there.
 
 torch.compile lowers a graph (AOTAutograd, inductor, Triton or C++) inside the call that traced it, so the first image waits for
 minutes. Tracing later, on a copy and on another thread, misses what holds only during the call: contexts, hooks, functions that
 ComfyUI or another node swaps. So:
 
-1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend.
+1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
+   determines the code is written down at once (compile_process/request.py); no fake tensor is kept.
 2. The first run makes a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
    exact and as slow as uncompiled code. The job is queued when the model's call is over.
-3. The worker lowers the graph on fake tensors, so it holds no weight.
-4. It loads and tunes the kernels on zeros, while it holds one of `gpu_locks`: a CUDA graph capture bears neither.
+3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
+4. It loads the code, and loads and tunes the kernels on zeros, while it holds one of `gpu_locks`: a CUDA graph capture bears
+   neither.
 5. The code is published, and runs from then on wherever the guards hold that lowering added to those of Dynamo. A call with
    other sizes has Dynamo trace the graph once more, as it would have traced the block.
 
-A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. Graphs with numbers that vary
-are lowered in the call (`lowered_inline`): PyTorch restarts the trace for some of them.
+A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. Lowered in the call that
+traced them (`lowered_inline`) are graphs that cannot be written down, such as those with a backward, graphs with numbers that
+vary (PyTorch restarts the trace for some of them), all backends but inductor, and all graphs where no process can be started.
 
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
@@ -26,30 +29,53 @@ import time
 import types
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from ..background.gate import gate
 from ..background.model_call import ModelCall
-from ..background.thread import Job, Postponed, compiler
-from ..cache.shared import CompiledElsewhere, sharing
-from ..cache.startup import wait_until_prepared
-from ..failures.describe import is_out_of_memory, never_swallowed
+from ..background.thread import Job, compiler
+from ..compile_process import lowering_settings
+from ..compile_process.client import LowerInline, Unavailable, compile_process
+from ..compile_process.loading import import_ahead, load
+from ..compile_process.obtain import obtain
+from ..compile_process.request import Request, holds, request_for
+from ..compile_process.wire import CannotTravel
+from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import may_write, out_of_place
-from ..tensor_spec import TensorSpec, hint
+from ..tensor_spec import TensorSpec, hint, is_symbol
 from ..torch_compat import private
 from .call_shapes import Changed
-from .session import lowering_scope, monitor, tracing_scope
+from .session import monitor, tracing_scope
 
 # By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
 gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
-# Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered at a time.
-_lowering_lock = threading.Lock()
+# Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered in a call at a time.
+_inline_lock = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The code of a graph.
+
+    Args:
+        guards: see `compile_process.client.Code`.
+        name: of the entry in which it is kept.
+        was_kept: nothing was lowered for it.
+    """
+
+    run: Callable
+    guards: str | None = None
+    name: str | None = None
+    was_kept: bool = False
+
+
+# By backend, what makes the code of a request on the worker thread. Graphs of other backends are lowered in the call.
+LOWERERS: dict[str, Callable[[Request, str, bool], Lowered]] = {}
 # Of memory that stays free beside the tensors on which kernels are tuned.
 MARGIN = 512 * 2**20
 # Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
@@ -79,9 +105,13 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         if live_owner is not None and any(map(may_write, graph.graph.nodes)):
             live_owner.writes_in_place = True
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
-        if _has_varying_numbers(graph, example_inputs):
+        try:
+            request = _request_for(name, live_owner, graph, example_inputs, options)
+        except CannotTravel as error:
+            if name in LOWERERS and live_owner is not None:
+                live_owner.lowered_in_call(str(error))
             return lowered_inline(reference, graph, example_inputs, lower)
-        return TracedGraph(reference, graph, example_inputs, lower, backend)
+        return TracedGraph(reference, graph, example_inputs, request, LOWERERS[name], backend)
 
     backend.__name__ = name
     return backend
@@ -104,15 +134,41 @@ def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
     )
 
 
+def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, options: dict) -> Request:
+    if name not in LOWERERS:
+        raise CannotTravel("only inductor compiles next door")
+    if owner is not None and owner.must_be_inline is not None:
+        raise CannotTravel(owner.must_be_inline)
+    if compile_process.unavailable is not None:
+        raise CannotTravel(compile_process.unavailable)
+    if _has_varying_numbers(graph, inputs):
+        raise CannotTravel("a number in it varies")
+    fakes = fakes_of(graph, inputs)
+    return request_for(graph, fakes, options, device_of(fakes))
+
+
+def fakes_of(graph: fx.GraphModule, inputs: list) -> list:
+    """The fake inputs of a graph; Dynamo hands some as real tensors, and removes the fakes from the nodes when the backend
+    returns."""
+    placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    return [node.meta.get("example_value", value) for node, value in zip(placeholders, inputs, strict=True)]
+
+
+def device_of(fakes: list) -> torch.device:
+    devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]
+    # A number may come as a tensor on the CPU.
+    return next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
+
+
 def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lower: Callable) -> Callable:
     """Lower the graph in the call that traced it."""
     live_owner = owner()
     if live_owner is None:
         return graph.forward
-    alone = (current.call or ModelCall()).holding(_lowering_lock)
-    with gate.opened(), alone, tracing_scope.applied(gc=True), lowering_scope(live_owner.folder) as spent:
+    alone = (current.call or ModelCall()).holding(_inline_lock)
+    with alone, tracing_scope.applied(gc=True), lowering_settings.scope():
         code = lower(graph, inputs)
-    live_owner.count_lowered(0.0, spent.from_disk)  # its seconds are the trace's
+    live_owner.count_lowered(0.0, 0)  # its seconds are the trace's
 
     def run(*args: Any) -> Any:
         if monitor.calls:
@@ -122,33 +178,61 @@ def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lowe
     return run
 
 
+def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered:
+    importing = import_ahead()
+    obtained = obtain(request, block, patient)
+    if importing.ident is not None:
+        importing.join()
+    try:
+        with gpu_locks[request.device]:
+            run = load(obtained.code)
+    except Exception as error:
+        if not obtained.was_kept or never_swallowed(error):
+            raise
+        logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
+        obtained = obtain(request, block, patient, frozenset({obtained.name}))
+        with gpu_locks[request.device]:
+            run = load(obtained.code)
+    return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)
+
+
+LOWERERS["inductor"] = _lower_with_inductor
+
+
 class TracedGraph:
     """One FX graph of a block; called with its inputs.
 
     Args:
-        lower: makes the code from a graph and fake inputs.
+        request: what determines the code.
+        lower: makes the code of the request, see `LOWERERS`.
         backend: compiles the same graph for other sizes.
     """
 
-    def __init__(self, owner: weakref.ref, graph: fx.GraphModule, example_inputs: list, lower: Callable, backend: Callable):
+    def __init__(
+        self,
+        owner: weakref.ref,
+        graph: fx.GraphModule,
+        example_inputs: list,
+        request: Request,
+        lower: Callable,
+        backend: Callable,
+    ):
         self._owner = owner
-        self._backend = backend
+        self._request, self._lower, self._backend = request, lower, backend
         live_owner = owner()
         self.version = live_owner.version if live_owner is not None else 0
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
-        # Dynamo removes the fake tensors from the nodes when the backend returns.
-        fakes = [node.meta.get("example_value", value) for node, value in zip(placeholders, example_inputs, strict=True)]
-        self._sizes_at = [i for i, fake in enumerate(fakes) if isinstance(fake, torch.SymInt)]
+        fakes = fakes_of(graph, example_inputs)
+        self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
         self._changeable = [i for i, node in enumerate(placeholders) if not _is_weight(node)]
-        devices = [fake.device for fake in fakes if isinstance(fake, torch.Tensor)]
-        # A number may come as a tensor on the CPU.
-        self._device = next((device for device in devices if device.type != "cpu"), torch.device("cpu"))
-        # A copy, since lowering rewrites its graph.
+        self._device = device_of(fakes)
+        self._inputs = _Inputs.of(graph, fakes, set(self._changeable)) if self._device.type == "cuda" else None
+        # A copy, without fake tensors.
         self._traced = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         for node in self._traced.graph.nodes:
-            node.meta = {}  # fake tensors
+            node.meta = {}
         self._run_traced = self._traced.forward
-        self._lowering: _Lowering | None = _Lowering(graph, fakes, lower, self._device, set(self._changeable))
+        self._is_refused = False  # it could not be lowered, for good
         self._code: Callable | None = None
         self._holds: Callable[[tuple], bool] | None = None
         self._other_sizes: Callable | None = None
@@ -168,7 +252,7 @@ class TracedGraph:
 
     def _run_unlowered(self, args: tuple) -> Any:
         owner, call, job = self._owner(), current.call, self._job
-        if owner is None or call is None or self._lowering is None or owner.failure is not None:
+        if owner is None or call is None or self._is_refused or owner.failure is not None:
             return self._run_traced(*args)
         must_wait = call.synchronous and not is_capturing(self._device)
         if job is None or job.over:
@@ -179,22 +263,23 @@ class TracedGraph:
             if monitor.listener is not None:
                 monitor.listener(owner.name)
             try:
-                # Kernels are tuned on random numbers, which this thread must not miss.
-                with torch.random.fork_rng([self._device] if self._device.type == "cuda" else []):
-                    compiler.finish(job, call.poll)
+                compiler.finish(job, call.poll)
             finally:
                 if monitor.listener is not None:
                     monitor.listener(None)
             if self._code is not None:
                 return self(*args)
         if job.over and call.synchronous and job.error is not None:
-            raise job.error
+            error, job.error = job.error, None  # its traceback gets the frames of this thread, and their tensors
+            try:
+                raise error
+            finally:
+                del error
         owner.raise_if_stopped()
         call.uncompiled = True
         return self._run_traced(*args)
 
     def _make_job(self, owner: Any) -> Job:
-        """Called by the first run: before that Dynamo makes the guards of the graph, which read what lowering changes."""
         cached = 0
         if self._device.type == "cuda":
             # Not on the worker: a call of PyTorch's allocator waits for its lock with the GIL held, and comfy-aimdo, which
@@ -207,14 +292,11 @@ class TracedGraph:
             if traced is not None and live_owner is not None:
                 traced.lower(live_owner, cached)
 
-        def on_error(error: Exception) -> bool:
+        def on_error(error: Exception) -> None:
             traced, live_owner = graph(), owned_by()
-            if traced is None or live_owner is None:
-                return False
-            retry = live_owner.lowering_failed(error, traced.version)
-            if not retry and not (live_owner.failure is not None and live_owner.failure.may_pass):
-                traced._lowering = None  # for good
-            return retry
+            if traced is not None and live_owner is not None:
+                live_owner.lowering_failed(error, traced.version)
+                traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
 
         job = Job(owned_by, action, self._device, on_error)
         owner.jobs.add(job)
@@ -222,26 +304,24 @@ class TracedGraph:
 
     def lower(self, owner: Any, cached: int) -> None:
         """On the worker; `cached` bytes on the device were reserved and unused when the job was queued."""
-        lowering = self._lowering
-        if lowering is None or self._code is not None:
+        if self._code is not None:
             return
-        wait_until_prepared()
         job = self._job
         assert job is not None
-        shared = sharing(owner.folder[0], may_wait=not (job.awaited or compiler.awaited))
+        began = time.perf_counter()
         try:
-            with _lowering_lock, lowering_scope(owner.folder) as spent, shared:
-                code, holds = lowering.run(self._sizes_at)
-                lowered = time.perf_counter()
-                with gpu_locks[self._device]:
-                    lowering.warm_up(code, cached)
-                    self._holds, self._code = holds, code
-                loading = time.perf_counter() - lowered
-        except CompiledElsewhere as error:
-            job.attempts -= 1  # however long the other worker takes
-            raise Postponed("another worker compiles this graph") from error
-        owner.count_lowered(spent.seconds, spent.from_disk)
-        logger.debug("%s: lowered in %.1f s, %.1f s of them loading kernels", owner.name, spent.seconds, loading)
+            lowered = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
+        except (LowerInline, Unavailable) as error:
+            owner.lower_in_call(str(error), self.version)
+            return
+        loaded = time.perf_counter()
+        with gpu_locks[self._device]:
+            if self._inputs is not None:
+                self._inputs.warm_up(lowered.run, cached)
+            self._holds, self._code = _size_check(lowered.guards, self._sizes_at), lowered.run
+        owner.count_lowered(loaded - began, int(lowered.was_kept), lowered.name)
+        seconds = loaded - began, time.perf_counter() - loaded
+        logger.debug("%s: code after %.1f s, kernels loaded in %.1f s", owner.name, *seconds)
 
     def _run_first(self, args: tuple) -> Any:
         """Run the code for the first time: a kernel may fail on this GPU."""
@@ -261,15 +341,15 @@ class TracedGraph:
                 if never_swallowed(error) or owner is None or not changed.put_back():
                     raise
                 self._code = None
-                if not owner.lowering_failed(error, self.version):
-                    self._lowering = None
+                owner.lowering_failed(error, self.version)
+                self._is_refused = True
                 owner.raise_if_stopped()
                 return self._run_traced(*args)
         if lacks_memory:  # the copies may fill it; here the error, which holds what the code has allocated, is gone
             changed.put_back()
             del changed
             result = code(*args)
-        self._has_run, self._lowering = True, None
+        self._has_run = True
         return result
 
     def _run_other_sizes(self, args: tuple) -> Any:
@@ -292,58 +372,26 @@ def with_own_code(function: Any) -> types.FunctionType:
     return copied
 
 
-class _Lowering:
-    """What lowering a graph needs of the call that traced it: fake tensors and modes. Code may write to `changeable` inputs."""
+class _Inputs:
+    """What inputs look like on which kernels are loaded and tuned; code may write to `changeable` ones."""
 
-    def __init__(self, graph: fx.GraphModule, fakes: list, lower: Callable, device: torch.device, changeable: set[int]):
-        self._graph, self._fakes, self._lower, self._device = graph, fakes, lower, device
-        self._changeable = changeable
-        self._context = private.TracingContext.get()
-        self._draws_random_numbers = any(map(_is_random, graph.graph.nodes))
-        self._guards_before: int | None = None
-        self._grad = torch.is_grad_enabled()
-        self._default_dtype = torch.get_default_dtype()
-        kind = device.type
-        self._autocast = (kind, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None
+    def __init__(self, specs: dict[int, TensorSpec], sizes: list, changeable: set[int], device: torch.device):
+        self._specs, self._sizes, self._changeable, self._device = specs, sizes, changeable, device
 
-    def run(self, sizes_at: list[int]) -> tuple[Callable, Callable[[tuple], bool] | None]:
-        """The code, and a check of the sizes among its inputs; None: the code fits all sizes."""
-        shapes = self._context.fake_mode.shape_env
-        if shapes is not None and self._guards_before is None:
-            # Before the first attempt: guards that it adds hold in the next attempt without being added again.
-            self._guards_before = len(shapes.guards)
-        self._check_default_dtype()  # where it is always another one, to lower in vain takes a core for minutes
-        with ExitStack() as scopes:
-            scopes.enter_context(torch.set_grad_enabled(self._grad))
-            if self._autocast:
-                scopes.enter_context(torch.autocast(*self._autocast))
-            scopes.enter_context(private.tracing(self._context))
-            self._use_one_fake_mode()
-            code = self._lower(self._graph, self._fakes)
-        self._check_default_dtype()
-        added = shapes.guards[self._guards_before :] if shapes is not None else []
-        return code, _size_check(shapes, added, [self._fakes[i] for i in sizes_at], sizes_at)
-
-    def _check_default_dtype(self) -> None:
-        if torch.get_default_dtype() is not self._default_dtype:
-            # It is the process's: a loader of another node has changed it for a while, and the code may have its types.
-            raise Postponed("the default dtype of PyTorch is another one than when the block was traced")
-
-    def _use_one_fake_mode(self) -> None:
-        """Before 2.10 PyTorch refuses inputs of another mode than the context's, which Dynamo has made anew for the backend."""
-        try:
-            private.detect_fake_mode(self._fakes)
-        except AssertionError:
-            tensors = (fake for fake in self._fakes if isinstance(fake, torch.Tensor))
-            self._context.fake_mode = next(fake.fake_mode for fake in tensors)
+    @classmethod
+    def of(cls, graph: fx.GraphModule, fakes: list, changeable: set[int]) -> "_Inputs | None":
+        """None where kernels are loaded by the first real run: the graph draws random numbers, and the sampler's would change,
+        or a tensor is no strided view of memory."""
+        tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
+        if any(map(_is_random, graph.graph.nodes)) or not all(map(_is_plain, tensors.values())):
+            return None
+        specs = {i: TensorSpec.of(fake) for i, fake in tensors.items()}
+        return cls(specs, [None if i in specs else hint(fake) for i, fake in enumerate(fakes)], changeable, device_of(fakes))
 
     def warm_up(self, code: Callable, cached: int) -> None:
-        """Load and tune kernels, a good part of the first run on a GPU, unless the graph draws random numbers: the sampler's
-        would change."""
-        if self._device.type != "cuda" or self._draws_random_numbers:
-            return
+        """Load and tune kernels, a good part of the first run on a GPU."""
         try:
-            with torch.set_grad_enabled(False):
+            with torch.inference_mode():
                 inputs = self._zeros(cached)
                 if inputs is None:
                     return
@@ -354,31 +402,27 @@ class _Lowering:
 
     def _zeros(self, cached: int) -> list | None:
         """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
-        tensors = {i: fake for i, fake in enumerate(self._fakes) if isinstance(fake, torch.Tensor)}
-        if not all(map(_is_plain, tensors.values())):
-            return None
-        specs = {i: TensorSpec.of(fake) for i, fake in tensors.items()}
+        specs = self._specs
         shared = max((spec.nbytes for i, spec in specs.items() if i not in self._changeable), default=0)
         needed = shared + INTERMEDIATES * sum(spec.nbytes for i, spec in specs.items() if i in self._changeable)
         free, _total = torch.cuda.mem_get_info(self._device)
         if free + cached < needed + MARGIN:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self._device).untyped_storage()
-        inputs = [hint(fake) for fake in self._fakes]
+        inputs = list(self._sizes)
         for i, spec in specs.items():
             inputs[i] = spec.zeros() if i in self._changeable else spec.on(storage)
         return inputs
 
 
-def _size_check(shapes: Any, guards: list, sizes: list, at: list[int]) -> Callable[[tuple], bool] | None:
-    """As PyTorch's cache of FX graphs checks the guards of a cached graph (torch/_inductor/codecache.py)."""
-    expression = shapes.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
-    if not expression:
+def _size_check(guards: str | None, at: list[int]) -> Callable[[tuple], bool] | None:
+    """A check of the sizes among the inputs; None: the code fits all."""
+    if not guards:
         return None
 
     @functools.cache
     def evaluated(values: tuple) -> bool:
-        return bool(shapes.evaluate_guards_expression(expression, values))
+        return holds(guards, values)
 
     return lambda args: evaluated(tuple(args[i] for i in at))
 

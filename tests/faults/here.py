@@ -311,20 +311,24 @@ def cancelled_sampling(case):
 
 
 def cancelled_waiting(case):
-    go_on = threading.Event()
+    begun, go_on = threading.Event(), threading.Event()
 
-    class Waiting(threading.Thread):
-        def join(self, timeout=None):
-            cancel()
-            super().join(timeout)
+    def starting():
+        begun.set()
+        assert go_on.wait(60)
 
-    waiting = Waiting(target=go_on.wait, args=(20,), daemon=True)
-    waiting.start()
-    with case.monkeypatch.context() as patch:
-        patch.setattr(case.engine("cache.startup"), "_thread", waiting)
-        try:
-            case.raises(INTERRUPTED)
-            assert waiting.is_alive() and not case.compiler.calls, "it has waited to the end"
-        finally:
-            go_on.set()
+    def cancel_then():
+        assert begun.wait(60)
+        cancel()
+
+    case.compiler.plan = [starting]
+    pressing = threading.Thread(target=cancel_then)
+    pressing.start()
+    try:
+        case.raises(INTERRUPTED)
+        assert not go_on.is_set() and case.thread.busy, "it has waited to the end"
+    finally:
+        go_on.set()
+        pressing.join()
+    assert case.thread.wait(60)
     case.is_compiled()

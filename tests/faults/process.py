@@ -5,6 +5,7 @@ forks for each that is wanted. It reads a line of JSON for each: {"base", "actio
 What a fork does is in `ACTIONS`; its answer lies in BASE/answer-PID.json, also that of one that is killed.
 """
 
+import contextlib
 import functools
 import importlib
 import json
@@ -13,7 +14,6 @@ import os
 import resource
 import shutil
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -63,21 +63,24 @@ class Process:
         folder_paths.set_user_directory(str(self.base / "user"))
         (self.base / "tmp").mkdir(parents=True, exist_ok=True)
         os.environ["TMPDIR"] = __import__("tempfile").tempdir = str(self.base / "tmp")
+        os.environ["HOME"] = str(self.base / "home")
         for name in FOLDERS:  # PyTorch's own choice for the process before would count as the user's
             os.environ.pop(name, None)
         cache_dir()  # its own for this one
         log = os.open(self.base / f"log-{os.getpid()}.txt", os.O_WRONLY | os.O_CREAT)
         os.dup2(log, 1)
         os.dup2(log, 2)
-        handler = logging.Handler()
+        handler = logging.Handler(logging.INFO)
         handler.emit = lambda record: self.answer["said"].append(record.getMessage())
-        logging.getLogger("torch-compile-kit").addHandler(handler)
+        logger = logging.getLogger("torch-compile-kit")
+        logger.addHandler(handler)
+        logger.setLevel(logging.DEBUG)  # in the log file: what the compile process prints
 
     def module(self, name):
         return importlib.import_module(f".{name}", self.pack.__name__)
 
     def put(self, path, replacement):
-        """Replace a function that is reached from the pack: engine.cache.archive.zipfile.ZipFile.extractall."""
+        """Replace a function that is reached from the pack: engine.cache.archive.zipfile.ZipFile.read."""
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, self.pack)
         assert hasattr(owner, name), f"no {path}: it would never be called"
@@ -115,8 +118,8 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
-        for thread in threading.enumerate():  # warming Dynamo up sets what it needs, for the process, and puts it back
-            if thread.name.startswith("torch-compile-kit"):
+        for thread in threading.enumerate():  # imports set what they need, for the process
+            if thread.name == "torch-compile-kit import":
                 thread.join(60)
         before = self.settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
@@ -154,19 +157,28 @@ class Process:
         torch._dynamo.utils.counters.clear()
 
     def trim(self):
-        self.module("engine.cache.disk").current().trim()
+        self.module("engine.host.model.user_folder").open_users_store().trim()
 
     def clear(self):
-        self.module("engine.host.model.user_folder").open_users_cache().clear()
+        self.module("engine.host.model.user_folder").open_users_store().clear()
 
     def limit(self, size="4096"):
         """As on a full disk: no file can grow beyond so many bytes, not those of compilers either."""
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (int(size), hard))
+        for pid in filter(None, (os.getpid(), self.compile_process.pid)):
+            with contextlib.suppress(ProcessLookupError):  # it has been idle
+                _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard if size is None else int(size), hard))
 
     def unlimit(self):
-        _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        self.limit(None)
+
+    @property
+    def compile_process(self):
+        return self.module("engine.compile_process.client").compile_process
+
+    @property
+    def store(self):
+        return self.base / "user" / "torch-compile-kit" / "store"
 
     def clock(self, seconds):
         """The clock that programs read is set by so much, from now on."""
@@ -186,7 +198,7 @@ class Process:
                 opened.read()
 
     def vanish(self):
-        shutil.rmtree(self.base / "user" / "torch-compile-kit" / "cache")
+        shutil.rmtree(self.store)
 
     def fail(self, where):
         """From now on that function of the engine, or of a module that it imports, raises: FUNCTION:ERROR."""
@@ -201,31 +213,25 @@ class Process:
         comfy.model_management.interrupt_current_processing()
 
     def spoil(self):
-        """The next library that the C++ compiler writes is cut off behind it, as by a loss of power."""
-        from torch._inductor import cpp_builder
+        """Entries are cut off as soon as they are written, as by a loss of power."""
+        module = self.module("engine.cache.code_store")
+        write = module.write_whole
 
-        found = cpp_builder.run_compile_cmd
+        def write_and_cut(file, content):
+            write(file, content)
+            os.truncate(file, len(content) // 2)
+            self.answer["spoiled"] = file.name
 
-        def compile_and_cut(command, cwd):
-            kit = self.base / "user" / "torch-compile-kit"
-            before = set(kit.rglob("*.so"))
-            found(command, cwd)
-            for library in set(kit.rglob("*.so")) - before:
-                os.truncate(library, 100)
-                cpp_builder.run_compile_cmd = found
-                self.answer["spoiled"] = library.name
-
-        cpp_builder.run_compile_cmd = compile_and_cut
+        module.write_whole = write_and_cut
 
     def block(self):
-        """A file comes into the place of the cache, once."""
-        cache = self.base / "user" / "torch-compile-kit" / "cache"
-        if cache.is_dir():
-            cache.rename(cache.with_name("kept"))
-            cache.write_text("not a folder")
+        """A file comes into the place of the store, once."""
+        if self.store.is_dir():
+            self.store.rename(self.store.with_name("kept"))
+            self.store.write_text("not a folder")
 
     def kill(self, where="now"):
-        """kill -9: now, as soon as the C++ compiler has been started, or when a function of the engine is called."""
+        """kill -9: now, as soon as the C++ compiler has source, or when a function of the engine is called."""
 
         def die(*_args, **_kwargs):
             self.write()
@@ -234,41 +240,41 @@ class Process:
         if where == "now":
             die()
         elif where == "compiling":
-            found = subprocess.Popen.__init__
 
-            def started(popen, args, *more, **kwargs):
-                found(popen, args, *more, **kwargs)
-                time.sleep(0.3)
+            def watch():
+                while not any((self.base / "tmp").rglob("*.cpp")):
+                    time.sleep(0.01)
+                self.answer["compile process"] = self.compile_process.pid
                 die()
 
-            subprocess.Popen.__init__ = started
+            threading.Thread(target=watch, daemon=True).start()
         else:
             self.put(where, die)
 
     def reset(self):
-        """Another pack's thread resets Dynamo whenever something is compiled: each reset begins while it is."""
+        """Another pack's thread resets Dynamo whenever something is traced: each reset begins while it is."""
         import torch
         from torch._dynamo import convert_frame
 
         convert_frame.compile_lock = Lock()
-        compiling = threading.Event()
+        tracing = threading.Event()
 
         def resets():
             while True:
-                compiling.wait()
-                compiling.clear()
+                tracing.wait()
+                tracing.clear()
                 torch._dynamo.reset()
                 self.answer["resets"] = self.answer.get("resets", 0) + 1
 
         threading.Thread(target=resets, daemon=True).start()
-        backends = self.module("engine.compile.traced_graph")
-        found = backends.inductor
+        module = self.module("engine.compile.traced_graph")
+        request_for = module.request_for
 
-        def inductor(*args, **kwargs):
-            compiling.set()
-            return found(*args, **kwargs)
+        def traced(*args):
+            tracing.set()
+            return request_for(*args)
 
-        backends.inductor = inductor
+        module.request_for = traced
 
 
 def serve():
@@ -276,12 +282,13 @@ def serve():
     pack = restart.load_pack(sys.argv[1])
     import torch
     import tqdm
-    from torch._inductor import cpu_vec_isa
 
     from devtools import tiny_models
 
     tqdm.tqdm.monitor_interval = 0  # no thread of its own
-    cpu_vec_isa.valid_vec_isa_list = list  # plain C++: compiles fast, and the CPU need not be asked what it can
+    import plain_cpp
+
+    importlib.import_module(".engine.host.model.user_folder", pack.__name__).REGISTERING += (plain_cpp.__name__,)
     restart.plain_compile(2.0)
     patcher = tiny_models.build_patcher("flux")
     with torch.inference_mode():

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-OTHER = "0" * 12  # another model's folder in the cache
+OTHER = "0" * 64  # the entry of another model's code
 HOUR = 3600
 DAY = 86400
 
@@ -65,19 +65,18 @@ class Machine:
     def __init__(self, base, zygote, moment, warm=None):
         self.base, self.zygote, self.moment = base, zygote, moment
         self.kit = base / "user" / "torch-compile-kit"
-        self.cache = self.kit / "cache"
+        self.store = self.kit / "store"
         if warm is not None:
             shutil.copytree(warm.base / "user", base / "user")
-        for folder in (self.kit, self.cache, self.cache / OTHER):
+        for folder in (self.kit, self.store):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             folder.chmod(0o700)
         self.others = {
-            self.cache / OTHER / "about.json": b'{"class": "Other"}',
-            self.cache / OTHER / "fxgraph" / "entry": b"code of another model",
+            self.store / f"{OTHER}.code": b"code of another model",
+            self.store / f"{OTHER[:12]}.json": b'{"attention": "of another model"}',
             self.kit / "other.tckcache": b"a file of the user's",
         }
         for file, content in self.others.items():
-            file.parent.mkdir(exist_ok=True)
             file.write_bytes(content)
 
     @property
@@ -85,10 +84,14 @@ class Machine:
         return self.kit / "mine.tckcache"
 
     @property
-    def folder(self):
-        """Of the kind."""
-        (folder,) = (about.parent for about in self.cache.glob("*/about.json") if about.parent.name != OTHER)
-        return folder
+    def entry(self):
+        """Of the code that the runs of these rows need."""
+        (entry,) = self.entries
+        return entry
+
+    @property
+    def entries(self):
+        return [file for file in self.store.glob("*.code") if file.stem != OTHER]
 
     def start(self, *actions):
         before = ["behind"] if self.moment == "background" else []
@@ -113,7 +116,7 @@ class Machine:
             assert file in but or file.read_bytes() == content, file
 
     def leftovers(self):
-        return [f for f in self.kit.rglob("*") if f.name.startswith("incoming-") or f.suffix in (".partial", ".tmp")]
+        return [f for f in self.kit.rglob("*") if f.suffix in (".partial", ".tmp")]
 
 
 def right(answer, *runs, eager=False):
@@ -150,7 +153,9 @@ def next_process(machine):
 
 def cannot_save(machine):
     before = machine.saved.read_bytes()
-    assert refused(machine.process("run", "fail=engine.cache.archive._pack:io", "save=mine"), "save=mine", "cannot be written")
+    assert refused(
+        machine.process("run", "fail=engine.cache.archive._packed:io", "save=mine"), "save=mine", "cannot be written"
+    )
     assert machine.saved.read_bytes() == before and not machine.leftovers()
     right(machine.process("run", "save=mine"))
 
@@ -162,44 +167,42 @@ def reset_meanwhile(machine):
 
 
 def no_memory_to_load(machine):
-    shutil.rmtree(machine.folder)
-    answer = machine.process("fail=engine.cache.archive.zipfile.ZipFile.extractall:memory", "load=mine.tckcache")
+    machine.entry.unlink()
+    answer = machine.process("fail=engine.cache.archive.zipfile.ZipFile.read:memory", "load=mine.tckcache")
     assert refused(answer, "load=mine.tckcache", error="MemoryError") and not machine.leftovers()
     assert read(machine.process("load=mine.tckcache", "run"))
 
 
-def cut_libraries(machine):
-    libraries = list(machine.folder.rglob("*.so"))
-    assert libraries
-    for library in libraries:
-        os.truncate(library, 100)
-        os.utime(library, (time.time() - HOUR,) * 2)
-    answer = machine.process("run", "run")
-    assert right(answer) and "compiled anew" in str(answer["said"]), answer
+def cut_entry(machine):
+    os.truncate(machine.entry, machine.entry.stat().st_size // 2)
+    compiled_anew(machine)
 
 
-def flipped_graphs(machine):
+def flipped_entry(machine):
     draw = random.Random(16)
-    entries = [f for part in ("fxgraph", "aotautograd") for f in (machine.folder / part).rglob("*") if f.is_file()]
-    assert len(entries) >= 2
-    for entry in entries:
-        content = bytearray(entry.read_bytes())
-        content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-        entry.write_bytes(content)
-    right(machine.process("run", "run"))
+    content = bytearray(machine.entry.read_bytes())
+    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    machine.entry.write_bytes(content)
+    compiled_anew(machine)
 
 
-def empty_descriptions(machine):
-    (machine.folder / "about.json").write_bytes(b"")
-    read(machine.process("run", "run"))
-    assert json.loads((machine.folder / "about.json").read_text())["class"] == "SingleStreamBlock"
+def empty_entry(machine):
+    machine.entry.write_bytes(b"")
+    compiled_anew(machine)
+
+
+def compiled_anew(machine):
+    """A damaged entry is said, and replaced."""
+    answer = machine.process("run", "run")
+    assert right(answer) and not answer["runs"][0]["from_disk"] and "is damaged" in str(answer["said"]), answer
+    assert read(machine.process("run"))
 
 
 def flipped_file(machine):
     content = bytearray(machine.saved.read_bytes())
     content[len(content) // 2] ^= 1
     machine.saved.write_bytes(content)
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     answer = machine.process("load=mine.tckcache", "run")
     assert "damaged" in answer["loaded"] and not answer["raised"] and not machine.leftovers(), answer
     assert right(answer) and not answer["runs"][0]["from_disk"], answer
@@ -208,26 +211,26 @@ def flipped_file(machine):
 def vanished_cache(machine):
     answer = machine.process("run", "vanish", "run", "forget", "run")
     assert right(answer) and not answer["raised"], answer
-    return machine.cache
+    return machine.store
 
 
-def half_library(machine):
-    shutil.rmtree(machine.folder)
+def half_entry(machine):
+    machine.entry.unlink()
     answer = machine.process("spoil", "run", "run")
-    assert answer.get("spoiled") and "compiled anew" in str(answer["said"]), answer
+    assert answer.get("spoiled") == machine.entry.name, answer
     assert right(answer, 1) and right(answer, eager=machine.moment == "background"), answer
     machine.moment = "start"
-    assert read(machine.process("run"))
+    compiled_anew(machine)
 
 
-def unreadable_descriptions(machine):
-    answer = machine.process("fail=engine.cache.disk.read_json:io", "run", "run")
-    assert right(answer) and "cannot be used" in str(answer["said"]), answer
+def unreadable_entry(machine):
+    answer = machine.process("fail=engine.cache.code_store.read_whole:io", "run", "run")
+    assert right(answer) and not answer["runs"][0]["from_disk"], answer
     assert read(machine.process("run"))
 
 
 def no_memory_to_read(machine):
-    answer = machine.process("fail=engine.compile.traced_graph.inductor:memory", "run")
+    answer = machine.process("fail=engine.compile.traced_graph.load:memory", "run")
     assert refused(answer, "run", "no memory", error="MemoryError")
     assert read(machine.process("run"))
 
@@ -235,7 +238,7 @@ def no_memory_to_read(machine):
 def cancelled_saving(machine):
     answer = machine.process("run", "cancel", "save=mine", "run", "run")
     assert refused(answer, "run", error="InterruptProcessingException") and right(answer) and len(answer["runs"]) == 2, answer
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     assert read(machine.process("load=mine.tckcache", "run")) and not machine.leftovers()
 
 
@@ -247,8 +250,8 @@ def full_disk_sampling(machine):
 def blocked_cache(machine):
     answer = machine.process("run", "in_step=block", "run", "run")
     assert right(answer) and not answer["raised"], answer
-    machine.cache.unlink()
-    machine.cache.with_name("kept").rename(machine.cache)
+    machine.store.unlink()
+    machine.store.with_name("kept").rename(machine.store)
     assert read(machine.process("run"))
 
 
@@ -267,19 +270,28 @@ def full_disk_saving(machine):
 
 
 def full_disk_loading(machine):
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     answer = machine.process("limit", "load=mine.tckcache")
-    assert "not written" in answer["loaded"] and not answer["raised"] and not machine.leftovers(), answer
+    assert "cannot be written" in answer["loaded"] and not answer["raised"] and not machine.leftovers(), answer
     assert read(machine.process("load=mine.tckcache", "run"))
 
 
 def full_disk_reading(machine):
-    read(machine.process("limit=0", "run"))
+    """On the CPU, the libraries of the code need room."""
+    before = machine.entry.read_bytes()
+    answer = machine.process("limit=0", "run", "unlimit", "forget", "run")
+    assert right(answer, 1) and right(answer, eager=True) and answer["runs"][1]["from_disk"], answer
+    assert machine.entry.read_bytes() == before
+    assert read(machine.process("run"))
 
 
 def killed_compiling(machine):
-    machine.killed("kill=compiling", "run")
-    assert machine.folder
+    answer = machine.killed("kill=compiling", "run")
+    assert not machine.entries
+    end = time.monotonic() + 30
+    while Path(f"/proc/{answer['compile process']}").exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    assert time.monotonic() < end, "the compile process is left"
     next_process(machine)
 
 
@@ -290,7 +302,7 @@ def killed_sampling(machine):
 
 def killed_saving(machine):
     before = machine.saved.read_bytes()
-    machine.killed("run", "kill=engine.cache.archive._write_digest", "save=mine")
+    machine.killed("run", "kill=engine.cache.archive.replace", "save=mine")
     assert machine.saved.read_bytes() == before
     _later(machine)
     assert right(machine.process("run", "save=mine")) and not machine.leftovers()
@@ -298,16 +310,16 @@ def killed_saving(machine):
 
 
 def killed_loading(machine):
-    shutil.rmtree(machine.folder)
-    machine.killed("kill=engine.cache.archive.zipfile.ZipFile.extractall", "load=mine.tckcache")
-    assert [f.name for f in machine.cache.iterdir() if not f.name.startswith("incoming-")] == [OTHER]
+    machine.entry.unlink()
+    machine.killed("kill=engine.files.replace", "load=mine.tckcache")
+    assert not machine.entries
     _later(machine)
     answer = machine.process("load=mine.tckcache", "run", "trim")
     assert read(answer) and not answer["raised"] and not machine.leftovers(), answer
 
 
 def killed_reading(machine):
-    machine.killed("kill=engine.compile.traced_graph.inductor", "run")
+    machine.killed("kill=engine.compile.traced_graph.load", "run")
     assert read(machine.process("run"))
 
 
@@ -319,14 +331,14 @@ def _later(machine):
         os.utime(file, (time.time() - 2 * HOUR,) * 2)
 
 
-def read_only_kind(machine):
-    """A file in the place of the folder stops the administrator, too."""
-    folder = machine.folder
-    shutil.rmtree(folder)
-    folder.write_text("not a folder")
+def read_only_entry(machine):
+    """A folder in the place of the entry stops the administrator, too."""
+    entry = machine.entry
+    entry.unlink()
+    entry.mkdir()
     answer = machine.process("run", "run")
-    assert right(answer, 1) and right(answer, eager=True) and "cannot be used" in str(answer["said"]), answer
-    folder.unlink()
+    assert right(answer, 1) and right(answer, eager=True) and "is not kept" in str(answer["said"]), answer
+    entry.rmdir()
     next_process(machine)
 
 
@@ -339,17 +351,17 @@ def read_only_saving(machine):
 
 
 def read_only_cache(machine):
-    kept = machine.cache.rename(machine.kit / "kept")
-    machine.cache.write_text("not a folder")
+    kept = machine.store.rename(machine.kit / "kept")
+    machine.store.write_text("not a folder")
     answer = machine.process("run", "run")
     assert right(answer) and "cannot be used" in str(answer["said"]), answer
-    machine.cache.unlink()
-    kept.rename(machine.cache)
+    machine.store.unlink()
+    kept.rename(machine.store)
     assert read(machine.process("run"))
 
 
 def two_compile(machine):
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     both = [machine.start("run", "run") for _ in range(2)]
     for answer in [machine.end(pid) for pid in both]:
         assert right(answer, 1) and right(answer, eager=machine.moment == "background"), answer
@@ -362,19 +374,19 @@ def cleared_meanwhile(machine):
     os.mkfifo(machine.base / "gate")
     first = machine.start("run", f"in_step=wait_for={machine.base / 'gate'}", "run", "forget", "run")
     machine.process("clear")
-    assert not list(machine.cache.glob("*/fxgraph"))
+    assert not list(machine.store.glob("*.code"))
     with open(machine.base / "gate", "w"):
         pass
     answer = machine.end(first)
     assert right(answer) and not answer["raised"], answer
-    return machine.cache
+    return machine.store
 
 
 def two_save(machine):
     both = [machine.start("run", "save=mine") for _ in range(2)]
     answers = [machine.end(pid) for pid in both]
     assert all(right(answer) and not answer["raised"] for answer in answers), answers
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     assert read(machine.process("load=mine.tckcache", "run")) and not machine.leftovers()
 
 
@@ -384,7 +396,7 @@ def two_read(machine):
 
 
 def clock_back(machine):
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     answer = machine.process(f"clock={-365 * DAY}", "run", "run")
     assert right(answer, 1) and right(answer, eager=True), answer
     machine.process("trim")
@@ -399,7 +411,7 @@ def clock_back_sampling(machine):
 
 def clock_back_file(machine):
     _date(machine.saved, 365 * DAY)
-    shutil.rmtree(machine.folder)
+    machine.entry.unlink()
     answer = machine.process("load=mine.tckcache", "run", "save=mine")
     assert read(answer) and not answer["raised"], answer
 

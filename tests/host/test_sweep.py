@@ -32,6 +32,8 @@ HARD = {
     **{"hunyuan3d_v21": set(), "seedvr2": {"NaMMSRTransformerBlock"}, "minimax_music3": set(), "trellis2_shape": set()},
     **{"pixeldit": set(), "z_image_omni": set()},
 }
+# Blocks whose graphs cannot go to another process, and why.
+INLINE: dict[str, dict[str, str]] = {}
 # The model calls its blocks by other methods than `forward`, so that nothing of them is compiled.
 OTHER_METHODS = {"wan_animate2"}
 # What the pinned hosts lack.
@@ -91,6 +93,7 @@ def test_traced_at_once(name, engine):
 
 def check(name, outcome):
     row = f"{sweep.as_row(outcome)}\n{outcome.recompiles}"
+    assert outcome.inline == INLINE.get(name, {}), row
     assert outcome.error < 1e-5, row
     assert outcome.blocks >= 2 and not outcome.whole_model, row
     if name in OTHER_METHODS:

@@ -507,10 +507,8 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt):
     page.until_shown("Model", "^ready")
     page.set("KSampler", "seed", 8)
     page.run()
-    left = Path(page.server.get("/torch-compile-kit/cache")["folder"]) / "0123456789ab"
-    left.mkdir()
-    (left / "about.json").write_text('{"class": "Block"}')
-    (left / "kernel").write_bytes(bytes(3 * 2**20))
+    left = Path(page.server.get("/torch-compile-kit/cache")["folder"], f"{'ab' * 32}.code")
+    left.write_bytes(bytes(32) + b'{"class": "Block"}\n' + bytes(3 * 2**20))
     panel = open_panel(page)
     panel.get_by_text("128x128").first.wait_for()
     panel.get_by_text("MiB of 2 GiB").wait_for()

@@ -1,6 +1,7 @@
 """When a real server gets ready to compile: when a prompt is queued that will, and by itself after a restart."""
 
 import contextlib
+import json
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from devtools import inprocess, prompts
 from devtools.server import Server, ServerError, wait_until
 
 pytestmark = pytest.mark.server
-PREPARED = "import_inductor: "
+PREPARED = "imported what loading code needs"  # engine/compile_process/loading.py
 # Longer than nodes/routes.py waits (IDLE there, from before the server answers).
 IDLE = 8
 
@@ -37,8 +38,10 @@ def test_it_prepares_for_a_prompt_and_by_itself_after_a_restart(model_files, eng
         shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
         server.start(prompts.only_warmup(prompts.shrink(shipped, width=64, height=64, steps=1)))
         assert seen(server, 60)
-    cache = engine("cache.disk").DiskCache(user / "cache", 2**30)
-    cache.enter("0123456789ab", "Block")  # as when the warmup had got so far
-    cache.exit("0123456789ab")
+    assert (user / "store" / "signature.key").exists()
+    code_store, here = engine("cache.code_store"), engine("cache.environment").environment()
+    store = code_store.CodeStore(user / "store", 2**30, code_store.read_key(user / "store"))
+    header = {"class": "Block", "environment": here}
+    store.put("0" * 64, json.dumps(header).encode() + b"\n")  # as when the warmup had got so far
     with start() as server:
         assert seen(server, 60)

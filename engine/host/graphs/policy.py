@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...background.gate import gate
 from ...background.model_call import ModelCall
-from ...cache.disk import current
+from ...cache.code_store import current
+from ...cache.structure import name_of
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
@@ -106,7 +106,7 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
     payoff, cache = payoff_of(network), current()
     if not payoff.recalled and cache is not None:
-        payoff.recalled, kept = True, _KEPT.fullmatch(cache.recall(network, "graphs") or "")
+        payoff.recalled, kept = True, _KEPT.fullmatch(cache.recall(name_of(network), "graphs") or "")
         if kept:
             payoff.pay_to, payoff.not_from = max(payoff.pay_to, float(kept[1])), min(payoff.not_from, float(kept[2]))
     if size >= payoff.not_from:
@@ -129,7 +129,6 @@ def measure(
         if call.ran:
             payoff.ran[size] = code.compiles
         return result
-    gate.hold(CALL_SECONDS)
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = run()
@@ -151,7 +150,7 @@ def measure(
     )
     cache = current()
     if cache is not None:
-        cache.remember(network, "graphs", f"pay to {payoff.pay_to}, not from {payoff.not_from}")
+        cache.remember(name_of(network), "graphs", f"pay to {payoff.pay_to}, not from {payoff.not_from}")
     return result
 
 

@@ -31,7 +31,6 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
-from ...background.gate import gate
 from ...blocks.channels_last import run_channels_last
 from ...blocks.convolutions import is_convolutional
 from ...compile.binding import Binding, is_ours, modules_at, plan_for
@@ -51,7 +50,7 @@ from ...per_model import PerModel, Same
 from ...torch_settings import modes, numerics
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
-from .policy import CALL_SECONDS, note
+from .policy import note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # Of consecutive calls that run without a CUDA graph, each of the first PLAIN_CALLS holds the worker for up to CALL_SECONDS.
@@ -118,11 +117,7 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
 
-        if graphs.plain_calls < PLAIN_CALLS and key not in graphs.graphs and key not in graphs.failures:
-            gate.hold(CALL_SECONDS)  # launching kernel by kernel beside the worker takes several times as long
         result = graphs.call(key, run_bound, args, kwargs, fixed, pinned, generation, lambda: binding.call.uncompiled)
-        if key in graphs.graphs:  # a replay needs no Python to speak of
-            gate.open()
         graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
         return result
 

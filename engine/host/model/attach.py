@@ -10,14 +10,13 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
-from ...background.gate import CEILING, gate
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
 from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...inductor import attention_kernels, int8_products, rotary_norms
+from ...inductor import attention_kernels
 from ...log import logger
 from ...notices.status import Line, Status, tell_all
 from ...notices.words import ENGLISH, in_words, told
@@ -108,8 +107,6 @@ def prepare_compiling(settings: CompileSettings) -> None:
     """
     settings.check_backend()
     check_fullgraph(settings)
-    rotary_norms.register()
-    int8_products.register()
     compiler.after_work = tell_all
     get_ready(settings)
 
@@ -159,11 +156,6 @@ def notes_about(patcher) -> list[str]:
         )
     elif code.eager_calls:
         notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")
-    if gate.jobs_past_ceiling:
-        notes.append(
-            f"{gate.jobs_past_ceiling} graphs had waited {CEILING:.0f} s for sampling to leave time, and were then compiled "
-            "beside it without a pause: steps were slower meanwhile."
-        )
     if compiler.busy:
         notes.append("More blocks are being compiled in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]

@@ -7,8 +7,8 @@ import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
-from ...background.gate import gate
-from ...cache.disk import current
+from ...cache.code_store import current
+from ...cache.structure import name_of
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger
@@ -79,7 +79,7 @@ def _can_measure(device: torch.device) -> bool:
 def _recalled(wanted: str, network: nn.Module) -> str | None:
     """The choice before a restart: for another choice all blocks would be compiled again."""
     cache = current()
-    choice = cache.recall(network, "attention") if cache is not None and _is_kept(wanted) else None
+    choice = cache.recall(name_of(network), "attention") if cache is not None and _is_kept(wanted) else None
     return choice if isinstance(choice, str) and (choice == "comfyui" or override_for(choice) is not None) else None
 
 
@@ -90,11 +90,10 @@ def _is_kept(wanted: str) -> bool:
 
 def _choose(base_model, survey: AttentionSurvey) -> None:
     network, cache = base_model.diffusion_model, current()
-    with gate.tracing():  # what is lowered meanwhile would be measured too, and take the order of kernels that is tried
-        best = survey.best()
+    best = survey.best()
     _keep(base_model, survey.wanted, best)
     if cache is not None and _is_kept(survey.wanted) and survey.complete:
-        cache.remember(network, "attention", best)
+        cache.remember(name_of(network), "attention", best)
 
 
 def _keep(base_model, wanted: str, choice: str) -> None:

@@ -10,7 +10,6 @@ import comfy.controlnet
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
-from ...background.gate import gate
 from ...compile.binding import plan_for
 from ...compile.registry import code_of
 from ...errors import InvalidSetting
@@ -66,7 +65,6 @@ class CompiledControl:
                 scopes.callback(self._status.stopped)
             call = scopes.enter_context(self._calls.prepared())
             result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, x.numel(), run)
-        gate.close()  # a replay has opened the gate, and the model's call comes next
         return result
 
     def notes(self) -> list[str]:

@@ -8,15 +8,12 @@ import comfy.model_management
 import torch
 from torch import nn
 
-from ...background.gate import gate
-from ...background.isolation import warm_up_dynamo
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
-from ...cache.startup import prepare
 from ...compile.binding import Binding
-from ...compile.kitchen import products_as_operators
 from ...compile.registry import code_of
 from ...compile.session import watching
+from ...inductor.kitchen import products_as_operators
 from ...notices.recompile_log import is_warming
 from ...notices.status import Status
 from ...settings import CompileSettings
@@ -59,7 +56,6 @@ class NetworkCalls:
         network = loaded.network
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call.synchronous, self.notes)
-            prepare(warm_up_dynamo)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
@@ -89,7 +85,6 @@ def eager(network: nn.Module, run: Callable[[], object]) -> object:
 
 def begin_run(network: nn.Module, *statuses: Status | None) -> None:
     """A sampling run begins; `statuses` are the lines of its nodes."""
-    gate.close()
     code_of(network).new_run()
     payback_of(network).new_run()
     new_run(network)
@@ -99,7 +94,6 @@ def begin_run(network: nn.Module, *statuses: Status | None) -> None:
 
 def end_run(base_model: nn.Module) -> None:
     """A sampling run of the patcher's model is over, also one that failed."""
-    gate.close()
     release_buffers()
     forget_weights(base_model)
 

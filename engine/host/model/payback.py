@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...background.isolation import warm_up_dynamo
-from ...cache.startup import is_preparing, prepare
 from ...compile.registry import code_of
+from ...compile_process.loading import import_ahead
 from ...per_model import PerModel
 from ..graphs.replay import has_convolutions
 
@@ -31,7 +30,7 @@ SAVED, SAVED_UNET = 0.2, 0.4
 PROMPTS = 10
 # The first calls of the sampler load weights and kernels; the shortest between these two counts.
 CALLS = 2, 4
-# From so many steps on most models pay back: compiling is prepared while the first step loads the weights.
+# From so many steps on most models pay back: the compiler is imported while the first step loads the weights.
 MANY_STEPS = 15
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
@@ -45,7 +44,6 @@ class Payback:
         after: from how many prompts on; None: not put off.
         may_choose_attention: beside a call that is not compiled, if a choice takes one (attention_choice.py).
         _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
-        _slowed: those beside which the process prepared for tracing: they tell nothing.
         _runs: how many there were, by latent shape and number of steps.
         _most_calls: in one run, by the same. Heun and others call the model twice a step.
         _seconds: of a call of the sampler, the shortest so far, by the same: other programs may have used the GPU.
@@ -57,14 +55,13 @@ class Payback:
     _is_decided: bool = False
     _sigmas: object = None
     _calls: int = 0
-    _slowed: int = 0
     _began: float | None = None
     _runs: Counter[tuple] = field(default_factory=Counter)
     _most_calls: dict[tuple, int] = field(default_factory=dict)
     _seconds: dict[tuple, float] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        self.prompts, self._calls, self._slowed, self._sigmas = self.prompts + 1, 0, 0, None
+        self.prompts, self._calls, self._sigmas = self.prompts + 1, 0, None
 
     def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict) -> bool:
         """Called before each call of the model that would not wait for code; False: it should run as without this pack.
@@ -81,7 +78,7 @@ class Payback:
             self._is_decided, self.after = True, None  # by a warmup
             return True
         if len(all_steps) > MANY_STEPS:
-            prepare(warm_up_dynamo)
+            import_ahead()
         if sigmas is not self._sigmas:
             self._sigmas, self._calls = sigmas, self._calls + 1
             self._measure(network, x, len(all_steps) - 1)
@@ -92,11 +89,10 @@ class Payback:
         kind = x.shape, steps
         self._runs[kind] += self._calls == 1
         self._most_calls[kind] = max(steps, self._calls, self._most_calls.get(kind, 0))
-        preparing, last = is_preparing(), min(CALLS[1], steps)
+        last = min(CALLS[1], steps)
         first = max(1, last - CALLS[1] + CALLS[0])
-        self._slowed += preparing
-        number = self._calls - self._slowed
-        if preparing or not first <= number <= last:
+        number = self._calls
+        if not first <= number <= last:
             return
         if x.device.type == "cuda":
             torch.cuda.synchronize(x.device)

@@ -1,31 +1,34 @@
-"""Open the cache of the host's user, and get ready to compile."""
+"""Open the store of the host's user, and get ready to compile."""
 
 import json
+import sys
 from pathlib import Path
 
 import folder_paths
 
-from ...background.isolation import warm_up_dynamo
-from ...cache.disk import DiskCache, open_cache, was_opened_before
+from ...cache.code_store import CodeStore, open_store, was_opened_before
 from ...cache.environment import compile_for
 from ...cache.shared import configure
-from ...cache.startup import import_inductor, prepare, start_workers
+from ...compile_process.client import compile_process
+from ...compile_process.loading import import_ahead
 from ...settings import CompileSettings
 from ..adapter import device_type
 
-CACHE = "cache"
+STORE = "store"
 LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
+# Modules of the host that register what graphs name: the layouts of quantised weights.
+REGISTERING = ("comfy.quant_ops",)
 
 
 def kit_folder() -> Path:
-    """The pack's folder in the user's: cache files lie in it, the cache itself in `cache`."""
+    """The pack's folder in the user's: cache files lie in it, the store itself in `store`."""
     return Path(folder_paths.get_user_directory()) / "torch-compile-kit"
 
 
-def open_users_cache() -> DiskCache | None:
+def open_users_store() -> CodeStore | None:
     compile_for(device_type())
     configure(kit_folder())
-    return open_cache(kit_folder() / CACHE, users_settings().get(LIMIT_SETTING))
+    return open_store(kit_folder() / STORE, users_settings().get(LIMIT_SETTING))
 
 
 def users_settings() -> dict:
@@ -40,23 +43,20 @@ def users_settings() -> dict:
     return settings if isinstance(settings, dict) else {}
 
 
-def get_ready_again() -> None:
-    """Prepare after a restart, before the first prompt, if code was compiled here before with these versions."""
-    if was_opened_before(kit_folder() / CACHE) and (cache := open_users_cache()) is not None and cache.has_current():
-        _prepare()
-
-
 def get_ready(settings: CompileSettings) -> None:
-    """Open the cache, and prepare for tracing and lowering if the sampler will wait. Once a process.
+    """Open the store, and start the compile process while the model loads, unless code of these versions is kept: then it may
+    not be needed, and is started by the first graph that is missing."""
+    compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
+    compile_process.arguments = ["--cpu"]  # what such a module reads of ComfyUI's command line must make no CUDA context
+    store = open_users_store()
+    if settings.backend == "inductor":
+        if store is None or not store.has_current():
+            compile_process.start()
+        if settings.waits:
+            import_ahead()
 
-    For work beside a GPU nothing is prepared yet: few steps may never be compiled (payback.py).
-    """
-    open_users_cache()
-    if settings.backend == "inductor" and settings.waits:
-        _prepare()
-    elif device_type() != "cuda":
-        prepare(warm_up_dynamo)
 
-
-def _prepare() -> None:
-    prepare(*([start_workers] if device_type() == "cuda" else []), warm_up_dynamo, import_inductor)
+def get_ready_again() -> None:
+    """After a restart, before the first prompt: import what loading needs, if there is code that was made here before."""
+    if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
+        import_ahead()

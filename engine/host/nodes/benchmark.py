@@ -28,7 +28,6 @@ from ...notices.recompile_log import warming
 from ...notices.report import limits_of, stats_for
 from ...notices.words import say, say_in_english
 from ...settings import CompileSettings
-from ...torch_compat import private
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..graphs.policy import payoff_of
 from ..model.attach import Nothing, diffusion_model, eager_clone, model_name, notes_about, settings_for
@@ -100,7 +99,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
     shape = latent["samples"].shape
     network = diffusion_model(patcher)
     session.run("eager", WARM_STEPS)  # first: loads the weights
-    before, hits = stats_for(network, settings), _hits()
+    before = stats_for(network, settings)
     first_steps: tuple[float, ...] = ()
     for _ in range(MOST_WARM_RUNS):
         state = _choices(network, settings)
@@ -108,8 +107,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
         if _choices(network, settings) == state:
             break
     warm = stats_for(network, settings)
-    from_disk = _hits() - hits if warm.graphs > before.graphs else 0
-    cost = CompileCost(warm.seconds, warm.graphs, before.graphs, from_disk, first_steps)
+    cost = CompileCost(warm.seconds, warm.graphs, before.graphs, warm.from_disk - before.from_disk, first_steps)
 
     results: dict[str, list] = {"eager": [], "compiled": []}
     for index in range(ROUNDS):  # turn by turn, so that neither side always runs on the warmer chip
@@ -250,10 +248,6 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     if settings.block_swap == "auto" and notes_on(patcher.model):
         notes.append("Weights that move are placed in the same way for both, that of Torch Compile.")
     return notes
-
-
-def _hits() -> int:
-    return private.counters["inductor"]["fxgraph_cache_hit"]
 
 
 def _synchronize(device: torch.device) -> None:

@@ -2,8 +2,6 @@
 
 import os
 import re
-import shutil
-import tempfile
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
@@ -12,8 +10,9 @@ from pathlib import Path
 from torch import nn
 
 from ...cache.archive import CacheFile, CacheFileError, load_cache_file, write_cache_file
-from ...cache.disk import DiskCache, folder_of
-from ...cache.folders import SUFFIX, UNTRUSTED, NoRightsError, close_to_others
+from ...cache.code_store import CodeStore
+from ...cache.folders import SUFFIX, UNTRUSTED, close_to_others
+from ...cache.structure import name_of
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
@@ -24,7 +23,7 @@ from ...notices.words import say, say_in_english
 from ...settings import CompileSettings
 from ...user_input import check_model, check_text
 from ..model.attach import Nothing, diffusion_model, model_name, settings_for
-from ..model.user_folder import kit_folder, open_users_cache
+from ..model.user_folder import kit_folder, open_users_store
 
 NO_FILE = "none"
 # Windows writes to a device what is named like one, whatever the suffix; files go from machine to machine.
@@ -115,20 +114,19 @@ def save_all(filename: str) -> str:
 
 def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], infos: list[CallInfo]) -> tuple[Path, str]:
     """Write the code of groups of models, each with a title for the file's header."""
-    cache = open_users_cache()
-    if cache is None:
+    store = open_users_store()
+    if store is None:
         raise CacheFileError("there is no cache folder that can be written; see the log.")
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     try:
-        with suppress(NoRightsError):  # nothing is run from this folder
-            close_to_others(kit_folder())
+        close_to_others(kit_folder())
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
-    folders = {group.folder for _name, _network, groups in models for group in groups if group.stats.graphs}
-    folders |= {folder_of(network) for _name, network, _groups in models}  # the attention kernel they are compiled for
+    names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
+    structures = {name_of(network) for _title, network, _groups in models}  # the attention kernel they are compiled for
     titles = [title for title, _network, _groups in models]
-    count = write_cache_file(path, cache, folders, pack_version(), titles, sizes)
+    count = write_cache_file(path, store, names, structures, pack_version(), titles, sizes)
     return path, say("cacheSaved", path, count, f"{path.stat().st_size / 1024**2:.1f}", ", ".join([*titles, *sizes]))
 
 
@@ -136,33 +134,29 @@ def load_cache(filename: str) -> str:
     """Unpack a file of the user's folder into the cache; says what was loaded, or why blocks compile without it."""
     if filename == NO_FILE:
         return say("noFileChosen")
-    cache = open_users_cache()
+    store = open_users_store()
     try:
         if filename not in cache_files():
             if f"{filename}{UNTRUSTED}" in [file.name for file in kit_folder().glob(f"*{UNTRUSTED}")]:
                 raise _untrusted(kit_folder() / filename)
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
-        if cache is None:
+        if store is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
-        header = _load(kit_folder() / filename, cache)
+        header = _load(kit_folder() / filename, store)
     except (CacheFileError, OSError) as error:
         logger.warning("%s", say_in_english("cacheNotLoaded", error))
         return say("cacheNotLoaded", error)
     what = "; ".join(filter(None, (", ".join(header.models), ", ".join(header.sizes))))  # some code has no sizes
-    logger.info("%s", say_in_english("cacheLoaded", filename, len(header.members), what))
-    return say("cacheLoaded", filename, len(header.members), what)
+    logger.info("%s", say_in_english("cacheLoaded", filename, len(header.names), what))
+    return say("cacheLoaded", filename, len(header.names), what)
 
 
-def _load(file: Path, cache: DiskCache) -> CacheFile:
+def _load(file: Path, store: CodeStore) -> CacheFile:
     """Raises: CacheFileError, see `load_cache_file`; OSError: the folder is another user's, or the file cannot be read."""
-    try:
-        close_to_others(file.parent)
-    except NoRightsError:  # check and use the same bytes: a private copy
-        with tempfile.TemporaryDirectory(prefix="incoming-", dir=cache.root) as private:
-            return load_cache_file(Path(shutil.copyfile(file, Path(private, file.name))), cache)
+    close_to_others(file.parent)
     if not file.exists():
         raise _untrusted(file)
-    return load_cache_file(file, cache)
+    return load_cache_file(file, store)
 
 
 def _untrusted(file: Path) -> CacheFileError:

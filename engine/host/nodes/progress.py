@@ -9,10 +9,10 @@ from collections.abc import Callable
 import comfy.utils
 
 from ...compile.session import monitor
+from ...compile_process.client import compile_process
 from ...notices import status
 from ...notices.words import say
 from ...threads import started
-from ...torch_compat import private
 
 SECONDS_BETWEEN_TEXTS = 1.0
 # Called with the owner of a page, the node's id and the text. nodes/routes.py sets it.
@@ -93,7 +93,7 @@ class WarmupProgress:
         block = self._compiling
         if block is None:
             how = say("sampling") if self._stepped or self._seen else say("loadingModel")
-        elif self._inductor and not private.is_imported("compile_fx", "compile_fx"):
+        elif self._inductor and not compile_process.is_ready:
             how = say("loadingCompiler")
         else:
             how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))

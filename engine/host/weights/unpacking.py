@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ...cache.disk import folder_name
+from ...cache.structure import short_name
 from ...compile.compiled_code import BlockCode
 from ...compile.traced_graph import current
 from ...failures.describe import never_swallowed
@@ -135,7 +135,7 @@ class _Packing(nn.Module):
 def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtype, settings: CompileSettings) -> tuple:
     """What unpacks as the pack's `dequantize_tensor`, here `whole`, and its code."""
     name = f"unpacking of {getattr(kind, 'name', kind)}"
-    code = BlockCode(name, _Packing.forward, settings, (folder_name(name, ((),)), name), set())
+    code = BlockCode(name, _Packing.forward, settings, (short_name(name, ((),)), name), set())
     return _Packing(whole.__globals__, kind, inner, dtype), code
 
 

@@ -145,46 +145,6 @@ def test_what_a_loader_switches_meanwhile_stays(engine, compiled, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
-def test_nothing_is_lowered_in_vain_while_the_default_type_is_another(engine, compiled, monkeypatch):
-    """A pack that sets it around each call of the model: the code would be thrown away, twenty times over."""
-    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.01)
-    backend = Held()
-    backend.go_on.set()
-    step, x = compiled(Net(), backend=backend), torch.randn(2, 4, 8)
-    try:
-        torch.set_default_dtype(torch.float16)
-        step(x)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    step.wait()
-    assert backend.calls == 0
-
-
-def test_what_a_loader_switches_meanwhile_is_not_in_the_code(engine, compiled, monkeypatch):
-    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.01)
-
-    class Thirds(Block):
-        def forward(self, x):
-            return x + torch.arange(x.shape[1]).unsqueeze(1) / 3
-
-    backend = Held(lambda graph, inputs: torch._dynamo.lookup_backend("aot_eager")(graph, inputs))
-    step, other, x = compiled(Net(Thirds), backend=backend), compiled(Net()), torch.randn(2, 4, 8)
-    expected = step.net(x)
-    try:
-        step(x)
-        assert backend.begun.wait(60)
-        torch.set_default_dtype(torch.float16)
-        backend.go_on.set()
-        other.at_once(x)
-        torch.set_default_dtype(torch.float32)
-        step.wait()
-    finally:
-        backend.go_on.set()
-        torch.set_default_dtype(torch.float32)
-    result, uncompiled = step(x)
-    assert torch.equal(result, expected) and not uncompiled and backend.calls > 1
-
-
 def test_a_model_that_goes_is_not_kept(compiled):
     net = Net()
     gone = weakref.ref(net), weakref.ref(net.blocks[0].inner.weight)
@@ -283,38 +243,6 @@ def test_a_block_that_works_in_place_on_halves_of_its_precision(compiled):
         result, found = step(given[0].clone(), context=given[1].clone())
         assert torch.allclose(result, expected, atol=1e-5) and found is eager
         assert step.wait() == 1
-
-
-@pytest.mark.parametrize("how", ["make_fx", "symbolic_trace"])
-def test_other_threads_go_on_while_code_is_traced(compiled, how):
-    """PyTorch refuses to run compiled code while the process traces with FX, whichever thread does (up to 2.13), and sends each
-    module's call of the process to its tracer, which knows none of other threads' modules ("module is not installed as a
-    submodule"); inductor traces so for each kernel (torch/_inductor/loop_body.py)."""
-    untouched = torch.nn.Module.__call__, torch.nn.Module.__getattr__
-    held = Held(lambda x, _inputs: x)
-
-    def backend(graph, inputs):
-        from torch.fx.experimental.proxy_tensor import make_fx
-
-        if how == "make_fx":
-            make_fx(lambda *args: graph(*(held(x, None) for x in args)))(*inputs)
-        else:
-            torch.fx.symbolic_trace(lambda x: held(x, None))
-        return graph
-
-    others = torch.compile(lambda x: x * 2 + 1, backend="eager")
-    others(torch.ones(3))
-    net, x = Net(), torch.randn(2, 4, 8)
-    step = compiled(net, backend=backend)
-    expected, _ = step(x)
-    assert held.begun.wait(60)
-    try:
-        assert (torch.nn.Module.__call__, torch.nn.Module.__getattr__) == untouched
-        assert torch.equal(others(torch.ones(3)), torch.full((3,), 3.0))
-        assert torch.equal(step(x)[0], expected) and step.is_being_compiled
-    finally:
-        held.go_on.set()
-    assert step.wait() == 1 and not step(x)[1]
 
 
 class Given(Block):

@@ -199,17 +199,17 @@ def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatc
     assert not step(x)[1]
 
 
-def test_a_process_without_room_for_another_thread_gets_ready_without(engine, monkeypatch, tmp_path):
-    """What is made ready beside loading, the cache that is trimmed later, the kernels of convolutions."""
-
-    isolation, startup = engine("background.isolation"), engine("cache.startup")
-    monkeypatch.setattr(threading.Thread, "start", no_room)
-    monkeypatch.setattr(startup, "_thread", None)
-    startup.prepare(lambda: None)
-    startup.wait_until_prepared()
-    engine("cache.disk").DiskCache(tmp_path, 1)._look_later(0.0)
-    job = engine("background.thread").Job(weakref.ref(isolation), lambda: None, torch.device("cpu"))
-    engine("background.thread").compiler.submit(job)
+def test_a_process_without_room_for_another_thread_gets_ready_without(engine, monkeypatch):
+    """What is imported ahead, the compile process, a job."""
+    client, loading = engine("compile_process.client"), engine("compile_process.loading")
+    process = client.CompileProcess()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_room)
+        assert loading.import_ahead.__wrapped__().ident is None
+        process.start()
+        job = engine("background.thread").Job(weakref.ref(client), lambda: None, torch.device("cpu"))
+        engine("background.thread").compiler.submit(job)
+    assert process.unavailable == "no thread can be started" and process.pid is None
     assert job.over and not engine("background.thread").compiler.busy
 
 

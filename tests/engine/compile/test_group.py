@@ -1,6 +1,7 @@
 """Blocks of plain PyTorch, compiled: sharing, shapes, failures, scopes."""
 
 import gc
+import json
 import sys
 import threading
 import weakref
@@ -307,7 +308,7 @@ def test_random_numbers_are_those_of_eager(engine):
 def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypatch, mode):
     from torch._inductor import compile_fx, config
 
-    asked = []
+    asked, traced_graph = [], engine("compile.traced_graph")
 
     def compiler(graph, _inputs, config_patches):
         with config.patch(config_patches):
@@ -316,10 +317,19 @@ def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypa
 
     monkeypatch.setattr(compile_fx, "compile_fx", compiler)
     net, x = Net(), torch.randn(2, 4, 8)
-    step = CompiledNet(engine, net, backend="inductor", mode=mode)
-    assert torch.equal(step.at_once(x), net(x)) and not step.failures
+    with monkeypatch.context() as patch:
+        patch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for this test")
+        step = CompiledNet(engine, net, backend="inductor", mode=mode)
+        assert torch.equal(step.at_once(x), net(x)) and not step.failures
+
+    def lower(request, _block, _patient):
+        asked.append(json.loads(request.text)["options"])
+        raise NotImplementedError("no code")
+
+    monkeypatch.setitem(traced_graph.LOWERERS, "inductor", lower)
+    CompiledNet(engine, Net(width=16), backend="inductor", mode=mode).at_once(torch.randn(2, 4, 16))
     theirs = {name: value for name, value in torch._inductor.list_mode_options(mode).items() if name != "triton.cudagraphs"}
-    assert asked == [{**theirs, "fallback_random": True}] and ("max_autotune" in theirs) == mode.startswith("max-autotune")
+    assert asked == [{**theirs, "fallback_random": True}] * 2 and ("max_autotune" in theirs) == mode.startswith("max-autotune")
 
 
 def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):

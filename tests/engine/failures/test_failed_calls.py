@@ -8,6 +8,12 @@ from support import Block, CompiledNet, Net
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
+@pytest.fixture
+def lowered_in_the_call(engine, monkeypatch):
+    monkeypatch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for these tests")
+
+
+@pytest.mark.usefixtures("lowered_in_the_call")
 @pytest.mark.parametrize("memory", [True, False], ids=["copies", "no memory for copies"])
 def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(engine, monkeypatch, memory):
     compiled = []
@@ -49,6 +55,7 @@ def test_without_memory_for_copies_no_call_runs_again_on_what_it_has_changed(eng
     assert len(compiled) == 1
 
 
+@pytest.mark.usefixtures("lowered_in_the_call")
 @pytest.mark.parametrize("at_once", [False, True])
 def test_an_import_of_pytorchs_that_fails_is_told_with_its_cure(engine, monkeypatch, tmp_path, at_once):
     (tmp_path / "inductor_that_misfits.py").write_text(
@@ -87,26 +94,21 @@ def _failing_layers(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(engine("compile.compiled_code"), "on_compile_failure", [lambda _block: 1 / 0])
 
 
-def _failing_cache(engine, monkeypatch, tmp_path):
-    monkeypatch.setattr(engine("compile.compiled_code"), "current_cache", lambda: 1 / 0)
-
-
 @pytest.mark.parametrize("at_once", [False, True])
 @pytest.mark.parametrize("error", [ModuleNotFoundError("No module named 'triton'"), Mute()], ids=["triton", "mute"])
-@pytest.mark.parametrize("breaks", [_left_over_by_an_uninstallation, _unreadable_machine, _failing_layers, _failing_cache])
+@pytest.mark.parametrize("breaks", [_left_over_by_an_uninstallation, _unreadable_machine, _failing_layers])
 def test_an_error_while_an_error_is_described_costs_no_image_and_is_not_tried_again(
     engine, monkeypatch, tmp_path, at_once, error, breaks
 ):
     tries = []
 
-    def compile_fx(graph, *_args, **_options):
+    def backend(graph, _inputs):
         tries.append(graph)
         raise error
 
-    monkeypatch.setattr(torch._inductor.compile_fx, "compile_fx", compile_fx)
     breaks(engine, monkeypatch, tmp_path)
     net, x = Net(), torch.randn(2, 4, 8)
-    expected, step = net(x), CompiledNet(engine, net, backend="inductor")
+    expected, step = net(x), CompiledNet(engine, net, backend=backend)
     for _ in range(3):
         assert torch.equal(step.at_once(x) if at_once else step(x)[0], expected)
         step.wait()

@@ -49,13 +49,6 @@ def flux(tiny, engine):
     return runs
 
 
-def test_the_report_says_that_compiling_was_not_paused_any_more(flux, engine, monkeypatch):
-    attachment, (said, unsaid) = engine("host.model.attach"), ("2 graphs had waited 20 s", "graphs had waited")
-    assert unsaid not in " ".join(attachment.notes_about(flux.patcher))
-    monkeypatch.setattr(engine("background.gate").gate, "jobs_past_ceiling", 2)
-    assert said in " ".join(attachment.notes_about(flux.patcher))
-
-
 @pytest.mark.parametrize("compile_when", ["in background", "before first image"])
 def test_a_function_of_the_host_is_exchanged_for_one_that_reads_the_step(flux, compile_when, monkeypatch):
     hosts = layers.attention

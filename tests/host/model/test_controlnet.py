@@ -192,21 +192,3 @@ def test_after_a_cancelled_run_the_next_one_looks_at_the_weights_again(tiny, eng
                 layer._parameters[name] = torch.nn.Parameter(weight.detach().clone(), requires_grad=False)
     runs.with_control(control)
     assert graphs.captures == before + 1
-
-
-def test_the_thread_that_compiles_waits_in_the_models_own_call(tiny, engine, monkeypatch):
-    capture_again(engine, monkeypatch)
-    gate = engine("background.gate").gate
-    runs = Controlled(tiny, engine, "flux", steps=4)
-    network, seen = runs.patcher.model.diffusion_model, []
-    plain = network.forward
-
-    def forward(*args, **kwargs):
-        seen.append(gate._open.is_set())
-        return plain(*args, **kwargs)
-
-    control = runs.compiled(runs.control)
-    with monkeypatch.context() as patch:
-        patch.setattr(network, "forward", forward)
-        runs.with_control(control)
-    assert engine("cuda_graphs.capture").graphs_of(runs.control.control_model).replays and seen and not any(seen)

@@ -251,7 +251,6 @@ def test_a_packs_copy_of_a_unets_block_is_given_up_after_few_graphs(engine, tiny
     for block in blocks:
         block.__class__ = own_copy()
     expected, compiled = unet.plain(), unet.attach(unet.patcher, compile_when=mode)
-    engine("cache.startup").wait_until_prepared()  # beside which nothing is traced
     for _ in range(3):
         same(unet.run(compiled), expected)
         assert engine("background.thread").compiler.wait(120)

@@ -65,25 +65,13 @@ def a_call_takes(monkeypatch, engine):
     return of_a_call
 
 
-def test_tracing_is_prepared_when_it_is_likely(flux, engine, monkeypatch):
+def test_the_compiler_is_imported_when_it_is_likely(flux, engine, monkeypatch):
     """It slows the first image, which few steps may never get back."""
-    asked, traces = [], engine("background.isolation").warm_up_dynamo
-    for module in ("payback", "network_calls"):
-        monkeypatch.setattr(engine(f"host.model.{module}"), "prepare", asked.append)
+    asked = []
+    monkeypatch.setattr(engine("host.model.payback"), "import_ahead", lambda: asked.append(True))
     flux.cost(1e6)
     assert flux(steps=14)[0] == 0 and not asked
-    assert flux(steps=15)[0] == 0 and asked[0] is traces
-    asked.clear()
-    flux.cost(0.0)
-    assert flux()[0] == 2 and asked[0] is traces
-
-
-def test_it_is_decided_in_the_first_image_though_that_began_beside_preparing(flux, engine, monkeypatch):
-    """Where nothing had to be loaded the first calls are over before it."""
-    slowed = iter([True] * 5)
-    monkeypatch.setattr(engine("host.model.payback"), "is_preparing", lambda: next(slowed, False))
-    flux.cost(0.0)
-    assert flux(steps=16)[0] == 2
+    assert flux(steps=15)[0] == 0 and asked
 
 
 def test_one_large_prompt_is_no_reason_to_compile(flux, a_call_takes):

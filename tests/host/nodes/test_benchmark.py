@@ -11,7 +11,7 @@ from paging import paged
 from patch_kinds.weights import load_partly
 from patching import Runs
 from patching import shares_code as fresh_dynamo  # noqa: F401
-from support import compile_settings, torch_settings
+from support import NoCompiler, compile_settings, torch_settings
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -91,6 +91,21 @@ def test_again_it_is_already_warm_and_says_so(own_code, benchmarked, dynamic, fo
     assert "Already warm when the benchmark began" in again.table()
     other_size = runs.benchmark(steps=1, size=(96, 64))
     assert other_size.cost.graphs == graphs + for_another_size and not other_size.cost.cold
+
+
+def test_code_that_was_read_from_disk_is_told(benchmarked, engine, monkeypatch, tmp_path):
+    code_store, registry = engine("cache.code_store"), engine("compile.registry")
+    NoCompiler(engine, monkeypatch.setattr)
+    monkeypatch.setattr(code_store._Current, "opened", True)
+    monkeypatch.setattr(code_store._Current, "store", code_store.CodeStore(tmp_path, 2**20, b"k" * 32))
+    monkeypatch.setattr(engine("compile_process.client").compile_process, "start", lambda: None)
+    results = []
+    for _process in range(2):
+        registry._groups.clear()
+        torch._dynamo.reset()
+        results.append(benchmarked(backend="inductor").benchmark(steps=1))
+    assert [(result.cost.graphs, result.cost.from_disk) for result in results] == [(2, 0), (2, 2)]
+    assert ["read from the cache on disk" in result.table() for result in results] == [False, True]
 
 
 def test_the_error_is_that_of_the_samplers_result(benchmarked):

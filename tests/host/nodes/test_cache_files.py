@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -36,12 +35,9 @@ def start(base, *actions, **environment):
     return json.loads(lines[-1].removeprefix("ANSWER ")) | {"log": done.stdout + done.stderr}
 
 
-def all_hits(answer):
-    graphs = answer["graphs"]
-    assert graphs > 0
-    assert answer["from_disk"] == graphs, answer
-    assert [answer[f"fxgraph_{kind}"] for kind in ("hit", "miss", "bypass")] == [graphs, 0, 0], answer
-    assert [answer[f"autograd_{kind}"] for kind in ("hit", "saved", "bypass")] == [graphs, 0, 0], answer
+def all_hits(answer, processes=0):
+    assert answer["from_disk"] == answer["graphs"] > 0, answer
+    assert (answer["processes"], answer["lowered_here"]) == (processes, 0), answer
     assert answer["error"] < 1e-5, answer
     return True
 
@@ -62,11 +58,11 @@ def first(tmp_path_factory, shared):
 
 def test_the_first_process_compiles_into_the_users_folder(first):
     base, answer = first
-    assert answer["graphs"] == 2 and answer["from_disk"] == 0 and answer["fxgraph_miss"] == 2
+    assert answer["graphs"] == 2 and (answer["from_disk"], answer["processes"], answer["lowered_here"]) == (0, 1, 0)
     assert answer["error"] < 1e-5
-    folder = base / "user" / "torch-compile-kit" / "cache"
-    assert answer["cache"] == str(folder)
-    kinds = [json.loads(about.read_text())["class"] for about in folder.glob("*/about.json")]
+    folder = base / "user" / "torch-compile-kit" / "store"
+    assert answer["store"] == str(folder) and (folder / "signature.key").exists()
+    kinds = [json.loads(file.read_bytes()[32:].partition(b"\n")[0])["class"] for file in folder.glob("*.code")]
     assert sorted(kinds) == ["DoubleStreamBlock", "SingleStreamBlock"]
 
 
@@ -74,15 +70,15 @@ def test_a_plain_compile_keeps_its_own_folder(first):
     base, answer = first
     assert answer["variables_left"] == []
     assert Path(answer["plain_after"]).parent == base / "tmp"
-    assert len(list(Path(answer["plain_after"]).glob("fxgraph/*/*"))) == 1
-    assert len(list(Path(answer["cache"]).glob("*/fxgraph/*/*"))) == answer["graphs"]
+    assert len(list(Path(answer["plain_after"]).glob("fxgraph/*/*"))) == 1, "of the plain one alone"
 
 
 def test_another_machine_takes_every_graph_from_a_shared_cache(first, shared, tmp_path):
     variables, volume = shared
     second = start(tmp_path, "warm", "attention", "after", **variables)
-    assert all_hits(second) and "shared cache" not in second["log"]
-    assert len(list(volume.glob("*/*.entry"))) == 4, "what other packs compile is not shared"
+    # A process is started while the model loads where no code of these versions is on disk.
+    assert all_hits(second, processes=1) and "shared cache" not in second["log"]
+    assert len(list(volume.glob("*/*.entry"))) == 2, "what other packs compile is not shared"
 
 
 def test_the_second_process_reads_every_graph_from_disk(first):
@@ -104,28 +100,19 @@ def test_a_saved_file_gives_the_same_on_an_empty_machine(first, tmp_path):
     second = start(tmp_path, f"load={file.name}", "warm", "attention")
     assert file.name in second["loaded"] and "Flux" in second["loaded"] and "96x64" in second["loaded"]
     assert all_hits(second)
-    # What asks the CPU for its instructions is compiled too, and loaded: not from where others may have put something.
-    assert not [f for f in (tmp_path / "tmp").rglob("*") if f.suffix in (".so", ".cpp", ".o", ".py")]
-    assert list((tmp_path / "user" / "torch-compile-kit" / "cache").glob("*/**/*.so"))
+    assert all(file.suffix in (".code", ".json", ".key") for file in Path(second["store"]).iterdir())
 
 
 @pytest.mark.rest
 def test_compiled_code_that_is_damaged_is_compiled_anew(first, tmp_path):
-    """What a loss of power leaves: nothing of a graph's libraries, or their beginning."""
+    """What a loss of power leaves: nothing of an entry, or its beginning."""
     base, before = first
-    machine = tmp_path / "machine"
-    shutil.copytree(base / "user" / "torch-compile-kit" / "cache", machine / "user" / "torch-compile-kit" / "cache")
-    (machine / "user" / "torch-compile-kit").chmod(0o700)
-    folders = sorted(folder for folder in (machine / "user" / "torch-compile-kit" / "cache").iterdir() if folder.is_dir())
-    damaged = 0
-    for folder, left in zip(folders, (0, 100), strict=True):
-        for library in folder.rglob("*.so"):
-            os.truncate(library, left)
-            os.utime(library, (time.time() - 3600,) * 2)
-            damaged += 1
-    assert damaged > 1
+    machine, kit = tmp_path / "machine", Path("user", "torch-compile-kit")
+    shutil.copytree(base / kit / "store", machine / kit / "store")
+    for file, left in zip(sorted((machine / kit / "store").glob("*.code")), (0, 1000), strict=True):
+        os.truncate(file, left)
     answer = start(machine, "warm", "attention")
-    assert answer["error"] < 1e-5 and answer["graphs"] == before["graphs"] > 0, answer["report"]
+    assert answer["error"] < 1e-5 and (answer["graphs"], answer["from_disk"]) == (before["graphs"], 0), answer["report"]
     assert "runs uncompiled" not in answer["report"], answer["report"]
     assert "compiled anew" in answer["log"]
 
@@ -137,8 +124,8 @@ def test_the_users_own_variables_win(tmp_path):
     answer = start(tmp_path, "before", "warm", "one", "after", **folders, **KNOWN_CPU)
     assert answer["variables_left"] == []
     assert Path(answer["plain_before"]) == mine == Path(answer["plain_after"])
-    assert Path(answer["cache"]).parent == mine
-    assert not (tmp_path / "user" / "torch-compile-kit" / "cache").exists()
+    assert Path(answer["store"]).parent == mine
+    assert not (tmp_path / "user" / "torch-compile-kit" / "store").exists()
 
 
 @pytest.mark.rest
@@ -147,5 +134,5 @@ def test_a_folder_that_cannot_be_written_is_said_and_compiling_goes_on(tmp_path)
     blocked.parent.mkdir()
     blocked.write_text("a file where the folder should be")
     answer = start(tmp_path, "warm", "one", **KNOWN_CPU)
-    assert answer["cache"] == str(tmp_path / "home" / ".cache" / "torch-compile-kit" / "cache") and answer["graphs"] == 1
+    assert answer["store"] == str(tmp_path / "home" / ".cache" / "torch-compile-kit" / "store") and answer["graphs"] == 1
     assert "cannot be used" in answer["log"] and str(blocked) in answer["log"]

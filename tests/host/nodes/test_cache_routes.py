@@ -14,10 +14,10 @@ CACHE = "/torch-compile-kit/cache"
 @pytest.mark.parametrize(
     ("slow", "asked"),
     [
-        ("open_users_cache", ("GET", CACHE)),
+        ("open_users_store", ("GET", CACHE)),
         ("cache_files", ("GET", CACHE)),
-        ("open_users_cache", ("POST", f"{CACHE}/clear")),
-        ("open_users_cache", ("POST", f"{CACHE}/limit")),
+        ("open_users_store", ("POST", f"{CACHE}/clear")),
+        ("open_users_store", ("POST", f"{CACHE}/limit")),
     ],
 )
 def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatch, asked, slow):
@@ -27,8 +27,8 @@ def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatc
     waiting, looped, ran = threading.Event(), threading.Event(), []
     module.register_cache_routes(routes)
     (handler,) = (route.handler for route in routes if (route.method, route.path) == asked)
-    cache = types.SimpleNamespace(usage=dict, clear=lambda: 0, trim=lambda: 0)
-    answers = {"open_users_cache": cache, "cache_files": []}
+    store = types.SimpleNamespace(usage=dict, clear=lambda: 0, trim=lambda: 0)
+    answers = {"open_users_store": store, "cache_files": []}
 
     def waits():
         waiting.set()

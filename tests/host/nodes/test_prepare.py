@@ -3,50 +3,60 @@
 import json
 import os
 import tempfile
+import types
 
 import pytest
 
 pytestmark = pytest.mark.host
 
 
+@pytest.fixture
+def folder(engine, monkeypatch):
+    """The module, with what it starts noted in `asked` instead: "process", "import"."""
+    module = engine("host.model.user_folder")
+    module.asked = []
+    monkeypatch.setattr(module.compile_process, "start", lambda: module.asked.append("process"))
+    monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
+    monkeypatch.setattr(module, "open_users_store", lambda: None)
+    yield module
+    del module.asked
+
+
+MODEL, WARMUP = "TorchCompileKitModel", {"class_type": "TorchCompileKitWarmup", "inputs": {}}
+
+
 @pytest.mark.parametrize(
-    ("nodes", "prepared"),
+    ("nodes", "asked"),
     [
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}}, 0),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "before first image"}}}, 1),
-        (
-            {"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "before first image", "backend": "eager"}}},
-            0,
-        ),
-        (
-            {
-                "1": {"class_type": "TorchCompileKitModel", "inputs": {}},
-                "2": {"class_type": "TorchCompileKitWarmup", "inputs": {}},
-            },
-            1,
-        ),
-        ({"1": {"class_type": "TorchCompileKitModel", "inputs": {"compile_when": "never"}}}, 0),
-        ({"1": {"class_type": "TorchCompileKitModel"}, "2": 3}, 0),
+        ({"1": {"class_type": MODEL, "inputs": {}}}, ["process"]),
+        ({"1": {"class_type": MODEL, "inputs": {"compile_when": "before first image"}}}, ["process", "import"]),
+        ({"1": {"class_type": MODEL, "inputs": {"compile_when": "before first image", "backend": "eager"}}}, []),
+        ({"1": {"class_type": MODEL, "inputs": {}}, "2": WARMUP}, ["process", "import"]),
+        ({"1": {"class_type": MODEL, "inputs": {"compile_when": "never"}}}, []),
+        ({"1": {"class_type": MODEL}, "2": 3}, []),
+        ({"1": {"class_type": "KSampler", "inputs": {}}}, []),
     ],
 )
-def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, engine, monkeypatch, nodes, prepared):
-    folder, asked = engine("host.model.user_folder"), []
-    monkeypatch.setattr(folder, "prepare", lambda *steps: asked.append(folder.import_inductor in steps))
-    monkeypatch.setattr(folder, "open_users_cache", lambda: None)
+def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, folder, nodes, asked):
+    """The imports of the process are its own; those of this one hold the GIL while the model is loaded."""
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
-    assert sum(asked) == prepared
+    assert folder.asked == asked
 
 
-@pytest.mark.parametrize("device, prepared", [("cuda", []), ("cpu", ["warm_up_dynamo"])])
-def test_tracing_is_prepared_before_the_first_image_where_compiling_is_never_put_off(engine, monkeypatch, device, prepared):
-    """Else nothing of a first image is compiled that takes less time than preparing: the node would say nothing."""
-    folder, asked = engine("host.model.user_folder"), []
-    monkeypatch.setattr(folder, "prepare", lambda *steps: asked.extend(step.__name__ for step in steps))
-    monkeypatch.setattr(folder, "open_users_cache", lambda: None)
-    monkeypatch.setattr(folder, "device_type", lambda: device)
+@pytest.mark.parametrize("is_current", [False, True])
+def test_no_process_is_started_where_its_code_is_kept(engine, folder, monkeypatch, is_current):
+    store = types.SimpleNamespace(has_current=lambda: is_current)
+    monkeypatch.setattr(folder, "open_users_store", lambda: store)
     folder.get_ready(engine("settings").CompileSettings())
-    assert asked == prepared
+    assert folder.asked == ([] if is_current else ["process"])
+
+
+def test_the_process_imports_what_the_host_has_imported(engine, folder):
+    import comfy.quant_ops  # noqa: F401
+
+    folder.get_ready(engine("settings").CompileSettings())
+    assert folder.compile_process.modules() == ["comfy.quant_ops"] and folder.compile_process.arguments == ["--cpu"]
 
 
 def test_a_prompt_gets_the_language_of_its_page(pack_module, monkeypatch):
@@ -65,14 +75,14 @@ def test_a_prompt_gets_the_language_of_its_page(pack_module, monkeypatch):
 
 
 @pytest.mark.parametrize("place", ["user", "TORCHINDUCTOR_CACHE_DIR", "home", None])
-def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, tmp_path, place):
+@pytest.mark.parametrize("is_current", [False, True])
+def test_after_a_restart_the_store_is_found_wherever_it_is(engine, folder, monkeypatch, tmp_path, place, is_current):
     """In the user's folder, where the user has set it to, or on a drive that keeps rights."""
-    folder, disk, prepared = engine("host.model.user_folder"), engine("cache.disk"), []
     kit = {"user": tmp_path / "user", "home": tmp_path / "home" / ".cache"}.get(place, tmp_path) / "torch-compile-kit"
-    cache = disk.DiskCache(kit if place == "TORCHINDUCTOR_CACHE_DIR" else kit / "cache", 2**20)
     if place is not None:
-        cache.enter("0" * 12, "Block")
-        cache.exit("0" * 12)
+        kit = kit if place == "TORCHINDUCTOR_CACHE_DIR" else kit / "store"
+        kit.mkdir(parents=True)
+        engine("cache.code_store").read_key(kit)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     if place == "TORCHINDUCTOR_CACHE_DIR":
         monkeypatch.setenv(place, str(tmp_path))
@@ -80,21 +90,18 @@ def test_after_a_restart_the_cache_is_found_wherever_it_is(engine, monkeypatch, 
     monkeypatch.setenv("USERPROFILE", str(tmp_path / "home"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     monkeypatch.setattr(folder, "kit_folder", lambda: tmp_path / "user" / "torch-compile-kit")
-    monkeypatch.setattr(folder, "open_users_cache", lambda: cache)
-    monkeypatch.setattr(folder, "prepare", lambda *steps: prepared.append(steps))
+    monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: is_current))
     before = list(tmp_path.rglob("*"))
     folder.get_ready_again()
-    assert len(prepared) == (place is not None) and list(tmp_path.rglob("*")) == before
+    assert folder.asked == (["import"] if place is not None and is_current else []) and list(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_cannot_be_looked_into_is_no_cache(engine, monkeypatch):
-    folder = engine("host.model.user_folder")
-
+def test_a_folder_that_cannot_be_looked_into_is_no_store(folder, monkeypatch):
     def stat(*_args, **_kwargs):
         raise PermissionError
 
     monkeypatch.setattr(os, "stat", stat)
-    monkeypatch.setattr(folder, "open_users_cache", lambda: pytest.fail("it is not there"))
+    monkeypatch.setattr(folder, "open_users_store", lambda: pytest.fail("it is not there"))
     folder.get_ready_again()
 
 
@@ -109,13 +116,13 @@ def test_the_shared_cache_is_named_by_a_file_of_the_users_never_by_a_setting(eng
     (tmp_path / "default").mkdir()
     settings = {"TorchCompileKit.SharedCache": str(tmp_path / "foreign")}
     (tmp_path / "default" / "comfy.settings.json").write_text(json.dumps(settings))
-    folder.open_users_cache()
+    folder.open_users_store()
     assert shared._Configured.cache is None and not (tmp_path / "foreign").exists()
     address = folder.kit_folder() / "shared.address"
     address.parent.mkdir(exist_ok=True)
     address.write_text(str(tmp_path / "volume"))
     address.chmod(0o600)
-    folder.open_users_cache()
+    folder.open_users_store()
     assert shared._Configured.cache.place == str(tmp_path / "volume")
 
 

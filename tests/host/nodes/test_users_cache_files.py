@@ -1,7 +1,6 @@
 """Cache files in the user's folder: whose folder it may be, and how a file may be called."""
 
 import os
-import shutil
 import types
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pytest
 from torch import nn
 
 pytestmark = pytest.mark.host
-NAME = "5" * 12
+NAMES = ["5" * 64, "6" * 64]
 
 
 @pytest.fixture
@@ -23,17 +22,25 @@ def kit(tmp_path):
     folder_paths.set_user_directory(before)
 
 
+@pytest.fixture
+def store(engine, tmp_path, monkeypatch):
+    """Another machine's, with code in it."""
+    code_store = engine("cache.code_store")
+    (tmp_path / "store").mkdir()
+    store = code_store.CodeStore(tmp_path / "store", 2**20, b"k" * 32)
+    for name in NAMES:
+        store.put(name, b"graph")
+    return store
+
+
 @pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
-def test_a_cache_file_of_ones_own_is_loaded_and_its_folder_closed_to_others(engine, kit, tmp_path):
+def test_a_cache_file_of_ones_own_is_loaded_and_its_folder_closed_to_others(engine, kit, store, monkeypatch):
     """Into the folder they could put files; this one is the user's, and only the user can have written it."""
     files = engine("host.nodes.cache_files")
-    cache = engine("cache.disk").DiskCache(tmp_path / "another machine's", 2**20)
-    cache.enter(NAME, "Block")
-    cache.exit(NAME)
-    (cache.root / NAME / "entry").write_bytes(b"graph")
-    engine("cache.archive").write_cache_file(kit / "mine.tckcache", cache, [NAME], "0.1.0", ["Flux"], ["64x64 batch 1"])
+    monkeypatch.setattr(files, "open_users_store", lambda: store)
+    engine("cache.archive").write_cache_file(kit / "mine.tckcache", store, NAMES, [], "0.1.0", ["Flux"], ["64x64 batch 1"])
     kit.chmod(0o770)
-    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 files for Flux; 64x64 batch 1"
+    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 kinds of blocks for Flux; 64x64 batch 1"
     assert kit.stat().st_mode & 0o777 == 0o700
 
 
@@ -59,21 +66,21 @@ class UNetModel(nn.Module):
 
 
 def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_sizes_is_told_without_a_comma(
-    engine, kit, tmp_path, monkeypatch
+    engine, kit, store, monkeypatch
 ):
-    files, disk = engine("host.nodes.cache_files"), engine("cache.disk")
-    cache = disk.DiskCache(tmp_path / "cache", 2**20)
-    monkeypatch.setattr(files, "open_users_cache", lambda: cache)
-    models = []
-    for name in ("1" * 12, "2" * 12):
-        cache.enter(name, "Block")
-        cache.exit(name)
-        (cache.root / name / "entry").write_bytes(b"graph")
-        stats = engine("compile.session").CompileStats(graphs=2)
-        group = types.SimpleNamespace(folder=name, settings=engine("settings").CompileSettings(), stats=stats)
-        models.append((UNetModel(), types.SimpleNamespace(groups={"key": group})))
+    files, models = engine("host.nodes.cache_files"), []
+    monkeypatch.setattr(files, "open_users_store", lambda: store)
+    for number, name in enumerate(NAMES, 1):
+        stats, code = engine("compile.session").CompileStats(graphs=2), types.SimpleNamespace(entries={name})
+        group = types.SimpleNamespace(code=code, settings=engine("settings").CompileSettings(), stats=stats)
+        network = UNetModel()
+        network.layer = nn.Linear(number, 1)
+        store.remember(engine("cache.structure").name_of(network), "attention", f"kernel {number}")
+        models.append((network, types.SimpleNamespace(groups={"key": group})))
     monkeypatch.setattr(files, "live_models", lambda: models)
     assert files.save_all("mine").endswith(" MiB; UNetModel, UNetModel 2")
-    shutil.rmtree(cache.root)
-    assert files.load_cache("mine.tckcache") == "mine.tckcache: 4 files for UNetModel, UNetModel 2"
-    assert {folder.name for folder in cache.folders()} == {"1" * 12, "2" * 12}
+    store.clear()
+    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 kinds of blocks for UNetModel, UNetModel 2"
+    assert set(store.names()) == set(NAMES)
+    names = [engine("cache.structure").name_of(network) for network, _ in models]
+    assert [store.recall(name, "attention") for name in names] == ["kernel 1", "kernel 2"]
