@@ -65,7 +65,8 @@ def worker(bench: sessions.Bench, model: str) -> dict:
                 bench.left()
                 time.sleep(0.2)
             found.setdefault("code ready", round(time.perf_counter() - began, 2))
-        return {**found, "compiled": server.get("/session/steps")["compiled"]}
+        models = server.get("/torch-compile-kit/report")["models"]
+        return {**found, "compiled": sum(model["graphs"] - model["graphs_from_disk"] for model in models)}
 
 
 def main() -> None:

@@ -39,7 +39,7 @@ FILES = {
     "session": "sessions", "step_time": "step-time", "low_vram": "low-vram", "kernels": "kernels", "cold start": "cold-start",
     "lora": "lora", "restart": "restart", "gguf": "gguf", "vae": "vae", "controlnet_node": "controlnet",
     "step_caches": "step-caches", "block_swap": "block-swap", "training": "training", "soak": "soak",
-    "format": "formats", "table": "table", "fleet": "fleet", "limits": "limits",
+    "format": "formats", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
 }  # fmt: skip
 
 

@@ -298,8 +298,7 @@ def restart(options):
         report = host.kit("notices.report").report_json()["models"][0]
         row |= {key: report[key] for key in ("compile_seconds", "graphs", "graphs_from_disk")}
         row["traced"] = counters["frames"]["total"]
-        row["fxgraph_misses"] = counters["inductor"]["fxgraph_cache_miss"]
-        row["autograd_misses"] = counters["aot_autograd"]["autograd_cache_miss"]
+        row["processes"] = host.kit("compile_process.client").compile_process.started
         row["error"] = host.relative_error(latent, host.sample(patcher.clone(), name, options.steps)[0])
     if options.run == "first":
         print(files.save_cache(model, CARRIED)[1])
