@@ -2,8 +2,8 @@
 
 1. The first request holds `sys.path`, the modules to import and the folder of the pack; the answer tells PyTorch's version.
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
-   lowered on fake tensors: this process holds no weight, and makes no CUDA context (`init_gpu_context` is what would make one;
-   choosing kernels by trying them, `max-autotune`, does).
+   lowered on fake tensors: this process holds no weight. It should make no CUDA context either, but does, 522 to 622 MiB on an
+   H200: `init_gpu_context` is replaced, yet the second device guard calls cudaSetDevice (c10/cuda/CUDAFunctions.cpp).
 3. The answer is an artefact as PyTorch serialises it, the files that C++ kernels are loaded from, and the guards that hold
    for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to lower it may work.
 4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
@@ -179,8 +179,8 @@ def main() -> None:
     if hello is None:
         return
     # Behind this Python's own: in ComfyUI PyTorch was imported before other packs put their folders first.
-    own = [folder for folder in sys.path[1:] if folder]
-    sys.path[:] = own + [folder for folder in hello[0]["path"] if folder not in own]
+    of_python = [folder for folder in sys.path[1:] if folder]
+    sys.path[:] = of_python + [folder for folder in hello[0]["path"] if folder not in of_python]
     sys.argv[1:] = hello[0]["arguments"]
     for run in (listen, tell_alive):
         threading.Thread(target=run, daemon=True).start()

@@ -37,18 +37,18 @@ def obtain(request: Request, block: str, patient: bool, distrusted: frozenset[st
         Unavailable, Lost, LoweringFailed, LowerInline: see client.py.
     """
     store, others = code_store.current(), shared.configured()
-    found = _kept(store, request, distrusted)
-    if isinstance(found, Obtained):
-        return found
-    name, claimed = found, None
+    kept = _kept(store, request, distrusted)
+    if isinstance(kept, Obtained):
+        return kept
+    name, claimed = kept, None
     try:
         if others is not None and not distrusted:
             claimed = name if others.claim(name) else None
             if claimed and store is not None:
-                found = _kept(store, request, distrusted)
-                if isinstance(found, Obtained):
-                    return found  # the worker that had the claim has compiled the graph meanwhile
-                name = found
+                kept = _kept(store, request, distrusted)
+                if isinstance(kept, Obtained):
+                    return kept  # the worker that had the claim has compiled the graph meanwhile
+                name = kept
             if not claimed and patient:
                 now = time.monotonic()
                 if now - others.waiting_since.setdefault(name, now) < CLAIM_SECONDS:

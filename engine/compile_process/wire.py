@@ -222,7 +222,7 @@ class _Reader:
         return module, inputs, self._mode
 
     def _add_symbol(self, name: str, positive: bool, number: int, lower: int | None, upper: int | None) -> None:
-        made = self._shapes.create_symbol(
+        symbol = self._shapes.create_symbol(
             number,
             source=private.ConstantSource(name),
             dynamic_dim=private.DimDynamic.DYNAMIC,
@@ -231,8 +231,8 @@ class _Reader:
             do_not_specialize_zero_one=True,
         )
         infinite = private.int_oo
-        self._shapes.constrain_symbol_range(made, -infinite if lower is None else lower, infinite if upper is None else upper)
-        self._symbols[name] = made, number
+        self._shapes.constrain_symbol_range(symbol, -infinite if lower is None else lower, infinite if upper is None else upper)
+        self._symbols[name] = symbol, number
 
     def _number(self, value: Any) -> Any:
         if isinstance(value, int):
