@@ -65,7 +65,7 @@ class BlockCode:
         _retries: how often `failure` has been forgotten since a graph was lowered.
         _patch_variants: by shapes, how often it was traced for them in consecutive calls of the model, the last `_traced_in`.
         _variants_in_run: by shapes, how often it was traced for them in this run.
-        _traced: the results of `traced_state` for which there are graphs.
+        _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: when the model's call began in which it was traced last.
     """
 
@@ -90,7 +90,7 @@ class BlockCode:
     _patch_variants: Counter[tuple] = field(default_factory=Counter)
     _variants_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced_in: Callable[[], object] = lambda: None
-    _traced: set[tuple] = field(default_factory=set)
+    _traced: Counter[tuple] = field(default_factory=Counter)
     _traced_from: int = 0
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
@@ -162,7 +162,7 @@ class BlockCode:
                 return self.forward(block, *args, **kwargs)
             return self._run_after(error, block, args, kwargs)
         else:
-            self._traced |= traces_for
+            self._traced.update(traces_for)
             if session.is_held and not call.may_trace:  # no graph has run
                 call.put_off_trace()
             return result
@@ -317,7 +317,7 @@ class BlockCode:
         if not self.variants():  # a reset
             self._traced.clear()
         traced_for = traced_state(block, args, kwargs)
-        floats_vary = traced_for in self._traced
+        floats_vary = self._traced[traced_for] >= 2
         traces_for.add(traced_for)
         owner = self.forward.__code__.co_varnames[0]
         sources = [f"L['{owner}'].{name}" for name in sorted(self.varying)]

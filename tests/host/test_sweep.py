@@ -33,7 +33,8 @@ HARD = {
     **{"pixeldit": set(), "z_image_omni": set()},
 }
 # Blocks whose graphs cannot go to another process, and why.
-INLINE: dict[str, dict[str, str]] = {}
+# SeedVR2's, traced for each window size, are taken to read numbers that differ.
+INLINE = {"seedvr2": {"NaMMSRTransformerBlock": "a number in it varies"}}
 # The model calls its blocks by other methods than `forward`, so that nothing of them is compiled.
 OTHER_METHODS = {"wan_animate2"}
 # What the pinned hosts lack.
