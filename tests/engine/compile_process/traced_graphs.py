@@ -1,10 +1,11 @@
 """Graphs as Dynamo hands them to a backend, and what is written down of them.
 
-As a script: the key of one graph, made in a process of its own.
+As a script: the key of one graph and what is in it, made in a process of its own.
 """
 
 import enum
 import importlib
+import json
 import sys
 import types
 from collections import namedtuple
@@ -87,13 +88,23 @@ class Attention(nn.Module):
         return x + y[..., :16].to(torch.float64).to(x.dtype) * 0.3, context[:, None].sum((1,), keepdim=True)
 
 
-def key_of_attention(engine, size=(2, 6, 3)):
+def attention(engine, size=(2, 6, 3)):
     batch, length, other = size
     torch.manual_seed(0)
     block = Attention()
     inputs = torch.randn(batch, length, 16), torch.randn(batch, other, 16)
-    return request(engine, block, *inputs, dynamic=True).key
+    return request(engine, block, *inputs, dynamic=True)
+
+
+def key_of_attention(engine, size=(2, 6, 3)):
+    return attention(engine, size).key
+
+
+def what_is_named(engine):
+    """The key of `attention`, and what is in it."""
+    made = attention(engine)
+    return {"key": made.key, "request": json.loads(made.text), "environment": engine("cache.environment").environment()}
 
 
 if __name__ == "__main__":
-    print(key_of_attention(loaded))
+    print(json.dumps(what_is_named(loaded)))
