@@ -33,10 +33,16 @@ def now(device: torch.device) -> dict[str, Any]:
         "device": kind,
         "card": [torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)] if kind == "cuda" else None,
         "threads": torch.get_num_threads() if kind == "cpu" else None,
-        "precision": torch.backends.cuda.matmul.fp32_precision,
+        "precision": _precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "attention": sorted(backend.name for backend in private.sdpa_backends()),
     }
+
+
+def _precision() -> str:
+    """That of fp32 products: unset is "ieee", to which PyTorch's older switches go back."""
+    named = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)
+    return next((precision for precision in named if precision != "none"), "ieee")
 
 
 def set_for_process(settings: dict[str, Any]) -> None:

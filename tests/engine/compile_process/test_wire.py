@@ -455,6 +455,19 @@ class TestTheKey:
             keys.add(made.key)
         assert len(keys) == 2
 
+    def test_a_switch_that_was_on_and_off_again_changes_nothing(self, engine):
+        products, before = torch.backends.cuda.matmul, key_of_attention(engine)
+        precision = products.fp32_precision
+        try:
+            products.fp32_precision = "none"
+            unset = key_of_attention(engine)
+            products.allow_tf32 = True
+            assert key_of_attention(engine) != unset
+            products.allow_tf32 = False
+            assert key_of_attention(engine) == unset == before
+        finally:
+            products.fp32_precision = precision
+
     def test_two_processes_give_the_same(self, engine):
         script = [sys.executable, traced_graphs.__file__]
         environment = {**os.environ, "PYTHONHASHSEED": "4711", "OMP_NUM_THREADS": str(torch.get_num_threads())}
