@@ -62,8 +62,14 @@ class Watch:
         self.outside_warmup = [(other, sentence) for other, sentence in self.outside_warmup if other != info]
         self._add(info, settings)
 
-    def notice(self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str) -> tuple[str, str | None] | None:
-        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled."""
+    def notice(
+        self, info: CallInfo, added: CompileStats, settings: tuple, dynamic: str, waits: bool = False
+    ) -> tuple[str, str | None] | None:
+        """A sentence, and a size that the warmup lacks, if a call compiled what a warmup could have compiled.
+
+        Args:
+            waits: the user has chosen to wait for the first run.
+        """
         calls, size = self.compiled_for.get(settings), None
         self._add(info, settings)
         if not added.graphs:
@@ -74,6 +80,8 @@ class Watch:
             why, size = cause(nearest, info, dynamic, settings in self.warmed, guard)
         else:
             why = say("firstRun") if len(self.compiled_for) == 1 else say("firstSettings")
+            if not waits:
+                why = say("cure", why, say("addWarmup"))
         sentence = say("waited", f"{added.seconds:.1f}", why)
         self.outside_warmup = [*self.outside_warmup, (info, sentence)][-NOTICES_KEPT:]
         return sentence, size
@@ -124,7 +132,7 @@ def report_compilation(
     if is_warming():
         watch_of(model).note_warming(info, settings.settings_key())
         return
-    notice = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic)
+    notice = watch_of(model).notice(info, added, settings.settings_key(), settings.dynamic, settings.waits)
     if notice is not None:
         logger.warning("%s: %s", name, notice[0])
         if settings.waits and settings.settings_key() not in watch_of(model).warmed:

@@ -48,9 +48,16 @@ def test_a_warmed_size_says_nothing(watched):
         assert runs.said(**size) == []
 
 
-def test_without_a_warmup_the_first_run_names_the_node(watched):
-    (sentence,) = watched().said()
-    assert "the first run" in sentence and "Torch Compile Warmup" in sentence
+@pytest.mark.parametrize("waits", [False, True])
+def test_the_first_run_names_the_warmup_but_where_waiting_was_chosen(engine, waits):
+    log, stats = engine("notices.recompile_log"), engine("compile.session").CompileStats(graphs=2, seconds=3.0)
+    sentence, _size = log.Watch().notice(log.CallInfo(64, 64), stats, (), "auto", waits)
+    cure = "" if waits else ". To compile before the first image, add Torch Compile Warmup after Torch Compile."
+    assert sentence == f"Waited 3.0 s for compiling: the first run{cure}"
+
+
+def test_that_an_image_waited_is_in_the_log(watched):
+    assert watched().said()[0].startswith("Flux: Waited ")
 
 
 CAUSES = [
