@@ -5,9 +5,11 @@ import sys
 
 from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
+from ..engine.host import adapter
 from ..engine.host.adapter import device_type
 from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.host.nodes import progress
+from ..engine.host.nodes.cache_files import pack_version
 from ..engine.log import logger
 from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
@@ -51,8 +53,9 @@ def register_routes() -> None:
     register_cache_routes(server.routes)
 
     @server.routes.get("/torch-compile-kit/machine")
-    async def machine(_request: web.Request) -> web.Response:
-        here, missing = await asyncio.to_thread(preflight_here, device_type() != "cpu")
+    async def check_machine(_request: web.Request) -> web.Response:
+        machine, missing = await asyncio.to_thread(preflight_here, device_type() != "cpu")
+        here = f"Torch Compile Kit {pack_version()}, ComfyUI {adapter.version()}, {machine}"
         return web.json_response({"here": here, "missing": missing})
 
     async def wait(_body: dict) -> dict:

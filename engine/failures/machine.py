@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 from dataclasses import dataclass
@@ -80,13 +81,14 @@ class Gpu:
     name: str
     capability: tuple[int, int] | None  # of an NVIDIA GPU, such as (9, 0)
     has_code: bool = True  # whether this PyTorch is built for the GPU
+    driver: str = ""  # its version
 
     @classmethod
     def this(cls) -> Gpu | None:
         """The first GPU that PyTorch sees and Triton is for."""
         if torch.cuda.is_available():
             capability = None if torch.version.hip else torch.cuda.get_device_capability()
-            return cls(torch.cuda.get_device_name(), capability, _has_code(capability))
+            return cls(torch.cuda.get_device_name(), capability, _has_code(capability), _driver())
         return cls(torch.xpu.get_device_name(), None) if torch.xpu.is_available() else None
 
 
@@ -97,7 +99,8 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
     triton = f"Triton {_dotted(machine.triton)}" if machine.triton else "no Triton"
     name, pytorch, versions = private.unsupported(), _dotted(machine.pytorch), f"{private.TESTED[0]} to {private.TESTED[-1]}"
     tested = "tested" if pytorch in private.TESTED else f"not tested with this pack, which is tested with {versions}"
-    has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}, PyTorch {pytorch} ({tested}), {triton}, Python "
+    driver = f" (driver {gpu.driver})" if gpu is not None and gpu.driver else ""
+    has = f"{machine.system}, {gpu.name if gpu else 'no GPU'}{driver}, PyTorch {pytorch} ({tested}), {triton}, Python "
     has += f"{_dotted(machine.python)}, C: {compilers['C'] or 'none'}, C++: {compilers['C++'] or 'none'}"
     switch = private.switched_off()
     lacks: list[tuple[object, table.Cure]] = [
@@ -120,7 +123,7 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
 
 
 def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
-    """`preflight` of this machine, where models run on the GPU or not; where Triton does not load, why."""
+    """`preflight` of this machine, where models run on the GPU or not; where Triton does not load, why, and where no GPU is."""
     machine, gpu = Machine.this(), Gpu.this() if on_gpu else None
     has, lacks = preflight(machine, gpu)
     if gpu is not None and machine.triton is not None:
@@ -129,7 +132,18 @@ def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
         except Exception as error:  # a broken DLL raises whatever it likes
             _, _, cure = table.diagnose([error]) or (error, "", f"Triton does not load: {table.text_of(error)}")
             lacks.append(machine.cure(cure))
+    if Gpu.this() is None and not torch.backends.mps.is_available():
+        lacks.append(table.NO_GPU)
     return has, list(dict.fromkeys(lacks))
+
+
+def _driver() -> str:
+    """The version of NVIDIA's driver, or nothing: PyTorch knows only that of CUDA."""
+    asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip().partition("\n")[0]
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _dotted(version: tuple[object, ...]) -> str:

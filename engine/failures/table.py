@@ -61,6 +61,7 @@ CPP_COMPILER = {
     "Darwin": "Install a C++ compiler (xcode-select --install).",
     "": "Install a C++ compiler (Debian, Ubuntu: sudo apt install g++; Fedora: gcc-c++).",
 }
+NO_GPU = "PyTorch sees no GPU: compiling works but gains nothing. With a graphics card, install PyTorch for it (pytorch.org)."
 NO_CODE_FOR_GPU = {
     "AMD": "This PyTorch is not made for your GPU: install one for its architecture (AMD sorts ROCm wheels by gfx number). On "
     "Linux a card may run as a relative: start ComfyUI with HSA_OVERRIDE_GFX_VERSION=10.3.0 (RX 6000) or 11.0.0 (RX 7000).",

@@ -50,13 +50,16 @@ def takes(function: object, *names: str) -> bool:
     return first == list(names) and all(p.default is not p.empty for p in others)
 
 
+def version() -> str:
+    return getattr(_module("comfyui_version"), "__version__", "(unknown)")
+
+
 @functools.cache
 def host() -> Host:
     """Call `look` once, and log each part that is not used."""
     checked = look()
-    version = getattr(_module("comfyui_version"), "__version__", "(unknown)")
     for text in checked.unknown:
-        logger.warning("untested ComfyUI version %s: %s", version, text)
+        logger.warning("untested ComfyUI version %s: %s", version(), text)
     return checked
 
 

@@ -82,7 +82,14 @@ def test_kernels_of_pytorch_for_a_gpu(preflight, monkeypatch, kinds, capability,
 
 def test_this_machine_can_compile(preflight, monkeypatch):
     here, missing = preflight.preflight_here()
-    assert "PyTorch" in here and missing == []
+    no_gpu = ["PyTorch sees no GPU"] if preflight.Gpu.this() is None else []
+    assert "PyTorch" in here and [line[:19] for line in missing] == no_gpu
     monkeypatch.setenv("CXX", "no-such-compiler -O2")
     if preflight.Gpu.this() is None:
-        assert "C++: none" in preflight.preflight_here()[0] and preflight.preflight_here()[1]
+        assert "C++: none" in preflight.preflight_here()[0] and len(preflight.preflight_here()[1]) == 2
+
+
+def test_the_driver_of_the_gpu_is_told_where_it_is_known(preflight, machine):
+    gpu = preflight.Gpu("RTX 4090", (8, 9), driver="580.65.06")
+    assert "RTX 4090 (driver 580.65.06), PyTorch" in preflight.preflight(machine(), gpu, COMPILERS)[0]
+    assert preflight._driver() == "" or preflight.Gpu.this() is not None
