@@ -7,6 +7,13 @@ SHOWN = 200
 class TorchCompileKitError(RuntimeError):
     """Base of the errors this pack raises on purpose."""
 
+    # ComfyUI shows it with the error's name; the real one is the path of the pack's folder. The page knows our errors by it.
+    __module__ = "torch_compile_kit"
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.__module__ = TorchCompileKitError.__module__
+
 
 class InvalidSetting(TorchCompileKitError, ValueError):
     """A node input has a value that cannot work; `cure` is one sentence that says what to set instead."""

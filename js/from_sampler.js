@@ -94,7 +94,7 @@ function fill(node, all = false) {
 }
 
 // "512 X 512 batch 1" is 512x512.
-const spelled = (size) => size.trim().toLowerCase().replace(/\s*x\s*/g, "x").replace(/\s+/g, " ").replace(/ batch 1$/, "");
+const spelled = (size) => size.trim().toLowerCase().replace(/\s*[x×]\s*/g, "x").replace(/\s+/g, " ").replace(/ batch 1$/, "");
 
 // As a line of extra_sizes; none where part of it is linked.
 function sizeOf(latent) {
@@ -119,7 +119,7 @@ function differences(node) {
   compare("cfg", sampler.widgets.cfg, sampler.name);
   const latent = sampler.origins.latent_image && node.graph.getNodeById(sampler.origins.latent_image.id);
   if (latent && !originOf(node, "latent_image")) {
-    const listed = (widgetOf(node, "extra_sizes")?.value ?? "").split(/[\n,]/).map(spelled);
+    const listed = (widgetOf(node, "extra_sizes")?.value ?? "").split(/[\n,;]/).map(spelled);
     const whose = latent.title ?? latent.comfyClass;
     if (!listed.includes(sizeOf(latent))) for (const name of SIZE) compare(name, valueOf(latent, name), whose);
   }

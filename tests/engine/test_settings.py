@@ -70,6 +70,7 @@ def test_what_needs_a_gpu_says_so(settings, engine, chosen):
         ("832X480x33", (832, 480, 33, 1)),
         ("  512 x 512  batch 4 ", (512, 512, 1, 4)),
         ("832x480x33 batch 2", (832, 480, 33, 2)),
+        ("1024\u00d7768", (1024, 768, 1, 1)),
     ],
 )
 def test_sizes_are_read(engine, line, size):
@@ -84,8 +85,14 @@ def test_a_line_that_is_no_size_is_named(engine, line):
     assert "line 2" in str(error.value) and line in str(error.value)
 
 
+def test_an_error_has_a_module_that_people_can_read(engine):
+    """ComfyUI shows it, and the page knows our errors by it."""
+    for error in (engine("errors").InvalidSetting, engine("cache.archive").CacheFileError):
+        assert error.__module__ == "torch_compile_kit"
+
+
 def test_several_sizes_on_a_line(engine):
-    read = engine("host.nodes.warmup_plan").parse_extra_sizes("1024x1024, 768x768 batch 2,\n# 1x1, 2x2\n832x480x33")
+    read = engine("host.nodes.warmup_plan").parse_extra_sizes("1024x1024; 768x768 batch 2,\n# 1x1, 2x2\n832x480x33")
     assert [size.label() for size in read] == ["1024x1024 batch 1", "768x768 batch 2", "832x480x33 batch 1"]
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import comfy.model_management
@@ -23,26 +23,34 @@ GIB = 1024**3
 KEY = "torch-compile-kit.warmup"
 
 
-def latent_shape(patcher, size: Size) -> list[int]:
+def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:
     """The shape of a latent in the model's format: `[batch, channels, height, width]`, with frames before height for video.
+
+    Args:
+        is_extra: the size is one of extra_sizes, which an error then names.
 
     Raises:
         InvalidSetting: the model cannot make that size, or no memory holds it.
     """
+
+    def refusal(name: str, value: object, cure: str) -> InvalidSetting:
+        return InvalidSetting("extra_sizes", size.entry(), cure) if is_extra else InvalidSetting(name, value, cure)
+
     latent_format = patcher.get_model_object("latent_format")
     ratio = latent_format.spacial_downscale_ratio
     dimensions = latent_format.latent_dimensions
     if dimensions == 1:
-        raise InvalidSetting("width", size.width, "this model makes sound, not images; connect latent_image instead.")
+        raise refusal("width", size.width, "this model makes sound, not images; connect latent_image instead.")
     for name in ("width", "height"):
         value = getattr(size, name)
         if value < ratio:
-            raise InvalidSetting(name, value, f"too small for this model; use at least {ratio} pixels.")
+            raise refusal(name, value, f"too small for this model; use at least {ratio} pixels.")
     shape = [size.batch, latent_format.latent_channels, size.height // ratio, size.width // ratio]
     if dimensions == 3:
         shape.insert(2, (size.length - 1) // _frames_per_latent(latent_format) + 1)
     elif size.length > 1:
-        raise InvalidSetting("length", size.length, "this model makes images, not video; set length to 1.")
+        cure = f"write {replace(size, length=1).entry()}" if is_extra else "set length to 1"
+        raise refusal("length", size.length, f"this model makes images, not video; {cure}.")
     device = comfy.model_management.intermediate_device()
     needed, total = 4 * math.prod(shape), comfy.model_management.get_total_memory(device)
     if needed > total:  # with overcommitted memory the system would end the process
@@ -92,6 +100,9 @@ def naming_the_size(label: str, model_name: str) -> Iterator[None]:
     except RuntimeError as error:
         if isinstance(error, TorchCompileKitError) or never_swallowed(error):
             raise
+        if "mat1 and mat2" in str(error):
+            asked = "Do positive and negative come from this model's text encoder?"
+            raise TorchCompileKitError(f"The conditioning does not fit {model_name} ({error}). {asked}") from error
         raise InvalidSetting("size", label, f"{model_name} cannot sample it: {error}") from error
 
 

@@ -57,8 +57,9 @@ def warm_up(
     settings = settings_for(patcher, Nothing(say("nothingToWarm"), say_in_english("nothingToWarm")))
     if isinstance(settings, Nothing):
         return settings.text
-    for size in sizes[latent is not None :]:  # before the first run, so that a wrong size costs no waiting
-        latent_shape(patcher, size)
+    for index, size in enumerate(sizes):  # before the first run, so that a wrong size costs no waiting
+        if index or latent is None:
+            latent_shape(patcher, size, is_extra=index > 0)
     return _Warmup(patcher, settings, (positive, negative), cfg).run(sizes, latent, node_id)
 
 

@@ -24,7 +24,8 @@ MAX_SIZES = 100
 MAX_TEXT = 10_000
 _LIMITS = {"width": MAX_PIXELS, "height": MAX_PIXELS, "length": MAX_FRAMES, "batch": MAX_BATCH}
 _NUMBER = r"([0-9]{1,9})"
-_SIZE = re.compile(rf"{_NUMBER}\s*[xX]\s*{_NUMBER}(?:\s*[xX]\s*{_NUMBER})?(?:\s+batch\s+{_NUMBER})?")
+# "x" or the sign of multiplication
+_SIZE = re.compile(rf"{_NUMBER}\s*[xX\u00d7]\s*{_NUMBER}(?:\s*[xX\u00d7]\s*{_NUMBER})?(?:\s+batch\s+{_NUMBER})?")
 
 
 @dataclass(frozen=True)
@@ -41,12 +42,16 @@ class Size:
             check_whole(name, getattr(self, name), 1, highest)
 
     def label(self) -> str:
-        frames = f"x{self.length}" if self.length > 1 else ""
-        return f"{self.width}x{self.height}{frames} batch {self.batch}"
+        return f"{self.entry()} batch {self.batch}"
+
+    def entry(self) -> str:
+        """As a line of extra_sizes, without the batch."""
+        return f"{self.width}x{self.height}" + (f"x{self.length}" if self.length > 1 else "")
 
 
 def parse_extra_sizes(text: str) -> list[Size]:
-    """Read `WIDTHxHEIGHT` or `WIDTHxHEIGHTxLENGTH`, each with an optional ` batch N`, one a line or separated by commas.
+    """Read `WIDTHxHEIGHT` or `WIDTHxHEIGHTxLENGTH`, each with an optional ` batch N`, one a line or separated by commas or
+    semicolons.
 
     Skips empty lines and lines that start with #.
     """
@@ -57,7 +62,7 @@ def parse_extra_sizes(text: str) -> list[Size]:
     for number, line in enumerate(text.splitlines(), start=1):
         if line.strip().startswith("#"):
             continue
-        for entry in filter(None, map(str.strip, line.split(","))):
+        for entry in filter(None, map(str.strip, re.split("[,;]", line))):
             match = _SIZE.fullmatch(entry)
             if match is None:
                 raise InvalidSetting(

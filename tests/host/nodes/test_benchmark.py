@@ -299,8 +299,15 @@ def test_bad_sizes_are_named_as_in_the_warmup(benchmarked, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=f"^{name} = "):
             runs.benchmark(size=size)
     runs.positive = [[torch.zeros(1, 4, 5), {}]]
-    with pytest.raises(engine("errors").InvalidSetting, match=r"^size = '64x64 batch 1': Flux cannot sample it"):
+    with pytest.raises(engine("errors").TorchCompileKitError, match=r"does not fit Flux .*from this model's text encoder\?$"):
         runs.benchmark()
+
+
+def test_a_size_that_the_model_cannot_sample_is_named(engine):
+    sampling = engine("host.nodes.sampling")
+    with pytest.raises(engine("errors").InvalidSetting, match=r"^size = '64x64 batch 1': Flux cannot sample it: odd$"):
+        with sampling.naming_the_size("64x64 batch 1", "Flux"):
+            raise RuntimeError("odd")
 
 
 def test_out_of_memory_stays_what_the_host_knows(engine):

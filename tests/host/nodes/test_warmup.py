@@ -344,8 +344,12 @@ def test_latents_are_made_one_by_one_after_all_sizes_were_looked_at(warming, eng
     monkeypatch.setattr(engine("host.nodes.sampling").torch, "zeros", noted)
     calls = []
     runs.patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(list(heights)))
-    with pytest.raises(engine("errors").InvalidSetting, match="width = 4: too small"):
+    with pytest.raises(engine("errors").InvalidSetting, match="extra_sizes = '4x64': too small"):
         runs.warm((64, 64), (96, 64), (4, 64))
+    with pytest.raises(engine("errors").InvalidSetting, match="extra_sizes = '64x96x9': .* not video; write 64x96."):
+        runs.warm((64, 64), (64, 96, 9))
+    with pytest.raises(engine("errors").InvalidSetting, match="length = 9: .* not video; set length to 1."):
+        runs.warm((64, 96, 9))
     assert not calls and not heights
     runs.warm(*((64, 64 * n) for n in (1, 2, 3)))
     assert [seen for seen, before in zip(calls, [None, *calls], strict=False) if seen != before] == [
