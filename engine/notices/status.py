@@ -211,14 +211,16 @@ class Status(Line):
             return None
         code = code_of(network)
         groups = groups_for(network, self._settings)
-        if any(group.code.is_tracing for group in groups):
-            return News("compiling", told("preparing"))
         kinds = len({group.class_name for group in groups if group.is_being_compiled})
-        if kinds:
+        is_tracing = any(group.code.is_tracing for group in groups)
+        if kinds or is_tracing:
             since = self._compiling_since = self._compiling_since or time.monotonic()
-            seconds = int(time.monotonic() - since)
             compiling = told("compilingKind") if kinds == 1 else told("compilingKinds", kinds)
-            return News("compiling", told("forSeconds", compiling), seconds)
+            if self.in_call and self._settings.waits:
+                compiling = told("compilingFirst")
+            elif is_tracing:
+                compiling = told("preparing")
+            return News("compiling", told("forSeconds", compiling), int(time.monotonic() - since))
         if self.in_call and self._was_compiling():
             return self._sent
         self._compiling_since = None

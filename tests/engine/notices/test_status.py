@@ -63,10 +63,20 @@ def test_while_a_call_traces_it_is_prepared(node):
     node.group.code.is_tracing = node.group.is_being_compiled = True
     node.begins(node.network, object(), SHAPE)
     node.tell()
-    assert said(node) == ("compiling", ["preparing"])
+    assert said(node) == ("compiling", ["forSeconds", ["preparing"]])
     node.group.code.is_tracing = False
     node.tell()
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
+
+
+def test_where_waiting_was_chosen_the_seconds_of_the_wait_are_counted(node, engine):
+    node._settings = engine("settings").CompileSettings(compile_when="before first image")
+    node.group.code.is_tracing = True
+    node.begins(node.network, object(), SHAPE)
+    node.tell()
+    assert said(node) == ("compiling", ["forSeconds", ["compilingFirst"]]) and node.told[-1][2].seconds == 0
+    node.group.code.is_tracing, node.group.is_being_compiled = False, True
+    assert node.now().says == ["forSeconds", ["compilingFirst"]]
 
 
 def test_from_compiling_to_ready(node, clock):

@@ -129,7 +129,7 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     lines = [line for _owner, node, line in told if node == "12"]
     assert [state for state, _ in itertools.groupby(line.state for line in lines if line.state)][:2] == ["compiling", "ready"]
     said = [line.says for line in lines]
-    assert ["preparing"] in said and ["forSeconds", ["compilingKinds", 2]] in said
+    assert ["forSeconds", ["preparing"]] in said and ["forSeconds", ["compilingKinds", 2]] in said
     key, *steps = status.lines_of()["12"].says
     # Code may be there before a step ran eager.
     assert key == "readyBut" and steps[0][0] in ("aStep", "noDifference", "faster", "slower")
