@@ -37,11 +37,13 @@ class ModelCode:
         runs: how many have begun.
         traced: for how many seconds blocks were traced in this run.
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
+        title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
         packings: code that unpacks weights of its layers, shared by all models with weights packed so.
     """
 
     def __init__(self) -> None:
+        self.title = ""
         self._groups: dict[tuple, BlockGroup] = {}
         self.warm: dict[Hashable, set[Same]] = {}
         self.eager: defaultdict[Eager, Counter[str]] = defaultdict(Counter)

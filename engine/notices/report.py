@@ -143,7 +143,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
     gained = watch_of(model).gained
     failures = [*(group.failure for group in groups if group.failure), *code_of(model).failures]
     return {
-        "name": type(model).__name__,
+        "name": code_of(model).title or type(model).__name__,
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
         "sizes": sizes_of(model),
         "seconds_gained": None if gained is None else round(gained, 3),

@@ -65,6 +65,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
     set_callbacks(clone, KEY, callbacks)
+    code_of(diffusion_model(patcher)).title = model_name(patcher)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
 
@@ -210,4 +211,5 @@ def diffusion_model(patcher):
 
 
 def model_name(patcher) -> str:
-    return type(patcher.model).__name__
+    """SD15, SDXL, Flux: of ComfyUI's configuration, as several models share a class."""
+    return type(getattr(patcher.model, "model_config", patcher.model)).__name__
