@@ -29,7 +29,8 @@ app.registerExtension({
   name: "torch-compile-kit.advanced-inputs",
 
   setup() {
-    const changed = () => setTimeout(() => { for (const node of nodesOf(rootGraph(), ours)) arrange(node, false); }, 100);
+    // Nodes 2.0 makes nodes taller than the classic renderer needs them.
+    const changed = () => setTimeout(() => { for (const node of nodesOf(rootGraph(), ours)) arrange(node, isClassic()); }, 100);
     app.ui?.settings?.addEventListener?.("Comfy.VueNodes.Enabled.change", changed);
   },
 

@@ -2,7 +2,7 @@
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
 import { isOpen, locatorOf, nodeOf, nodesOf, rootGraph } from "./graph.js";
-import { ifRunningIsOpen, runningWorkflow } from "./running.js";
+import { ifRunningIsOpen, onAnswer, runningWorkflow } from "./running.js";
 import { inWords, locale, onLanguage, say, wordsLoaded } from "./words.js";
 
 const MODEL = "TorchCompileKitModel";
@@ -12,8 +12,8 @@ const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
-// Pixels, at the least: a table has columns, a plot text, and a title is to be read.
-const WIDTHS = { TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
+// Pixels, at the least: a table has columns, a plot text, and titles and names of inputs are to be read.
+const WIDTHS = { TorchCompileKitModel: 270, TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
 const PLOT = 330;
 const PREVIEW = 220;
 const WIDGET = "torch_compile_kit_report";
@@ -23,8 +23,11 @@ const isOurs = (node) => OURS.includes(node?.comfyClass);
 const RULE = "\n------------------------\n"; // engine/notices/report.py
 const TALLEST = 150; // pixels of text; more is scrolled, so that a node does not grow over those below
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, TorchCompileKitFixKeys: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
-// Green is faster and nothing else.
-export const COLORS = { compiling: "#e0b040", ready: "#a0a0a0", faster: "#60c060", unclear: "#a0a0a0", slower: "#e0b040", failed: "#e06060" };
+// Green is faster and nothing else. Each has a contrast of at least 4.5:1 with the nodes of its theme.
+const AMBER = { dark: "#e0b040", light: "#7a5200" };
+const GREY = { dark: "#b0b0b0", light: "#555555" };
+const COLORS = { compiling: AMBER, ready: GREY, faster: { dark: "#60c060", light: "#1f6b1f" }, unclear: GREY, slower: AMBER, failed: { dark: "#f09090", light: "#a11a1a" } };
+export const colorOf = (state) => COLORS[state]?.[document.querySelector("html.dark-theme, body.dark-theme") ? "dark" : "light"] ?? "";
 
 const REPORT = "torch-compile-kit-report";
 
@@ -56,7 +59,9 @@ function show(node, text) {
   const { element } = widget;
   node.torchCompileKitText = text;
   putInPlace(node);
-  const whole = [...(node.torchCompileKitWarnings ?? []), text ?? say("statusHere")].join("\n");
+  const { torchCompileKitError: error, torchCompileKitLine: line } = node;
+  element.style.color = colorOf(error ? "failed" : line?.state);
+  const whole = error ?? [...(node.torchCompileKitWarnings ?? []), text ?? say("statusHere")].join("\n");
   const size = node.torchCompileKitSize;
   if (node.torchCompileKitShown === `${size} ${whole}`) return;
   node.torchCompileKitShown = `${size} ${whole}`;
@@ -125,6 +130,36 @@ function makeRoom(node) {
   node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1] + (preview ? PLOT - PREVIEW : PLOT))]);
 }
 
+// In place of a node's text: why its prompt was refused, or what has ended it. Stays until the next prompt.
+function showError(node, error) {
+  node.torchCompileKitError = error;
+  show(node, node.torchCompileKitText);
+}
+
+// A text of ours comes as "input - text", beside a message that says nothing.
+const inAText = ({ type, message, details }) =>
+  type === "custom_validation_failed" && details ? details.replace(/^\w+ - /, "") : [message, details].filter(Boolean).join(": ");
+
+function forgetErrors() {
+  for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitError)) showError(node, undefined);
+}
+
+// The server's answer to a prompt that it does not run: by node the errors, each with a text of ours for what we refuse.
+function showRefusals(errorsOf) {
+  forgetErrors();
+  for (const [id, { errors }] of Object.entries(errorsOf ?? {})) {
+    const node = nodeOf(id);
+    if (isOurs(node)) showError(node, errors.map(inAText).join("\n"));
+  }
+}
+
+// What has ended a prompt: in the node that ran, or, of an error of ours in a sampler, in the nodes that compile.
+function showStopped({ node_id: id, exception_message: message, exception_type: type }) {
+  const node = nodeOf(id);
+  const ours = type?.startsWith("torch_compile_kit.") ? nodesOf(rootGraph(), (found) => found.comfyClass === MODEL && !found.mode) : [];
+  for (const told of isOurs(node) ? [node] : ours) showError(told, message.trim());
+}
+
 // Lines above a node's text.
 export function warn(node, lines) {
   node.torchCompileKitWarnings = lines;
@@ -160,7 +195,6 @@ function draw(node) {
   const { state, says, seconds, began } = node.torchCompileKitLine ?? {};
   const passed = seconds == null ? [] : [Math.floor((Date.now() - began) / 1000)];
   show(node, state ? inWords([...says, ...passed]) : undefined);
-  reportWidget(node).element.style.color = COLORS[state] ?? "";
 }
 
 function drawAll() {
@@ -245,7 +279,11 @@ app.registerExtension({
     api.addEventListener("executed", ({ detail }) => noteForeign(detail.node));
     api.addEventListener("execution_start", () => running.clear());
     api.addEventListener("execution_interrupted", () => stop(say("cancelled")));
-    api.addEventListener("execution_error", () => stop(say("stopped")));
+    api.addEventListener("execution_error", ({ detail }) => {
+      stop(say("stopped"));
+      ifRunningIsOpen(() => showStopped(detail));
+    });
+    onAnswer(showRefusals);
   },
 
   afterConfigureGraph() {

@@ -1,7 +1,7 @@
 // A tab of the sidebar: what is compiled and what it has gained, and the cache on disk.
 import { app } from "/scripts/app.js";
 import { api } from "/scripts/api.js";
-import { COLORS } from "./node_report.js";
+import { colorOf } from "./node_report.js";
 import { locale, onLanguage, say, wordsLoaded } from "./words.js";
 
 const EVERY = 2000; // milliseconds
@@ -19,6 +19,7 @@ const UNITS = ["B", "KiB", "MiB", "GiB", "TiB"];
 
 let element;
 let told = ""; // what the last button did
+let checked = { told: undefined, english: "" }; // what was told of this machine last
 let shown = ""; // what was told of then: what has not changed stays, so that a text can be selected
 
 function part(tag, text, className = "") {
@@ -68,12 +69,12 @@ function card(model) {
   const made = part("div", "", "model");
   const [name, text] = state(model);
   const dot = part("span", "● ");
-  dot.style.color = COLORS[name] ?? "";
+  dot.style.color = colorOf(name);
   const title = part("b", model.name);
   made.append(dot, title, ` ${text}`);
   if (model.being_compiled.length) made.append(part("div", model.being_compiled.join(", "), "quiet"));
-  const fromDisk = model.graphs && model.graphs_from_disk >= model.graphs;
-  if (model.graphs) made.append(part("div", say(fromDisk ? "blocksFromDisk" : "blocksCompiled", model.blocks)));
+  const fromDisk = model.graphs_from_disk >= model.graphs;
+  if (model.graphs && name !== "compiling") made.append(part("div", say(fromDisk ? "blocksFromDisk" : "blocksCompiled", model.blocks)));
   if (model.sizes.length) made.append(part("div", say("sizes", model.sizes.join(", "))));
   if (model.graphs) made.append(part("div", say("spent", model.compile_seconds.toFixed(0))));
   if (model.seconds_gained !== null) {
@@ -130,7 +131,24 @@ function cacheOnDisk(cache) {
 // What compiling needs and this machine lacks, each with its cure.
 async function check() {
   const { here, missing } = await ask("machine");
-  return [say("inEnglish", here), ...(missing.length ? missing.map((cure) => say("inEnglish", cure)) : [say("machineReady")])].join("\n\n");
+  const found = missing.length ? missing.map((cure) => say("inEnglish", cure)) : [say("machineReady")];
+  checked = { told: [say("inEnglish", here), ...found].join("\n\n"), english: [here, ...missing].join("\n\n") };
+  return checked.told;
+}
+
+// For a report of a bug.
+function copying() {
+  const made = part("button", say("copy"));
+  made.onclick = async () => {
+    try {
+      await navigator.clipboard.writeText(checked.english);
+    } catch { // closed to a page that came over http from another machine
+      getSelection().selectAllChildren(element.querySelector(".told"));
+      document.execCommand("copy");
+    }
+    made.textContent = say("copied");
+  };
+  return made;
 }
 
 async function refresh() {
@@ -151,6 +169,7 @@ async function refresh() {
   const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
   const machine = button(say("machine"), check);
   const head = [part("h2", "Torch Compile"), part("div", say("intro"), "quiet"), machine, part("div", told, "told")];
+  if (told === checked.told) head.push(copying());
   element.replaceChildren(...head, part("h3", say("models")), ...known, cacheOnDisk(cache));
   const files = element.querySelector("select");
   if (files && cache.files.includes(chosen)) files.value = chosen;

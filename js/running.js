@@ -4,19 +4,27 @@ import { isOpen } from "./graph.js";
 
 const workflows = new Map(); // of prompts that have not begun, by the prompt's id
 const unanswered = new Set(); // requests to queue a prompt, which may begin before the answer
+const answerListeners = [];
 let workflowNow = Promise.resolve();
 
 const queuePrompt = api.queuePrompt;
 api.queuePrompt = function (_number, data) {
   const answer = queuePrompt.apply(this, arguments);
   const noted = Promise.resolve(answer).then(
-    (answered) => workflows.set(answered?.prompt_id, data?.workflow?.id),
-    () => {}, // refused
+    (answered) => {
+      workflows.set(answered?.prompt_id, data?.workflow?.id);
+      return answered;
+    },
+    (refused) => refused.response,
   );
+  noted.then((answered) => { for (const listener of answerListeners) listener(answered?.node_errors); });
   unanswered.add(noted);
   noted.then(() => unanswered.delete(noted));
   return answer;
 };
+
+// Called with what the server says of a prompt's nodes, when it has answered: nothing, or their errors by id.
+export const onAnswer = (listener) => answerListeners.push(listener);
 
 async function workflowOf(prompt) {
   if (!workflows.has(prompt)) await Promise.all(unanswered);

@@ -48,6 +48,35 @@ HELPERS = """
 """
 
 
+# By state of a line, how much its colour differs from what is behind it.
+CONTRASTS = """async () => {
+    const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+    const luminance = (color) => {
+        context.clearRect(0, 0, 1, 1);
+        context.fillStyle = color;
+        context.fillRect(0, 0, 1, 1);
+        const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+    };
+    const isClear = (color) => color === "transparent" || color.endsWith(", 0)") || color.endsWith("/ 0)");
+    const behind = (element) => {
+        for (let at = element; at && at.id !== "graph-canvas-container" && at !== document.body; at = at.parentElement) {
+            const color = getComputedStyle(at).backgroundColor;
+            if (!isClear(color)) return color;
+        }
+        return LiteGraph.NODE_DEFAULT_BGCOLOR;
+    };
+    const { element } = kit.widget("Model", "torch_compile_kit_report"), found = {};
+    for (const state of ["compiling", "ready", "faster", "unclear", "slower", "failed"]) {
+        comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", { workflow: app.rootGraph.id, node: String(kit.node("Model").id), state, says: ["ready"], seconds: null });
+        await kit.frames();
+        const [one, other] = [getComputedStyle(element).color, behind(element)].map(luminance);
+        found[state] = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    }
+    return found;
+}"""
+
+
 @pytest.fixture(scope="module")
 def browser():
     with playwright.sync_playwright() as started:
@@ -239,7 +268,7 @@ def test_the_node_alone_tells_how_it_goes_and_keeps_its_values(page, prompt):
         "() => app.loadGraphData(app.graph.serialize())"
     )  # a prompt has no id, by which its lines are known when it comes back
     page.until("() => app.rootGraph.id !== '00000000-0000-0000-0000-000000000000'")
-    assert page.text("Model") == "Status appears here."
+    assert page.text("Model") == "Press Run to see the status."
     page.run()
     page.until_shown("Model", "^ready")
     if not page.js("() => !!LiteGraph.vueNodesMode"):  # Nodes 2.0 hides them by itself
@@ -267,7 +296,7 @@ def test_a_new_node_shows_its_line_in_whole_and_its_inputs_in_order(page):
         const whole = element.scrollHeight <= element.clientHeight && element.scrollWidth <= element.clientWidth;
         return [node.comfyClass, element.isConnected && whole && element.textContent];
     })""")
-    assert dict(cut) == {f"TorchCompileKit{name}": "Status appears here." for name in KIT_NODES}
+    assert dict(cut) == {f"TorchCompileKit{name}": "Press Run to see the status." for name in KIT_NODES}
     assert page.js("() => kit.node('Model').widgets.map(({ name }) => name)") == [
         *("mode", "compile_when", "backend", "dynamic", "fullgraph", "cache_limit", "block_swap", "attention", "on_failure"),
         *("allow_tf32", "cudnn_benchmark", "only_blocks", "torch_compile_kit_report"),
@@ -280,10 +309,10 @@ def test_a_bypassed_node_loses_its_line(page, prompt):
     page.run()
     page.until_shown("Model", "^ready")
     page.js("() => { kit.node('Model').mode = 4; }")
-    page.until_shown("Model", "^Status appears here")
+    page.until_shown("Model", "^Press Run to see the status")
     page.set("KSampler", "seed", 9)
     page.run()
-    assert page.text("Model") == "Status appears here."
+    assert page.text("Model") == "Press Run to see the status."
 
 
 def set_and_reopen(page, mode, limit, **settings):
@@ -309,7 +338,7 @@ def test_the_vae_node_says_what_it_does_and_a_repaired_file_what_was_renamed(pag
     prompt["71"] = {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
     prompt["72"] = {"class_type": "TorchCompileKitFixKeys", "inputs": {"file": "loras/compiled.safetensors"}}
     page.load(prompts.change(prompt, "VAEDecode", vae=["71", 0]))
-    assert page.text("VAEChannelsLast") == page.text("FixKeys") == "Status appears here."
+    assert page.text("VAEChannelsLast") == page.text("FixKeys") == "Press Run to see the status."
     page.run()
     page.until_shown("VAEChannelsLast", "GPU")
     page.until_shown("FixKeys", "1 of 1")
@@ -431,7 +460,37 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
     errors = page.js("() => Object.values(app.lastNodeErrors ?? {}).map((found) => JSON.stringify(found))")
     assert len(errors) == 1 and "extra_sizes" in errors[0] and "as big as possible" in errors[0], errors
     page.until("() => kit.node('Warmup').has_errors")  # it has a red frame
-    assert page.text("Warmup") == "Status appears here."
+    page.until_shown("Warmup", "^extra_sizes = 'as big as possible': line 1 is no size")
+    page.set("Warmup", "extra_sizes", "")
+    page.run()
+    page.until_shown("Warmup", "^Ready")
+
+
+@TWINS
+def test_what_ended_a_prompt_stands_in_the_node_until_the_next_one(page, prompt):
+    page.load(only_model(prompts.change(prompt, prompts.MODEL_NODE, only_blocks="transformer_blocks.*")))
+    page.run()
+    page.until_shown("Model", "transformer_blocks")
+    assert "throw an error" not in page.text("Model")
+    page.set("Model", "only_blocks", "")
+    page.run()
+    page.until_shown("Model", "^(ready|compiling)")
+
+
+@BOTH
+@pytest.mark.parametrize("palette", ["dark", "light"])
+def test_a_line_can_be_read_in_both_themes(page, palette):
+    """Contrast of 4.5:1 at least between its colours and the node (WCAG 2.2, 1.4.3)."""
+    page.js("(palette) => app.extensionManager.setting.set('Comfy.ColorPalette', palette)", palette)
+    try:
+        page.until(f"() => !!document.querySelector('html.dark-theme, body.dark-theme') === {str(palette == 'dark').lower()}")
+        page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
+        page.js("() => kit.frames()")
+        contrasts = page.js(CONTRASTS)
+        page.picture(f"theme {palette} {'vue' if page.js('() => !!LiteGraph.vueNodesMode') else 'classic'}")
+    finally:
+        page.js("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
+    assert len(contrasts) == 6 and min(contrasts.values()) >= 4.5, contrasts
 
 
 def load_without_latent(page, prompt):

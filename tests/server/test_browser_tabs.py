@@ -15,7 +15,7 @@ _spec.loader.exec_module(one_tab)
 browser, opened, page, prompt, pytestmark = (
     getattr(one_tab, name) for name in ("browser", "opened", "page", "prompt", "pytestmark")
 )
-EMPTY = "Status appears here."
+EMPTY = "Press Run to see the status."
 SIZES = "\n".join(f"{128 + 16 * i}x128" for i in range(1, 40))
 
 

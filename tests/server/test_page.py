@@ -28,7 +28,7 @@ const app = {
   ui: { settings: new EventTarget() },
   graph: { id: "open", getNodeById: (id) => nodes[id], get nodes() { return Object.values(nodes).filter(Boolean); } },
 };
-const document = { createElement: () => ({
+const document = { querySelector: () => "dark-theme", createElement: () => ({
   style: {},
   replaceChildren(...parts) { this.textContent = ""; this.append(...parts); },
   append(...parts) { this.textContent = (this.textContent ?? "") + parts.map((part) => part.textContent ?? part).join("|"); },
@@ -134,6 +134,53 @@ def test_an_old_report_does_not_stay_over_a_run_that_gave_none(event, expected):
     assert running == "Running." and after.startswith(expected) and other == "two graphs"
 
 
+def test_what_refuses_or_ends_a_prompt_stands_in_the_node_in_red_until_the_next_one():
+    scene = """
+        const node = created("3", "TorchCompileKitModel"), warmup = created("4", "TorchCompileKitWarmup");
+        created("9", "KSampler");
+        const look = () => said.push([text(node), text(warmup), node.widgets[0].element.style.color]);
+        const run = async (answer) => {
+          host.queuePrompt = answer;
+          await api.queuePrompt(0, { workflow: { id: "open" } }).catch(() => {});
+          await settled();
+        };
+        const refused = { type: "custom_validation_failed", message: "Custom validation failed", details: "extra_sizes - extra_sizes = 'x': no" };
+        const missing = { type: "required_input_missing", message: "Required input is missing", details: "model" };
+        const error = Object.assign(new Error(), { response: { node_errors: { 4: { errors: [refused, missing] }, 9: { errors: [refused] } } } });
+        await run(async () => { throw error; });
+        look();
+        await run(async () => ({ prompt_id: "1", node_errors: {} }));
+        look();
+        send("execution_start", { prompt_id: "1" });
+        const of = (node_id, exception_type) => ({ node_id, exception_type, exception_message: "only_blocks: no block\\n" });
+        send("execution_error", of("3", "ValueError"));
+        await settled();
+        look();
+        send("torch-compile-kit.status", { workflow: "open", node: "3", state: "ready", says: ["ready"], seconds: null });
+        look();
+        await run(async () => ({ prompt_id: "2" }));
+        look();
+        send("execution_start", { prompt_id: "2" });
+        send("execution_error", of("9", "torch_compile_kit.BlockCompileError"));
+        await settled();
+        look();
+        await run(async () => { throw new Error("the server is gone"); });
+        send("execution_error", of("9", "RuntimeError"));
+        await settled();
+        look();
+    """
+    red, grey = "#f09090", "#b0b0b0"
+    assert play("node_report.js", scene) == [
+        [EMPTY, "extra_sizes = 'x': no\nRequired input is missing: model", None],
+        [EMPTY, EMPTY, None],
+        ["only_blocks: no block", EMPTY, red],
+        ["only_blocks: no block", EMPTY, red],
+        ["ready", EMPTY, grey],
+        ["only_blocks: no block", EMPTY, red],
+        ["ready", EMPTY, grey],
+    ]
+
+
 def test_a_report_that_came_is_kept_when_a_later_node_is_cancelled():
     scene = """
         const node = created("3", "TorchCompileKitWarmup");
@@ -188,7 +235,7 @@ def test_a_node_of_the_workflow_that_runs_tells_of_it_and_no_other_of_its_id():
 
 
 COMPILING = '{ state: "compiling", says: ["forSeconds", ["compilingKinds", 2]], seconds: 2 }'
-EMPTY = "Status appears here."
+EMPTY = "Press Run to see the status."
 
 
 def test_the_model_node_says_how_it_goes():
@@ -283,7 +330,7 @@ def test_seconds_go_on_and_a_line_goes_with_its_use_and_follows_the_language():
     compiling, color, german, *bypassed, gone, grey, amber, ready, green = play("node_report.js", scene)
     assert (compiling, german) == ("compiling 2 kinds of blocks, 5 s", "kompiliert 2 Arten, 5 s")
     assert bypassed == [EMPTY, "", EMPTY] and gone == [EMPTY, ""]
-    assert grey == ["ready: 1.000 s a step", "#a0a0a0"] and amber == ["ready: 1.000 s a step", color]
+    assert grey == ["ready: 1.000 s a step", "#b0b0b0"] and amber == ["ready: 1.000 s a step", color]
     assert ready == grey and green[1] == "#60c060", "green is faster and nothing else"
 
 
