@@ -284,8 +284,8 @@ def waited_note(setups: Iterable[str] = SETUPS) -> str:
     if not models:
         return ""
     return (
-        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, where an image takes a\n"
-        "second, compiling waits until it is likely to pay off; images take as long as before until then, and the node says so."
+        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, short images\n"
+        "stay uncompiled until compiling is likely to pay off; the node tells you."
     )
 
 
@@ -323,7 +323,7 @@ def second_worker() -> str:
     ready = {(row["model"], row["shared"]): row["worker_two"]["code ready"] for row in rows("fleet", "fleet")[0]}
     models = sorted({model for model, _ in ready}, key=lambda model: -ready[model, False])
     each = [
-        f"{NAMES[model].partition(',')[0]} after {ready[model, True]:.0f} s instead of {ready[model, False]:.0f}"
+        f"{NAMES[model].partition(',')[0]} ready in {ready[model, True]:.0f} s instead of {ready[model, False]:.0f}"
         for model in models
     ]
     return ", ".join(each)

@@ -132,7 +132,7 @@ def test_the_decoder_paints_shapes_with_their_colours(pack):
 def test_the_demo_ends_with_all_checks_passed(tmp_path):
     call = f"demo.main({str(tmp_path / 'out')!r}, argparse.Namespace(checkpoint=None))"
     code = f"import argparse; from devtools import demo; raise SystemExit({call})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=600)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("All checks passed") and "no speed is to be gained" in result.stdout
     assert (tmp_path / "out" / "uncompiled-and-compiled.png").is_file()
