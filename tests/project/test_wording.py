@@ -110,7 +110,7 @@ WORDS = {
         "is ignored, and compiling happens as usual",
     ),
     # lines, notices, the tab, settings
-    "placeholder": (r"How it goes|appears here\.(?<!Status appears here\.)", f"{MAIN}/statusHere", "Status appears here."),
+    "placeholder": (r"How it goes|appears here\.", f"{MAIN}/statusHere", "Press Run to see the status."),
     "no 'compiled since'": (r"%\d compiled since", None, None),
     "compiling": (r"images go on(?! uncompiled)", f"{MAIN}/compilingKinds", "compiling %1 kinds of blocks"),
     "faster": (r"steps %\d", f"{MAIN}/faster", "%1 faster (%2 -> %3 s a step)"),

@@ -50,12 +50,13 @@ HELPERS = """
 
 # By state of a line, how much its colour differs from what is behind it.
 CONTRASTS = """async () => {
-    const context = Object.assign(document.createElement("canvas"), { width: 1, height: 1 }).getContext("2d", { willReadFrequently: true });
+    const context = document.createElement("canvas").getContext("2d");
     const luminance = (color) => {
         context.clearRect(0, 0, 1, 1);
         context.fillStyle = color;
         context.fillRect(0, 0, 1, 1);
-        const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((c) => (c /= 255) <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+        const linear = (part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
+        const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((part) => linear(part / 255));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
     };
     const isClear = (color) => color === "transparent" || color.endsWith(", 0)") || color.endsWith("/ 0)");
@@ -68,7 +69,8 @@ CONTRASTS = """async () => {
     };
     const { element } = kit.widget("Model", "torch_compile_kit_report"), found = {};
     for (const state of ["compiling", "ready", "faster", "unclear", "slower", "failed"]) {
-        comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", { workflow: app.rootGraph.id, node: String(kit.node("Model").id), state, says: ["ready"], seconds: null });
+        const line = { workflow: app.rootGraph.id, node: String(kit.node("Model").id), state, says: ["ready"], seconds: null };
+        comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", line);
         await kit.frames();
         const [one, other] = [getComputedStyle(element).color, behind(element)].map(luminance);
         found[state] = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);

@@ -144,9 +144,10 @@ def test_what_refuses_or_ends_a_prompt_stands_in_the_node_in_red_until_the_next_
           await api.queuePrompt(0, { workflow: { id: "open" } }).catch(() => {});
           await settled();
         };
-        const refused = { type: "custom_validation_failed", message: "Custom validation failed", details: "extra_sizes - extra_sizes = 'x': no" };
+        const refused = { type: "custom_validation_failed", message: "Custom", details: "extra_sizes - extra_sizes = 'x': no" };
         const missing = { type: "required_input_missing", message: "Required input is missing", details: "model" };
-        const error = Object.assign(new Error(), { response: { node_errors: { 4: { errors: [refused, missing] }, 9: { errors: [refused] } } } });
+        const errors = { 4: { errors: [refused, missing] }, 9: { errors: [refused] } };
+        const error = Object.assign(new Error(), { response: { node_errors: errors } });
         await run(async () => { throw error; });
         look();
         await run(async () => ({ prompt_id: "1", node_errors: {} }));

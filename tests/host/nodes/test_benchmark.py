@@ -305,9 +305,9 @@ def test_bad_sizes_are_named_as_in_the_warmup(benchmarked, engine):
 
 def test_a_size_that_the_model_cannot_sample_is_named(engine):
     sampling = engine("host.nodes.sampling")
-    with pytest.raises(engine("errors").InvalidSetting, match=r"^size = '64x64 batch 1': Flux cannot sample it: odd$"):
-        with sampling.naming_the_size("64x64 batch 1", "Flux"):
-            raise RuntimeError("odd")
+    said = r"^size = '64x64 batch 1': Flux cannot sample it: odd$"
+    with pytest.raises(engine("errors").InvalidSetting, match=said), sampling.naming_the_size("64x64 batch 1", "Flux"):
+        raise RuntimeError("odd")
 
 
 def test_out_of_memory_stays_what_the_host_knows(engine):

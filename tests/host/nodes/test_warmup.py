@@ -346,9 +346,9 @@ def test_latents_are_made_one_by_one_after_all_sizes_were_looked_at(warming, eng
     runs.patcher.model.diffusion_model.register_forward_pre_hook(lambda *_: calls.append(list(heights)))
     with pytest.raises(engine("errors").InvalidSetting, match="extra_sizes = '4x64': too small"):
         runs.warm((64, 64), (96, 64), (4, 64))
-    with pytest.raises(engine("errors").InvalidSetting, match="extra_sizes = '64x96x9': .* not video; write 64x96."):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"extra_sizes = '64x96x9': .* not video; write 64x96\."):
         runs.warm((64, 64), (64, 96, 9))
-    with pytest.raises(engine("errors").InvalidSetting, match="length = 9: .* not video; set length to 1."):
+    with pytest.raises(engine("errors").InvalidSetting, match=r"length = 9: .* not video; set length to 1\."):
         runs.warm((64, 96, 9))
     assert not calls and not heights
     runs.warm(*((64, 64 * n) for n in (1, 2, 3)))
