@@ -1,8 +1,7 @@
-"""Write the repository's address into pyproject.toml, where the registry reads it.
+"""Write the repository's address wherever it stands for itself; links in README and docs are relative.
 
 python -m devtools.repository https://github.com/OWNER/NAME
-
-README and docs need no address: their links are relative, and the files are in the archive (tests/project/test_packaging.py).
+python -m devtools.repository --check    # end with 1, and name what still lacks an address; publish.yml asks
 """
 
 import re
@@ -19,6 +18,9 @@ ADDRESSES = {
     ("tool.comfy", "Icon"): "https://raw.githubusercontent.com/{}/main/docs/icon.png",
     ("tool.comfy", "Banner"): "https://raw.githubusercontent.com/{}/main/docs/banner.png",
 }
+# Texts that name the repository; NOBODY's until it has an address.
+NOBODY = "OWNER/NAME"
+TEXTS = {"README.md": "git clone https://github.com/{}", ".github/ISSUE_TEMPLATE/config.yml": "https://github.com/{}/security"}
 
 
 def with_address(text, address):
@@ -39,12 +41,36 @@ def with_address(text, address):
     return text
 
 
+def renamed(text, form, name):
+    """A text of TEXTS for the repository `name`."""
+    before, after = map(re.escape, form.split("{}"))
+    text, count = re.subn(rf"({before})[\w-]+/[\w.-]+({after})", rf"\g<1>{name}\g<2>", text)
+    if count != 1:
+        raise ValueError(f"{form} is there {count} times, not once")
+    return text
+
+
+def lacking(root=ROOT):
+    """What has no address yet, a line each."""
+    text = (root / "pyproject.toml").read_text(encoding="utf-8")
+    lines = [
+        f"pyproject.toml: {key} in [{table}]" for table, key in ADDRESSES if re.search(rf'^"?{key}"? = ""', text, re.MULTILINE)
+    ]
+    return lines + [file for file in TEXTS if NOBODY in (root / file).read_text(encoding="utf-8")]
+
+
 def main():
     if len(sys.argv) != 2:
         print(__doc__)
         return 2
-    file = ROOT / "pyproject.toml"
-    file.write_text(with_address(file.read_text(encoding="utf-8"), sys.argv[1]), encoding="utf-8")
+    if sys.argv[1] == "--check":
+        print("\n".join(lacking()) or "every address is set")
+        return 1 if lacking() else 0
+    texts = {"pyproject.toml": with_address((ROOT / "pyproject.toml").read_text(encoding="utf-8"), sys.argv[1])}
+    name = re.fullmatch(GITHUB, sys.argv[1])[1]
+    texts |= {file: renamed((ROOT / file).read_text(encoding="utf-8"), form, name) for file, form in TEXTS.items()}
+    for file, text in texts.items():
+        (ROOT / file).write_text(text, encoding="utf-8")
     return 0
 
 

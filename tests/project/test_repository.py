@@ -22,6 +22,20 @@ def test_one_command_writes_the_repositorys_address_wherever_it_is_needed():
     assert repository.with_address(once, "https://github.com/other/name").count("someone") == 0
 
 
+def test_texts_that_name_the_repository_get_its_name_once_and_again(tmp_path):
+    for file in ("pyproject.toml", *repository.TEXTS):
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text((ROOT / file).read_text(encoding="utf-8"), encoding="utf-8")
+    lacking = repository.lacking(tmp_path)
+    assert set(repository.TEXTS) <= set(lacking) and len(lacking) == 5 + len(repository.TEXTS)
+    for name in ("someone/a-pack", "other/name.x"):
+        for file, form in repository.TEXTS.items():
+            text = repository.renamed((tmp_path / file).read_text(encoding="utf-8"), form, name)
+            assert form.format(name) in text
+            (tmp_path / file).write_text(text, encoding="utf-8")
+    assert all("pyproject" in line for line in repository.lacking(tmp_path))
+
+
 @pytest.mark.parametrize(
     "address", ["", "torch-compile-kit", "http://github.com/a/b", "https://github.com/a", "https://x.org/a/b"]
 )
@@ -51,7 +65,9 @@ def test_icon_and_banner_are_what_the_registry_takes(name, ratio):
 def test_issue_forms_ask_for_what_answers_need():
     yaml = pytest.importorskip("yaml")
     forms = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
-    assert forms.pop("config") == {"blank_issues_enabled": False} and set(forms) == {"bug", "slow", "idea"}
+    config = forms.pop("config")
+    assert config["blank_issues_enabled"] is False and config["contact_links"][0]["url"].endswith("/security/advisories/new")
+    assert set(forms) == {"bug", "slow", "idea"}
     for form in forms.values():
         assert {"name", "description", "body"} <= set(form)
         fields = [part for part in form["body"] if part["type"] != "markdown"]
