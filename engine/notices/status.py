@@ -23,6 +23,8 @@ KEPT, FEWEST = 40, 3
 MOST_INPUTS = 32
 # Pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
+# Lines that are kept after ComfyUI has freed the node's output, which it does when another workflow runs.
+MOST_KEPT = 200
 # Share by which two medians of equal work may differ.
 SAME = 0.02
 
@@ -115,6 +117,10 @@ class Line:
 
     def _send(self, news: News) -> None:
         for owner in self._owners():
+            _last_news.pop((owner, str(self.node)), None)  # newest last
+            _last_news[owner, str(self.node)] = news
+            if len(_last_news) > MOST_KEPT:
+                _last_news.pop(next(iter(_last_news)), None)
             for listener in listeners:
                 listener(owner, str(self.node), news)
 
@@ -260,6 +266,10 @@ def _is_at_most(inputs: Any, others: Any) -> bool:
 statuses: weakref.WeakValueDictionary[tuple[Owner, str], Line] = weakref.WeakValueDictionary()
 
 
+# What each line said last.
+_last_news: dict[tuple[Owner, str], News] = {}
+
+
 def _registered() -> list[tuple[Owner, str, Line]]:
     refs = statuses.valuerefs()  # at once: other threads add to them meanwhile
     return [(*ref.key, line) for ref in refs if (line := ref()) is not None]
@@ -270,12 +280,16 @@ def live_lines() -> list[Line]:
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
-    """The lines by node; None: those of all clients, of all workflows."""
-    lines = {}
-    for owner, node, line in _registered():
-        news = line.now()
+    """The lines by node; None: those of all clients, of all workflows.
+
+    What was being compiled for a model that is freed no longer is.
+    """
+    lines: dict[str, News] = {}
+    live = [(owner, node, line.now()) for owner, node, line in _registered()]
+    ended = [(owner, node, news) for (owner, node), news in list(_last_news.items()) if news.state not in ("", "compiling")]
+    for owner, node, news in live + ended[::-1]:
         if news is not None and client in (None, owner[0]) and workflow in (None, owner[1]):
-            lines[node] = news
+            lines.setdefault(node, news)
     return lines
 
 

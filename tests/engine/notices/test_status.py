@@ -266,6 +266,26 @@ def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine
     assert len(status.statuses) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
 
 
+def test_a_line_stays_when_another_workflow_has_pushed_its_node_out_of_comfyuis_cache(engine, monkeypatch):
+    status = engine("notices.status")
+    monkeypatch.setattr(status, "_last_news", {})
+    monkeypatch.setattr(status, "statuses", type(status.statuses)())
+    monkeypatch.setattr(status, "owner_now", lambda: ("me", "workflow"))
+    lines = {node: status.Line(node) for node in "78"}
+    lines["7"].put("decoding", ["vaeReady"])
+    lines["8"]._send(status.News("compiling", ["preparing"]))
+    lines.clear()
+    assert not status.live_lines() and list(status.lines_of("me", "workflow")) == ["7"]
+    assert status.lines_of("me", "workflow")["7"].says == [["vaeReady"]] and status.lines_of("me", "another") == {}
+    kept = status.Line("7")
+    assert status.lines_of("me", "workflow")["7"] == status.News(), "the node ran again, and has nothing to say yet"
+    for number in range(2 * status.MOST_KEPT):
+        kept.node = str(number)
+        kept._register()
+        kept.put("decoding", ["vaeReady"])
+    assert len(status._last_news) == status.MOST_KEPT
+
+
 def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
     node.group.is_being_compiled = True
     run(node, clock, [])
