@@ -1,6 +1,6 @@
 """Measure one thing on this machine: eager, ours and the peers side by side in one run, whose rows go to a file.
 
-    python -m benchmarks.measure --what step --host COMFYUI --kjnodes FILE --out FILE [--models flux sdxl] [--noise]
+    python -m benchmarks.measure --what low-vram --host COMFYUI --kjnodes FILE --out FILE [--models flux sdxl]
     python -m benchmarks.tables --add FILE
 
 1. `jobs` of a measurement says which processes there are: peers change PyTorch and ComfyUI for good, so each has its own.
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import host, models, parts, results, steps
+from . import host, low_vram, models, parts, results
 
 ROW = "ROW "
 
@@ -51,31 +51,18 @@ def for_each_model(options: argparse.Namespace) -> list[dict]:
     return [{"model": model} for model in options.models]
 
 
-WITH_KJNODES = ["eager", "ours", "kjnodes"]
 WHAT = {
-    "step": What(
-        "step_time", steps.step, steps.step_jobs,
-        {"models": list(steps.BEST), "variants": list(host.VARIANTS), "steps": 8, "rounds": 2},
-    ),
     "low-vram": What(
-        "low_vram", steps.low_vram, steps.low_vram_jobs,
+        "low_vram", low_vram.low_vram, low_vram.low_vram_jobs,
         {"models": ["flux"], "variants": list(host.VARIANTS), "steps": 6, "free": [0, 20, 14, 10, 8]}, from_file=True,
     ),
-    "lora": What("lora", steps.lora, steps.lora_jobs, {"models": ["flux"], "steps": 4}, from_file=True),
-    "restart": What(
-        "restart", steps.restart, steps.restart_jobs, {"models": ["flux"], "steps": 8, "runs": list(steps.RUNS)},
-    ),
-    "cold": What("cold start", steps.cold, for_each_model, {"models": ["flux"], "steps": 6}),
     "controlnet": What(
         "controlnet_node", parts.controlnet, for_each_model, {"models": ["sdxl", "flux"], "steps": 6}, at_once=False
     ),
-    "step-caches": What("step_caches", parts.step_caches, for_each_model, {"models": ["sdxl"], "steps": 24}, at_once=False),
-    "block-swap": What("block_swap", parts.block_swap, for_each_model, {"models": ["flux"], "steps": 5}),
     "vae": What(
         "vae", parts.vae, for_each_model,
-        {"models": list(parts.LATENTS), "variants": WITH_KJNODES, "vram": "dynamic"},
+        {"models": list(parts.LATENTS), "variants": ["eager", "ours", "kjnodes"], "vram": "dynamic"},
     ),
-    "gguf": What("gguf", parts.gguf, parts.gguf_jobs, {"models": ["flux"], "variants": WITH_KJNODES, "steps": 8}),
     "training": What(
         "training", parts.training, parts.training_jobs,
         {"models": ["flux", "sdxl"], "variants": ["eager", "ours"], "steps": 6}, at_once=False,
@@ -110,7 +97,7 @@ def run_all(options: argparse.Namespace, what: What) -> None:
     small = options.tiny or all(model.endswith("_small") for model in options.models)
     on_cpu = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")} if small else {}
     os.environ.update(on_cpu)
-    if what.from_file or options.free is not None or options.from_file:
+    if what.from_file or options.free is not None:
         for model in options.models:
             command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", options.host, "--model", model]
             subprocess.run([*command, "--folder", str(models.weights_folder()), "--kinds", "diffusion_models"], check=True)
@@ -120,10 +107,6 @@ def run_all(options: argparse.Namespace, what: What) -> None:
             print("+", json.dumps(job), flush=True)
             cache = Path(scratch) / str(process)
             own = {"TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TRITON_CACHE_DIR": f"{cache}/triton"}
-            if options.what == "restart":  # it is about the cache that the pack keeps itself
-                own = {}
-            elif options.what == "cold":
-                own[steps.TRACES] = f"{cache}/traces"
             command = [sys.executable, "-m", "benchmarks.measure", *sys.argv[1:]]
             command += ["--job", json.dumps({**job, "scratch": scratch})]
             content["rows"] += [{**row, "process": process} for row in rows_of(command, options.limit, own)]
@@ -147,8 +130,6 @@ def run_job(options: argparse.Namespace, what: What) -> None:
     vars(options).update(options.job)
     if what.at_once:
         options.settings = {"compile_when": "before first image", **options.settings}
-    if options.what == "restart":
-        steps.prepare_user_folder(options)
     host.enter(options.host, dynamic_vram=options.vram == "dynamic" and os.path.exists("/dev/nvidia0"))
     try:
         for row in what.measure(options):
@@ -174,16 +155,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=600, help="seconds after which a process is killed")
     parser.add_argument("--free", type=float, nargs="+", help="GiB that are left free; low-vram, controlnet. 0: all")
     parser.add_argument("--vram", choices=["dynamic", "legacy"], default="legacy", help="controlnet, vae")
-    parser.add_argument("--head-start", type=float, default=4, help="seconds between node and sampler; step, cold")
-    parser.add_argument("--rounds", type=int, help="step")
-    parser.add_argument("--more", nargs="*", default=[], help="step: further sizes, WIDTHxHEIGHT[xFRAMES]")
-    parser.add_argument("--noise", action="store_true", help="step: also eager with other attention kernels")
-    parser.add_argument("--runs", nargs="+", choices=steps.RUNS, help="restart")
-    parser.add_argument("--from-file", action="store_true", help="restart: load the weights from a file, as ComfyUI does")
-    parser.add_argument("--blocks", type=int, default=24, help="block-swap")
     parser.add_argument("--tiny", action="store_true", help="vae: narrow networks and small latents, for a CPU")
-    parser.add_argument("--pack", type=Path, help="gguf: folder of ComfyUI-GGUF; needs the package gguf")
-    parser.add_argument("--packings", nargs="+", default=["Q4_K", "Q5_K", "Q8_0"], help="gguf")
     parser.add_argument("--batch", type=int, default=1, help="training")
     parser.add_argument("--depth", type=int, default=2, help="training: of gradient checkpoints; 0: none")
     parser.add_argument("--size", type=int, help="training: side of the images")
@@ -199,8 +171,6 @@ def parse() -> argparse.Namespace:
     known = parts.LATENTS if options.what == "vae" else models.MODELS
     if unknown := set(options.models) - set(known):
         parser.error(f"--models {' '.join(sorted(unknown))}: must be of {', '.join(known)}")
-    if options.what == "gguf" and options.pack is None:
-        parser.error("--pack: --what gguf needs the folder of ComfyUI-GGUF")
     return options
 
 

@@ -1,22 +1,16 @@
-"""Measure what hangs on a model: ControlNet, caches of steps, block swap, VAE, packed weights (GGUF), LoRA training."""
+"""Measure what is compiled beside a model that samples: ControlNet, VAE, LoRA training."""
 
 import itertools
 import statistics
-import sys
-import tempfile
 import time
-import types
-from importlib import import_module
-from pathlib import Path
 
 import torch
 
-from . import checkpoints, host, models, steps
+from . import host, low_vram, models
 
 STRENGTH = 0.8
 # Options of the UNet that a ControlNet has not.
 NOT_OF_CONTROLNET = ("out_channels", "transformer_depth_output", "use_temporal_resblock", "use_temporal_attention")
-CACHES = {"none": None, "EasyCache": "EasyCacheNode", "LazyCache": "LazyCacheNode"}
 # Latents of 1024x1024, 1328x1328, and videos: 832x480 with 33 frames, 768x512 with 97.
 LATENTS = {
     "flux": (1, 16, 128, 128), "sdxl": (1, 4, 128, 128), "qwen": (1, 16, 1, 166, 166), "wan": (1, 16, 9, 60, 104),
@@ -67,7 +61,7 @@ def controlnet(options):
     free = (options.free or [0])[0]
     with torch.inference_mode():
         if free:
-            ballast, patcher = steps.Ballast(), steps.load_from_file(name)
+            ballast, patcher = low_vram.Ballast(), low_vram.load_from_file(name)
             control = _build_controlnet(name, torch.device("cpu"), device)
             ballast.leave(free)
         else:
@@ -110,87 +104,6 @@ def controlnet(options):
             row["errors"] = [host.relative_error(latent, expected) for latent, _ in runs]
             graphs = [graphs_of(network) for network in (patcher.model.diffusion_model, control.control_model)]
             row |= {"captured": [g.captures for g in graphs], "replayed": [g.replays for g in graphs]}
-        yield row
-
-
-def step_caches(options):
-    """Caches of steps with and without compiling: seconds of a whole run, and how many steps really ran."""
-    import comfy_extras.nodes_easycache as nodes
-
-    patcher = models.build(options.model, host.device())
-    network, calls = type(patcher.model.diffusion_model), [0]
-    ours = host.apply("ours", patcher, **options.settings)
-    graphs = host.kit("cuda_graphs.capture").graphs_of(patcher.model.diffusion_model)
-    original, eager = network._forward, {}
-
-    def counted(self, *args, **kwargs):
-        calls[0] += 1
-        return original(self, *args, **kwargs)
-
-    for variant, base in (("eager", patcher), ("ours", ours)):
-        for cache, node in CACHES.items():
-            model = getattr(nodes, node).execute(base, 0.2, 0.15, 0.95, False).result[0] if node else base
-            seconds = []
-            for number in range(4):
-                if variant == "eager" and number == 3:  # counting would be in the code that is compiled
-                    network._forward, calls[0] = counted, 0
-                replays = graphs.replays
-                latent, taken = host.sample(model, options.model, options.steps)
-                wait_for_code(120)
-                seconds.append(sum(taken))
-            network._forward = original
-            if variant == "eager":
-                eager[cache] = latent
-            row = {"variant": variant, "cache": cache, "step": min(seconds[1:]) / options.steps, "runs": seconds}
-            row |= {"ran": calls[0]} if variant == "eager" else {"replayed": graphs.replays - replays}
-            row["error"] = host.relative_error(latent, eager[cache])
-            yield {**row, "cache_changes": host.relative_error(latent, eager["none"])}
-
-
-def _move_with_hooks(patcher, count: int, device):
-    """Each of the last `count` blocks goes to the GPU before it runs and back behind it; returns how to end that."""
-    network = patcher.model.diffusion_model
-    blocks = [*getattr(network, "double_blocks", []), *getattr(network, "single_blocks", [])] or list(network.blocks)
-    handles = []
-    for block in blocks[len(blocks) - count :]:
-        block.to("cpu")
-        handles.append(block.register_forward_pre_hook(lambda module, _args: module.to(device) and None))
-        handles.append(block.register_forward_hook(lambda module, _args, _out: module.to("cpu") and None))
-
-    def end():
-        for handle in handles:
-            handle.remove()
-        network.to(device)
-
-    return end
-
-
-def block_swap(options):
-    """Block Swap beside whole blocks moved by hooks, as WanVideoWrapper's block swap does: a part of the weights in RAM."""
-    import comfy.model_management
-
-    device, expected = host.device(), None
-    patcher = models.build(options.model, device)
-    for variant in ("resident", "swap eager", "swap ours", "hooks"):
-        model, end = patcher, lambda: None
-        if variant == "hooks":
-            end = _move_with_hooks(patcher, options.blocks, device)
-        elif variant != "resident":
-            comfy.model_management.unload_all_models()
-            model = host.kit("host.weights.swap").swap_blocks(patcher, options.blocks).patcher
-            model = host.apply("ours", model, **options.settings) if variant == "swap ours" else model
-        comfy.model_management.soft_empty_cache()
-        row = {"variant": variant, "blocks": options.blocks}
-        with torch.inference_mode(), host.noted(row):
-            row["first"] = host.sample(model, options.model, 2)[1][0]
-            comfy.model_management.soft_empty_cache()
-            if device.type == "cuda":  # of warm steps
-                torch.cuda.reset_peak_memory_stats()
-            latent, seconds = host.sample(model, options.model, options.steps)
-            expected = latent if expected is None else expected
-            row |= {"step": host.median(seconds[1:]), "error": host.relative_error(latent, expected)}
-            row["loaded_gib"] = patcher.model.model_loaded_weight_memory / host.GIB
-        end()
         yield row
 
 
@@ -272,47 +185,6 @@ def vae(options):
             one.row["mean_error"] = float((image - expected).abs().mean())
     for one in running:
         yield one.finish() | {"latent": shape}
-
-
-def gguf_jobs(options) -> list[dict]:
-    """Peers apart, with eager in their process."""
-    both = [variant for variant in options.variants if variant in ("eager", "ours")]
-    peers = [["eager", variant] for variant in options.variants if variant not in both]
-    return [{"model": model, "variants": variants} for model in options.models for variants in ([both] if both else []) + peers]
-
-
-def _load_gguf(pack: Path, file: Path):
-    """As ComfyUI-GGUF's loader node does it."""
-    import folder_paths
-
-    package = types.ModuleType("gguf_pack")
-    package.__path__ = [str(pack)]
-    sys.modules["gguf_pack"] = package
-    folder_paths.add_model_folder_path("unet", str(file.parent))
-    for key in ("unet", "diffusion_models"):
-        if key in folder_paths.folder_names_and_paths:
-            folder_paths.folder_names_and_paths[key][1].add(".gguf")
-    (patcher,) = import_module("gguf_pack.nodes").UnetLoaderGGUF().load_unet(file.name)
-    return patcher
-
-
-def gguf(options):
-    """Packed weights (GGUF) with ComfyUI-GGUF's own loader; the files are random, their numbers as large as real weights."""
-    for packing in options.packings:
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / f"{options.model}-{packing}.gguf"
-            checkpoints.write_gguf(options.model, packing, file)
-            patcher, expected = _load_gguf(options.pack.resolve(), file), None
-            for variant in options.variants:
-                row = {"packing": packing, "variant": variant}
-                with host.noted(row):
-                    model = host.apply(variant, patcher, options.kjnodes, **options.settings)
-                    latent, first = host.sample(model, options.model, options.steps)
-                    _, seconds = host.sample(model, options.model, options.steps)
-                    expected = latent if expected is None else expected
-                    row |= {"first_step": first[0], "step": host.median(seconds[1:])}
-                    row["error"] = host.relative_error(latent, expected)
-                yield row
 
 
 def training_jobs(options) -> list[dict]:

@@ -30,16 +30,12 @@ NAMES = {
 }
 # What the weights of a file in no special format are; models.py needs PyTorch, and these tables do not.
 PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in NAMES}
-SMALL = {"flux_small": "a small Flux, 256x256", "sdxl_small": "a small SDXL, 256x256, cfg 5"}
-PEERS = ("core", "kjnodes")
 # What each environment of a run says.
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
-# kind of a row -> the file that holds it; steps and restarts of small models are in `cpu`
+# kind of a row -> the file that holds it
 FILES = {
-    "session": "sessions", "step_time": "step-time", "low_vram": "low-vram", "kernels": "kernels", "cold start": "cold-start",
-    "lora": "lora", "restart": "restart", "gguf": "gguf", "vae": "vae", "controlnet_node": "controlnet",
-    "step_caches": "step-caches", "block_swap": "block-swap", "training": "training", "soak": "soak",
-    "format": "formats", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
+    "session": "sessions", "low_vram": "low-vram", "vae": "vae", "controlnet_node": "controlnet", "training": "training",
+    "soak": "soak", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
 }  # fmt: skip
 
 
@@ -75,10 +71,8 @@ def add(file: Path) -> list[str]:
             raise ValueError(f"{file}: a run says its {', '.join(PROVENANCE)}; this one lacks {', '.join(lacking)}")
     by_table: dict[str, list[dict]] = {}
     for row in run["rows"]:
-        if not row.get("model", "").endswith("_small"):
+        if not row.get("model", "").endswith("_small"):  # no table shows small models
             by_table.setdefault(FILES[row["kind"]], []).append(row)
-        elif row["kind"] in ("step_time", "restart"):  # no table shows others of small models
-            by_table.setdefault("cpu", []).append(row)
     for table, of_table in by_table.items():
         target = RESULTS / f"{table}.json"
         runs = json.loads(target.read_text(encoding="utf-8"))["runs"] if target.exists() else []
@@ -157,12 +151,6 @@ def noise_of(row: dict | None, key: str = "attention_noise") -> float | None:
 def newest(candidates: list[dict], **wanted) -> dict | None:
     """The last row that has these values."""
     return next((row for row in reversed(candidates) if all(row.get(k) == v for k, v in wanted.items())), None)
-
-
-def eager_beside(candidates: list[dict], row: dict, **wanted) -> dict | None:
-    """The eager row of the process that `row` comes from, or of its run where rows do not name their process."""
-    process = {key: row.get(key) for key in ("source", "process", "run") if key in row}
-    return newest(candidates, **{"model": row["model"], "variant": "eager", **process, **wanted})
 
 
 def lines_of(head: list[str], lines: list[str], sources: list[str] = ()) -> str:
