@@ -1,15 +1,13 @@
-"""Sends the fuzz's prompts to a server and judges what it answers."""
+"""Send a prompt that nobody should send to a server, and judge what the server answers and logs."""
 
 import json
 import re
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
 
-from .fuzz_prompts import Generator
-from .prompts import KIT, without_kit
-from .server import PACK_NAME, ROOT, ServerError, error_of
+from devtools.prompts import KIT, without_kit
+from devtools.server import PACK_NAME, ROOT, error_of
 
 # Errors that the pack raises on purpose; each says what to do.
 OURS = {"InvalidSetting", "TorchCompileKitError", "BlockCompileError", "CacheFileError"}
@@ -25,29 +23,11 @@ SHOWN = 300
 SECONDS = 180
 
 
-class Fuzz:
-    """Prompts for one server.
+class Judge:
+    """Send prompts to a server that runs, and say what became of them."""
 
-    Args:
-        server: runs, with tests/tiny_nodes.py in it.
-        seed, quick: see `Generator`.
-    """
-
-    def __init__(self, server, seed: int, quick: bool = False):
+    def __init__(self, server):
         self.server = server
-        self.generator = Generator(server.get("/object_info"), seed, quick)
-        self.rows: list[dict] = []
-
-    def run(self, numbers, on_row=lambda row: None) -> Counter:
-        """Send these prompts; how many ended in which way. `rows` has what is known of each; "wrong" ones say why."""
-        for number in numbers:
-            prompt, odd = self.generator.prompt(number)
-            self.rows.append({"number": number, "odd": odd, **self.judged(prompt)})
-            on_row(self.rows[-1])
-        return Counter(row["outcome"] for row in self.rows)
-
-    def wrong(self) -> list[dict]:
-        return [row for row in self.rows if row["outcome"] == "wrong"]
 
     def judged(self, prompt: dict) -> dict:
         """What became of a prompt, in a row."""
@@ -151,12 +131,3 @@ def _check_refusal(node: dict, error: dict) -> None:
         return  # of links that lead nowhere or in a circle: the host's own words
     if not named:
         raise _WrongError(f"a refusal of {node.get('class_type')} names no input: {str(error)[:SHOWN]}")
-
-
-def run_normal(fuzz: Fuzz) -> str:
-    """The error of a prompt without a mistake, or nothing."""
-    try:
-        row = fuzz.judged(fuzz.generator.normal())
-    except ServerError as error:
-        return str(error)
-    return "" if row["outcome"] == "ran" else json.dumps(row)
