@@ -3,10 +3,14 @@
 Compiling Z-Image on an H100 costs prompts some 4 s in all, and saves 0.2 s in each of nine steps: thirteen prompts took 1.2
 times as long as without this pack. How many prompts will follow nobody knows; a good guess is as many as have run, and of the
 same kinds.
+
+What is counted outlives the model, which ComfyUI may free after each prompt (`--cache-none`, little RAM): it goes on for the
+next model of the same structure. That compiling was decided on is kept with the code, so that the next session begins with it.
 """
 
 import math
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -14,6 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from ...cache.code_store import current
+from ...cache.structure import name_of
 from ...compile.registry import code_of
 from ...compile_process.loading import import_ahead
 from ...per_model import PerModel
@@ -33,6 +39,10 @@ CALLS = 2, 4
 # From so many steps on most models pay back: the compiler is imported while the first step loads the weights.
 MANY_STEPS = 15
 
+# Freed models whose counts are kept.
+MOST_FREED = 32
+CHOICE, DECIDED = "compiled", "yes"
+
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
 
@@ -41,6 +51,7 @@ class Payback:
     """Whether compiling a model is worth while.
 
     Args:
+        structure: the model's name, see `cache/structure.py`.
         after: from how many prompts on; None: not put off.
         may_choose_attention: beside a call that is not compiled, if a choice takes one (attention_choice.py).
         _calls: calls of the sampler in this run; with prompts that do not fit in one batch, each is several calls of the model.
@@ -49,10 +60,12 @@ class Payback:
         _seconds: of a call of the sampler, the shortest so far, by the same: other programs may have used the GPU.
     """
 
+    structure: str
     prompts: int = 0
     after: int | None = None
     may_choose_attention: bool = False
     _is_decided: bool = False
+    _was_asked: bool = False
     _sigmas: object = None
     _calls: int = 0
     _began: float | None = None
@@ -74,16 +87,28 @@ class Payback:
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
         if self._is_decided or sigmas is None or all_steps is None or len(all_steps) < 3 or not may_wait(x.device):
             return True
-        if any(group.code.has_code for group in code_of(network).groups.values()):
-            self._is_decided, self.after = True, None  # by a warmup
+        if any(group.code.has_code for group in code_of(network).groups.values()) or self._was_decided():  # by a warmup, before
+            self._decide()
             return True
         if len(all_steps) > MANY_STEPS:
             import_ahead()
         if sigmas is not self._sigmas:
             self._sigmas, self._calls = sigmas, self._calls + 1
             self._measure(network, x, len(all_steps) - 1)
-        self.may_choose_attention = self.after is None and not _is_short(network, len(all_steps) - 1)
+        is_likely = self._is_decided or (self.after is None and len(all_steps) > MANY_STEPS)
+        self.may_choose_attention = is_likely and not _is_short(network, len(all_steps) - 1)
         return self._is_decided
+
+    def _was_decided(self) -> bool:
+        """Whether compiling was decided on in an earlier session: its code is kept, too."""
+        was_asked, self._was_asked = self._was_asked, True
+        store = None if was_asked else current()
+        return store is not None and store.recall(self.structure, CHOICE) == DECIDED
+
+    def _decide(self) -> None:
+        self._is_decided, self.after = True, None
+        if (store := current()) is not None:
+            store.remember(self.structure, CHOICE, DECIDED)
 
     def _measure(self, network: nn.Module, x: torch.Tensor, steps: int) -> None:
         kind = x.shape, steps
@@ -107,8 +132,10 @@ class Payback:
         is_unet = has_convolutions(network)
         saved = usual * (SAVED_UNET if is_unet else SAVED)
         cost = max(COST, CALLS_OF_UNET * min(*self._seconds.values(), LONGEST_CALL)) if is_unet else COST
-        self._is_decided = saved * max(PROMPTS, self.prompts) >= cost
-        self.after = None if self._is_decided else math.ceil(cost / max(saved, 1e-3))
+        if saved * max(PROMPTS, self.prompts) >= cost:
+            self._decide()
+        else:
+            self.after = math.ceil(cost / max(saved, 1e-3))
 
 
 def _is_short(network: nn.Module, steps: int) -> bool:
@@ -116,4 +143,21 @@ def _is_short(network: nn.Module, steps: int) -> bool:
     return has_convolutions(network) and steps * SAVED_UNET * PROMPTS < CALLS_OF_UNET
 
 
-payback_of: PerModel[Payback] = PerModel(lambda _network: Payback())
+def _begin(network: nn.Module) -> Payback:
+    structure = name_of(network)
+    payback = _freed.pop(structure, None) or Payback(structure)
+    weakref.finalize(network, _keep, payback).atexit = False
+    return payback
+
+
+def _keep(payback: Payback) -> None:
+    """Keep the counts of a model that is freed, the newest last."""
+    payback._sigmas = None
+    _freed.pop(payback.structure, None)
+    _freed[payback.structure] = payback
+    if len(_freed) > MOST_FREED:
+        _freed.pop(next(iter(_freed)), None)
+
+
+_freed: dict[str, Payback] = {}
+payback_of: PerModel[Payback] = PerModel(_begin)

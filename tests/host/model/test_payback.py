@@ -1,5 +1,6 @@
 """Compiling is put off where it would take longer than it saves."""
 
+import gc
 import types
 
 import pytest
@@ -10,10 +11,20 @@ pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
 @pytest.fixture
-def flux(engine, tiny, monkeypatch):
+def store(engine, monkeypatch, tmp_path):
+    code_store = engine("cache.code_store")
+    store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
+    monkeypatch.setattr(code_store._Current, "opened", True)
+    monkeypatch.setattr(code_store._Current, "store", store)
+    return store
+
+
+@pytest.fixture
+def flux(engine, tiny, monkeypatch, store):
     """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
     payback, attachment = engine("host.model.payback"), engine("host.model.attach")
     monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "_freed", {})
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
@@ -146,3 +157,56 @@ def test_who_waits_for_code_gets_it_and_others_use_it(flux):
     assert flux("before first image")[0] == 2
     graphs, line, _ = flux()
     assert graphs == 2 and line.says[0].startswith("ready")
+
+
+def test_prompts_are_counted_though_the_model_is_freed_after_each(flux, engine, tiny, a_call_takes, monkeypatch):
+    """As under --cache-none: each prompt loads the model, which was new to this pack each time."""
+    payback = engine("host.model.payback")
+    flux.cost(1.5)  # 1 s is saved in ten prompts, 1.6 s in sixteen
+    counts = []
+    for seed in range(16):
+        patcher, latent = tiny.build_patcher("flux"), tiny.empty_latent("flux")
+        settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
+        model = engine("host.model.attach").attach(patcher, settings, node="7")
+        sample(model, tiny.conditioning("flux"), latent, 1.0, seed=seed, steps=5)
+        counts.append(payback.payback_of(patcher.model.diffusion_model).prompts)
+        assert engine("background.thread").compiler.wait(60)
+        compiled = payback.payback_of(patcher.model.diffusion_model)._is_decided
+        del patcher, model
+        gc.collect()
+    assert counts == list(range(1, 17)) and compiled
+
+
+def test_two_models_of_one_structure_are_counted_apart_while_both_live(flux, engine, tiny):
+    """Wan 2.2 samples with two."""
+    payback_of = engine("host.model.payback").payback_of
+    one, other = (tiny.build_patcher("flux").model.diffusion_model for _ in range(2))
+    payback_of(one).new_run()
+    assert payback_of(other).prompts == 0
+
+
+def test_what_was_decided_on_compiles_from_the_first_prompt_of_the_next_session(flux, engine, tiny, a_call_takes, store):
+    flux.cost(0.0)
+    assert flux()[0] == 2
+    flux.cost(1e6)
+    for expected in (True, False):
+        patcher, latent = tiny.build_patcher("flux"), tiny.empty_latent("flux")
+        settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
+        sample(engine("host.model.attach").attach(patcher, settings), tiny.conditioning("flux"), latent, 1.0, seed=1, steps=5)
+        assert engine("background.thread").compiler.wait(60)
+        groups = engine("compile.registry").code_of(patcher.model.diffusion_model).groups.values()
+        assert bool(sum(group.stats.graphs for group in groups)) is expected
+        del patcher, groups
+        gc.collect()
+        engine("host.model.payback")._freed.clear()
+        store.clear()
+
+
+def test_no_attention_is_measured_for_few_steps_that_may_never_be_compiled(flux, engine, a_call_takes, monkeypatch):
+    asked = []
+    choose = engine("host.model.wrapper").with_attention
+    monkeypatch.setattr(engine("host.model.wrapper"), "with_attention", lambda *args: asked.append(1) or choose(*args))
+    flux.cost(1e6)
+    assert flux()[0] == 0 and not asked
+    flux.cost(0.0)
+    assert flux()[0] == 2 and asked
