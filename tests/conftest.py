@@ -232,5 +232,6 @@ def fresh_dynamo():
         if registry is not None:
             # A model that a traceback keeps alive would share its compiled code with the next one of its structure.
             registry._groups.clear()
+            registry._recent.clear()
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()

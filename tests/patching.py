@@ -145,7 +145,9 @@ class KeptCode:
     def drop(self):
         for _, kept, _ in self._models.values():
             # Until garbage is collected, which takes a second, other models would share the code of those that are gone.
-            kept.engine("compile.registry")._groups.clear()
+            registry = kept.engine("compile.registry")
+            registry._groups.clear()
+            registry._recent.clear()
         self._models.clear()
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
@@ -156,6 +158,7 @@ class KeptCode:
         for key, group in list(registry._groups.items()):
             if id(group) not in kept:
                 del registry._groups[key]
+                registry._recent.pop(key, None)
 
     @staticmethod
     def _state(kept):

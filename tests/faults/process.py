@@ -153,7 +153,9 @@ class Process:
 
         torch._dynamo.reset()
         self.module("engine.compile.registry").code_of._values.clear()
-        self.module("engine.compile.registry")._groups.clear()
+        registry = self.module("engine.compile.registry")
+        registry._groups.clear()
+        registry._recent.clear()
         torch._dynamo.utils.counters.clear()
 
     def trim(self):

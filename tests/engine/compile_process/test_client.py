@@ -252,6 +252,7 @@ def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, 
     kept = {name: store.get(name) for name in store.names()}  # a block of another test may be among them
     torch._dynamo.reset()
     engine("compile.registry")._groups.clear()
+    engine("compile.registry")._recent.clear()
     again = CompiledNet(engine, Net(block=Told), backend="inductor")
     first_call(again)
     again.wait()
