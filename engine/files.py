@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 _T = TypeVar("_T")
 # Windows replaces no file that a process has open, and opens none that is being replaced; both are soon over.
@@ -57,3 +57,25 @@ def remove_file(file: Path) -> None:
     """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open (Windows)."""
     with suppress(OSError):
         file.unlink()
+
+
+def locked(file: Path) -> IO | None:
+    """Open a file that no other process can lock until it is closed, or this process ends; None where another has it.
+
+    Raises:
+        OSError: it cannot be opened.
+    """
+    opened = open(file, "ab")  # noqa: SIM115  whoever holds the lock closes it
+    try:
+        if os.name == "nt":
+            import msvcrt
+
+            msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            import fcntl
+
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        opened.close()
+        return None
+    return opened

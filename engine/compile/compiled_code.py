@@ -185,10 +185,14 @@ class BlockCode:
         for tell in on_trace:
             tell()
 
-    def lower_in_call(self, reason: str, version: int) -> None:
-        """Called on the worker when a graph has no code that could be loaded: the next call traces the block again."""
+    def lower_in_call(self, version: int, for_good: str | None = None) -> None:
+        """Called on the worker when a graph has no code that could be loaded: the next call traces the block again.
+
+        Args:
+            for_good: why no graph of it ever will.
+        """
         if version == self.version:
-            self.must_be_inline = reason
+            self.must_be_inline = for_good
             self.discard()
 
     def lowered_in_call(self, reason: str) -> None:

@@ -311,8 +311,11 @@ class TracedGraph:
         began = time.perf_counter()
         try:
             lowered = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
-        except (LowerInline, Unavailable) as error:
-            owner.lower_in_call(str(error), self.version)
+        except LowerInline as error:
+            owner.lower_in_call(self.version, str(error))
+            return
+        except Unavailable:  # `_request_for` asks whether it still is
+            owner.lower_in_call(self.version)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:

@@ -83,7 +83,8 @@ class Lowering:
         self._inductor = self._of_engine("inductor.backend").inductor
         self._settings.prepare_process()
         private.maybe_warm_pool()
-        _ = private.compile_fx
+        if private.compile_fx is None:  # for good: PyTorch's modules bear no second import
+            raise ImportError("PyTorch's compiler cannot be imported")
 
     def versions(self) -> dict[str, str]:
         """Of the code that is on disk now: ComfyUI may have been started before an update."""

@@ -1,12 +1,13 @@
 """Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
 
 `compile_process.lower` is called by the worker thread, one graph at a time, and waits without the GIL. It raises `Lost` where a
-new process has been lost with the same graph, `Unavailable` where no process can be started here; then graphs are lowered in
-the call that traced them.
+new process has been lost with the same graph, or has not started, and `Unavailable` where none can be started; then graphs are
+lowered in the call that traced them.
 """
 
 import contextlib
 import json
+import math
 import os
 import queue
 import shutil
@@ -18,15 +19,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from ..background.thread import compiler
+from ..background.thread import Postponed, compiler
 from ..cache.code_store import header_of
 from ..cache.environment import LOADED
 from ..cache.folders import is_split, unsplit
 from ..failures.describe import DescribedError
+from ..files import locked
 from ..log import logger
 from ..threads import started
 from . import child
@@ -38,10 +40,13 @@ START_SECONDS, SILENT_SECONDS = 180.0, 60.0
 LONGEST_SECONDS = 1800.0
 # Workers of inductor's, which compile the kernels of a graph.
 MOST_WORKERS = 8
-# Folders of servers that ended otherwise than by themselves are removed after a week.
-SCRATCH, LEFTOVER_SECONDS = "torch-compile-kit-loaded-", 7 * 24 * 3600.0
+# Folders of servers that were killed go with the next start: nobody holds the lock in them. A younger one may get its lock yet.
+SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
 # How many processes a graph may cost.
 ATTEMPTS = 2
+# After a graph for which none has started, graphs that are not waited for stay uncompiled until one is tried again. After so
+# many such graphs in a row all graphs are lowered in the call that traced them until one is.
+BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
 
 
 class Unavailable(Exception):
@@ -51,9 +56,16 @@ class Unavailable(Exception):
 class Lost(DescribedError):
     """Say how the compile process ended while it lowered a graph."""
 
-    def __init__(self, ending: str):
+    def __init__(self, ending: str, what: str = "was lost"):
         cure = "It is tried again with the next image. If that happens each time, the compiler lacks memory (RAM) or crashes."
-        super().__init__(f"the compile process was lost: {ending}.", cure, True)
+        super().__init__(f"the compile process {what}: {ending}.", cure, True)
+
+
+class NotStarted(Lost):
+    """Say why a process did not start; another may: the disk was full, the system had no room for a process."""
+
+    def __init__(self, ending: str):
+        super().__init__(ending.rstrip("."), "does not start")
 
 
 class LoweringFailed(DescribedError):
@@ -113,7 +125,8 @@ def _private_folder() -> Path:
     place = next(iter(whole), places[0])
     for left in place.glob(f"{SCRATCH}*"):  # by servers that were killed
         with contextlib.suppress(OSError):
-            if time.time() - left.stat().st_mtime > LEFTOVER_SECONDS:
+            if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
+                lock.close()
                 shutil.rmtree(left, ignore_errors=True)
     return Path(tempfile.mkdtemp(prefix=SCRATCH, dir=place))
 
@@ -123,6 +136,7 @@ class _Running:
     process: subprocess.Popen
     answers: queue.Queue = field(default_factory=queue.Queue)
     is_ready: bool = False
+    last_words: str = ""
 
     def listen(self) -> None:
         stream: Any = self.process.stdout
@@ -133,12 +147,17 @@ class _Running:
             self.process.wait(1.0)
         self.answers.put(None)
         self.process.wait()
+        with contextlib.suppress(AttributeError, OSError):  # where ComfyUI is PID 1, the workers are its children now
+            while True:
+                os.waitpid(-self.process.pid, 0)
 
     def log(self) -> None:
         stream = self.process.stderr
         assert stream is not None
         for line in stream:
-            logger.debug("compile process: %s", line.decode(errors="replace").rstrip())
+            said = line.decode(errors="replace").rstrip()
+            logger.debug("compile process: %s", said)
+            self.last_words = said or self.last_words
 
     def end(self) -> str:
         """End the process and its workers; returns how it had ended, if it had."""
@@ -167,11 +186,24 @@ class CompileProcess:
     def __init__(self) -> None:
         self.modules: Callable[[], list[str]] = list
         self.arguments: list[str] = []
-        self.unavailable: str | None = None
         self.started = 0
+        self._reason: str | None = None  # why there is none, ...
+        self._until = math.inf  # ... and when one is tried again, by `time.monotonic`
+        self._unstarted = 0  # graphs in a row
+        self._not_before = 0.0  # when one is tried for a graph that is not waited for
         self._running: _Running | None = None
         self._lock = threading.Lock()
         self._scratch: Path | None = None
+        self._scratch_lock: Any = None
+
+    @property
+    def unavailable(self) -> str | None:
+        """Why no process is asked at the moment."""
+        return self._reason if time.monotonic() < self._until else None
+
+    @unavailable.setter
+    def unavailable(self, reason: str | None) -> None:
+        self._reason, self._until = reason, math.inf
 
     @property
     def pid(self) -> int | None:
@@ -187,7 +219,8 @@ class CompileProcess:
     def scratch(self) -> Path:
         """A private folder for what lives as long as this server: loaded kernels are read from files."""
         if self._scratch is None:
-            self._scratch = _private_folder()
+            folder = _private_folder()
+            self._scratch, self._scratch_lock = folder, locked(folder / LOCK)
         return self._scratch
 
     def start(self) -> None:
@@ -195,8 +228,10 @@ class CompileProcess:
         if self._lock.acquire(blocking=False):  # else it is at work
             try:
                 self._ensure()
+            except NotStarted as error:  # a graph tries again
+                logger.debug("%s", error)
             except Unavailable as error:
-                self._give_up(str(error))
+                self._give_up(str(error), math.inf)
             finally:
                 self._lock.release()
 
@@ -207,31 +242,51 @@ class CompileProcess:
         if running is not None and running.process.poll() is None:
             running.end()
         if self._scratch is not None:
+            if self._scratch_lock is not None:
+                self._scratch_lock.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def lower(self, request: str) -> Code:
+    def lower(self, request: str, patient: bool = False) -> Code:
         """The code of a graph.
 
         Args:
             request: the text of a `Request`.
+            patient: nobody waits for the code.
 
         Raises:
             Unavailable, Lost: see the module.
+            Postponed: no process has started, and one is tried later.
             LoweringFailed: the compiler refused the graph.
             LowerInline: PyTorch gives no artefact for it.
         """
+        if patient and time.monotonic() < self._not_before:
+            raise Postponed("the compile process does not start")
         with self._lock:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     return self._ask(request)
                 except Lost as error:
-                    if attempt == ATTEMPTS:
+                    if attempt < ATTEMPTS:
+                        logger.warning("%s Another one is started.", error)
+                    elif isinstance(error, NotStarted):
+                        self._count_unstarted(error, patient)
+                    else:
                         raise
-                    logger.warning("%s Another one is started.", error)
                 except Unavailable as error:
-                    self._give_up(str(error))
+                    self._give_up(str(error), math.inf)
                     raise
             raise AssertionError
+
+    def _count_unstarted(self, error: NotStarted, patient: bool) -> NoReturn:
+        self._unstarted += 1
+        if self._unstarted >= UNSTARTED_GRAPHS:
+            self._give_up(str(error), time.monotonic() + LONG_BACK_OFF_SECONDS)
+            raise Unavailable(str(error)) from error
+        self._not_before = time.monotonic() + BACK_OFF_SECONDS
+        logger.warning("%s Blocks run uncompiled, and one is started after %.0f s.", error, BACK_OFF_SECONDS)
+        if patient:
+            raise Postponed(str(error)) from error
+        raise error
 
     def _ask(self, request: str) -> Code:
         while True:
@@ -242,16 +297,23 @@ class CompileProcess:
                     raise Unavailable(f"the compile process is of another version ({answer and answer[0]})")
                 if (there := answer[0].get("versions")) != (here := {"torch": torch.__version__, **LOADED}):
                     raise Unavailable(f"something was updated since ComfyUI was started ({here}, {there}): start it anew")
-                running.is_ready = True
+                running.is_ready, self._unstarted = True, 0
             self._send(running, {"lower": True}, request.encode())
             answer = self._answer(running, SILENT_SECONDS)
             if answer is not None:
                 try:
                     return self._code(*answer)
+                except LoweringFailed as error:
+                    if error.may_pass:  # a module that was imported while the disk was full stays broken
+                        self._end(running)
+                    raise
                 except (KeyError, TypeError, ValueError) as error:
-                    self._running = None
-                    running.end()
+                    self._end(running)
                     raise Lost("its answer cannot be read") from error
+
+    def _end(self, running: _Running) -> str:
+        self._running = None
+        return running.end()
 
     def _send(self, running: _Running, header: dict[str, Any], body: bytes = b"") -> None:
         """On a thread of its own: a process that stands still does not read. That it is gone comes as an answer."""
@@ -276,9 +338,10 @@ class CompileProcess:
                     continue
                 answer = None
             if answer is None:
-                self._running = None
-                ending = running.end()
-                raise Lost(ending) if running.is_ready else Unavailable(f"the compile process does not start: {ending}")
+                ending = self._end(running)
+                if running.is_ready:
+                    raise Lost(ending)
+                raise NotStarted(f"{ending} ({running.last_words[:300]})" if running.last_words else ending)
             if "idle" in answer[0]:
                 self._running = None
                 return None
@@ -295,8 +358,8 @@ class CompileProcess:
 
     def _ensure(self) -> _Running:
         """The process that runs, or a new one."""
-        if self.unavailable is not None:
-            raise Unavailable(self.unavailable)
+        if (reason := self.unavailable) is not None:
+            raise Unavailable(reason)
         if self._running is None or self._running.process.poll() is not None:
             self._running = self._start()
         return self._running
@@ -308,11 +371,15 @@ class CompileProcess:
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2))),
             "TORCHINDUCTOR_WORKER_START": "fork",
         }
+        try:
+            scratch = folders(self.scratch)
+        except OSError as error:
+            raise NotStarted(f"no folder can be made for it ({error})") from error
         environment = {
             # Without fork PyTorch's workers need what Windows has not (`pass_fds`).
             **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
             **os.environ,
-            **folders(self.scratch),
+            **scratch,
         }
         try:
             process = subprocess.Popen(
@@ -326,12 +393,12 @@ class CompileProcess:
                 start_new_session=True,  # ignored on Windows; see `child.kill_group`
             )
         except OSError as error:
-            raise Unavailable(f"no process can be started ({error})") from error
+            raise NotStarted(f"no process can be started ({error})") from error
         running = _Running(process)
         for run in (running.listen, running.log):
             if not started(threading.Thread(target=run, name="torch-compile-kit pipe", daemon=True)):
                 running.end()
-                raise Unavailable("no thread can be started")
+                raise NotStarted("no thread can be started")
         hello = {
             "pack": str(Path(__file__).parents[2]),
             "path": [folder for folder in sys.path if isinstance(folder, str)],
@@ -342,10 +409,11 @@ class CompileProcess:
         self.started += 1
         return running
 
-    def _give_up(self, reason: str) -> None:
+    def _give_up(self, reason: str, until: float) -> None:
         if self.unavailable is None:
-            self.unavailable = reason
-            logger.warning("code is compiled before the first image: %s", reason)
+            self._reason, self._until = reason, until
+            again = "" if until == math.inf else f" It is tried again after {until - time.monotonic():.0f} s."
+            logger.warning("code is compiled before the first image: %s%s", reason, again)
 
 
 compile_process = CompileProcess()

@@ -54,7 +54,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: frozenset[st
                 if now - others.waiting_since.setdefault(name, now) < CLAIM_SECONDS:
                     raise Postponed("another worker compiles this graph")
             others.waiting_since.pop(name, None)
-        code = compile_process.lower(request.text)
+        code = compile_process.lower(request.text, patient)
         if not holds(code.guards, request.sizes):
             raise LowerInline("the guards of its code do not hold for its own sizes")
         if store is not None:

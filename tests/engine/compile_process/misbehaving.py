@@ -138,4 +138,5 @@ if IS_COMPILE_PROCESS:
     if (Path(sys.argv[1]) / "protocol").exists():
         main.PROTOCOL += 1
     if (Path(sys.argv[1]) / "refuses to start").exists():
+        sys.stderr.write("no room\n")
         os._exit(7)

@@ -1,6 +1,8 @@
 """The compile process as it is: it lowers graphs, and whatever happens to it costs an uncompiled block and a sentence."""
 
 import concurrent.futures
+import ctypes
+import functools
 import logging
 import os
 import signal
@@ -62,7 +64,12 @@ class Process:
     def end(self):
         """As at the end of ComfyUI; the next graph gets a new one."""
         self.now.stop()
-        self.now.unavailable = self.now._running = None
+        self.forgive()
+        self.now._running = None
+
+    def forgive(self):
+        """As if no process had ever failed to start."""
+        self.now.unavailable, self.now._unstarted, self.now._not_before = None, 0, 0.0
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +88,7 @@ def process(shared):
     shared.orders()
     yield shared
     assert not (shared.folder / "orders").read_text().strip(), "it was not asked so often"
-    shared.now.unavailable = None
+    shared.forgive()
 
 
 @pytest.fixture
@@ -180,6 +187,26 @@ def test_a_crash_is_noticed_while_a_worker_keeps_the_pipe_open(process, net, cap
     process.end()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who gets the children of a process that ended")
+def test_where_comfyui_is_the_first_process_of_a_container_none_of_the_workers_stays_a_zombie(process, net, monkeypatch):
+    """They are its children when the process has ended by idleness."""
+    process.end()
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+    process.orders("ask a worker", "idle")
+    first_call(net)
+    net.wait()
+    pids = descendants(process.now.pid)
+    assert len(pids) > 1
+    become_reaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
+    assert become_reaper(1) == 0
+    try:
+        torch._dynamo.reset()
+        CompiledNet(net.engine, Net(block=Told), backend="inductor").at_once(X)
+        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are not reaped")
+    finally:
+        become_reaper(0)
+
+
 def test_killed_from_outside_while_a_call_waits(process, net, caplog):
     process.orders("hold")
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
@@ -224,7 +251,7 @@ def test_no_memory_there_is_no_reason_to_give_up_for_good(process, net):
     first_call(net)
     net.wait()
     (failure,) = net.failures
-    assert "memory" in failure.lower()
+    assert "memory" in failure.lower() and process.now.pid is None, "a module that could not be imported stays broken"
     net.new_run()
     net(X)
     net.wait()
@@ -273,21 +300,69 @@ def test_after_it_was_idle_another_one_is_started(process, net):
     assert is_compiled(other) and process.now.pid != first
 
 
-@pytest.mark.parametrize("why", ["protocol", "refuses to start"])
-def test_a_process_that_does_not_start_as_it_should(process, net, caplog, why):
+def test_a_process_of_another_version_is_not_asked(process, net, caplog):
     process.end()
-    process.tell(why)
+    process.tell("protocol")
     first_call(net)
     net.wait()
-    assert process.now.unavailable and ("version" if why == "protocol" else "ended with 7") in process.now.unavailable
+    assert process.now.unavailable and "version" in process.now.unavailable
     assert is_compiled(net), "in the call that needs it"
     assert why_inline(net) == [process.now.unavailable]
     assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
     process.end()
 
 
-@pytest.mark.parametrize("executable", ["/opt/ComfyUI/ComfyUI.exe", "", None, "/nowhere/python3"])
-def test_where_no_process_can_be_started_graphs_are_lowered_in_the_call(process, net, caplog, monkeypatch, executable):
+def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, process, net, caplog, monkeypatch):
+    """The disk was full, or the system had no room for a process."""
+    monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.05)
+    process.end()
+    process.tell("refuses to start")
+    before = process.now.started
+    first_call(net)
+    wait_until(lambda: process.now._unstarted, "it was not tried")
+    assert process.now.started == before + 2, "one, and another"
+    for _call in range(3):
+        result, uncompiled = net(X)
+        assert uncompiled and torch.equal(result, net.net(X))
+    assert net.is_being_compiled and not net.failures and process.now.started == before + 2, "no process more"
+    (process.folder / "refuses to start").unlink()
+    process.now._not_before = 0.0  # a minute later
+    assert net.wait() == 1 and is_compiled(net) and why_inline(net) == [None]
+    assert process.now.started == before + 3 and process.now._unstarted == 0
+    assert "does not start: it ended with 7 (no room)" in caplog.text and caplog.text.count("Blocks run uncompiled") == 1
+
+
+def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_run(process, net):
+    process.end()
+    process.tell("refuses to start")
+    assert torch.equal(net.at_once(X), net.net(X))
+    (failure,) = net.failures
+    assert "does not start" in failure
+    (process.folder / "refuses to start").unlink()
+    net.new_run()
+    net.at_once(X)
+    assert is_compiled(net) and why_inline(net) == [None]
+
+
+def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(process, net, caplog, monkeypatch):
+    monkeypatch.setattr(process.client, "UNSTARTED_GRAPHS", 1)
+    process.end()
+    process.tell("refuses to start")
+    first_call(net)
+    net.wait()
+    assert "ended with 7" in process.now.unavailable and is_compiled(net) and why_inline(net) == [process.now.unavailable]
+    assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
+    (process.folder / "refuses to start").unlink()
+    process.now._until = 0.0  # ten minutes later
+    other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
+    torch._dynamo.reset()
+    first_call(other)
+    other.wait()
+    assert process.now.unavailable is None and is_compiled(other)
+
+
+@pytest.mark.parametrize("executable", ["/opt/ComfyUI/ComfyUI.exe", "", None])
+def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, monkeypatch, executable):
     process.end()
     monkeypatch.setattr(sys, "executable", executable)
     net(X)
@@ -296,6 +371,15 @@ def test_where_no_process_can_be_started_graphs_are_lowered_in_the_call(process,
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     assert not other(X)[1]
     assert caplog.text.count("before the first image") == 1
+
+
+def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(process, monkeypatch):
+    process.end()
+    monkeypatch.setattr(sys, "executable", "/nowhere/python3")
+    with pytest.raises(process.client.NotStarted, match="no process can be started"):
+        process.now.lower("")
+    process.now.start()  # as when a prompt is queued
+    assert process.now.unavailable is None
 
 
 @pytest.mark.parametrize("works", [True, False])

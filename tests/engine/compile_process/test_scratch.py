@@ -1,8 +1,13 @@
 """The folder that libraries of C++ kernels are loaded from."""
 
 import os
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
+from support import ROOT
 
 
 def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, monkeypatch, tmp_path):
@@ -21,3 +26,43 @@ def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, mo
     assert not hasattr(os, "geteuid") or process.scratch.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="outside of its folder"):
         loading.load(client.Code(artefact, None, {"../kernel.so": b"library"}))
+
+
+SERVER = """
+import sys, time
+from engine.compile_process.client import CompileProcess
+process = CompileProcess()
+print(process.scratch, flush=True)
+time.sleep(60)
+"""
+
+
+def test_the_folder_of_a_server_that_was_killed_goes_with_the_next_start(engine, monkeypatch, tmp_path):
+    """The folder of one that runs stays, however old it is."""
+    client = engine("compile_process.client")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    here = client.CompileProcess()
+    environment = {**os.environ, "TMPDIR": str(tmp_path), "TEMP": str(tmp_path)}
+    servers = [
+        subprocess.Popen([sys.executable, "-c", SERVER], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    try:
+        killed, running = (Path(server.stdout.readline().strip()) for server in servers)
+        assert killed.parent == running.parent == here.scratch.parent == tmp_path
+        servers[0].kill()
+        servers[0].wait()
+        young, file = tmp_path / f"{client.SCRATCH}young", tmp_path / f"{client.SCRATCH}file"
+        young.mkdir()
+        file.touch()
+        for folder in (killed, running, here.scratch, file):
+            os.utime(folder, (time.time() - 2 * client.UNLOCKED_SECONDS,) * 2)
+        another = client.CompileProcess().scratch
+        assert set(tmp_path.iterdir()) == {running, here.scratch, young, another, file}
+    finally:
+        for server in servers:
+            server.kill()
+            server.wait()
+            server.stdout.close()
+    here.stop()
+    assert not here.scratch.exists()
