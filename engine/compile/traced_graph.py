@@ -23,6 +23,7 @@ The `owner` of a graph is its `BlockCode`, whose module imports this one: hence 
 
 import collections
 import copy
+import errno
 import functools
 import threading
 import time
@@ -43,7 +44,7 @@ from ..compile_process.loading import import_ahead, load
 from ..compile_process.obtain import obtain
 from ..compile_process.request import Request, holds, request_for
 from ..compile_process.wire import CannotTravel
-from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
+from ..failures.describe import chain, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import may_write, out_of_place
@@ -107,7 +108,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         try:
             request = _request_for(name, live_owner, graph, example_inputs, options)
-        except CannotTravel as error:
+        except (CannotTravel, private.MissingName) as error:
             if name in LOWERERS and live_owner is not None:
                 live_owner.lowered_in_call(str(error))
             return lowered_inline(reference, graph, example_inputs, lower)
@@ -187,13 +188,21 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered
         with gpu_locks[request.device]:
             run = load(obtained.code)
     except Exception as error:
-        if not obtained.was_kept or never_swallowed(error):
+        if not obtained.was_kept or not _is_of_entry(error):
             raise
         logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
         obtained = obtain(request, block, patient, frozenset({obtained.name}))
         with gpu_locks[request.device]:
             run = load(obtained.code)
     return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)
+
+
+def _is_of_entry(error: Exception) -> bool:
+    """Whether another entry may do better: not where the disk is full, a file is not to be opened or memory is short. A library
+    that the system cannot load is an OSError without a number; a file may be missing from the entry."""
+    if isinstance(error, private.MissingName) or never_swallowed(error):
+        return False
+    return not any(isinstance(e, OSError) and e.errno not in (None, errno.ENOENT) for e in chain(error))
 
 
 LOWERERS["inductor"] = _lower_with_inductor
@@ -311,7 +320,7 @@ class TracedGraph:
         began = time.perf_counter()
         try:
             lowered = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
-        except LowerInline as error:
+        except (LowerInline, private.MissingName) as error:
             owner.lower_in_call(self.version, str(error))
             return
         except Unavailable:  # `_request_for` asks whether it still is

@@ -99,7 +99,7 @@ class Lowering:
         except Exception as error:
             traceback.print_exc()
             name = type(error).__name__
-            if name in ("CannotTravel", "NotSerialisable", "BypassAOTAutogradCache", "BypassFxGraphCache"):
+            if name in ("CannotTravel", "MissingName", "NotSerialisable", "BypassAOTAutogradCache", "BypassFxGraphCache"):
                 return {"inline": f"{name}: {error}"[:1500]}, b""
             failure = self._describe("", error)
             return {"failure": [failure.reason, failure.cure, failure.may_pass]}, b""

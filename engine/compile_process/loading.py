@@ -1,5 +1,6 @@
 """Load code that the compile process has made, or that was kept, into this process."""
 
+import contextlib
 import functools
 import threading
 import time
@@ -46,6 +47,7 @@ def import_ahead() -> threading.Thread:
 
 def _import() -> None:
     began = time.perf_counter()
-    for name in ("callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"):
-        getattr(private, name)
+    with contextlib.suppress(private.MissingName):
+        for name in ("callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"):
+            getattr(private, name)
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

@@ -1,7 +1,8 @@
 """Look up PyTorch's private names at their first use, and warn what a missing one costs.
 
 A new version of PyTorch may rename any of them, so no other package names one. `private.counters` is the object of that name in
-`NAMES`, or its `instead`. If a name without a `without` is missing, nothing is compiled (`unsupported`).
+`NAMES`, or its `instead`. If a name without a `without` is missing, nothing is compiled (`unsupported`); one that only the
+compile process needs raises `MissingName`, and the graph is lowered in the call that traced it.
 """
 
 import functools
@@ -29,6 +30,10 @@ STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 
 class NeverRaised(Exception):
     """Replaces an exception that this PyTorch does not have."""
+
+
+class MissingName(Exception):
+    """Say which name is missing, without which graphs are lowered in the call that traced them."""
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None: ...
@@ -135,7 +140,7 @@ NAMES = {
     "sympy": PrivateName("sympy", _IN_CALL),
     "sympy_functions": PrivateName("torch.utils._sympy.functions", _IN_CALL),
     "int_oo": PrivateName("torch.utils._sympy.numbers:int_oo", _IN_CALL),
-    "sdpa_backends": PrivateName("torch.nn.attention:_cur_sdpa_kernel_backends", _IN_CALL, list),
+    "sdpa_backends": PrivateName("torch.nn.attention:_cur_sdpa_kernel_backends", _IN_CALL),
     "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
     # Launchers of Triton kernels.
     "run_of_autotuner": PrivateName("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", _NO_GRAPHS),
@@ -157,6 +162,8 @@ def _find(entry: PrivateName) -> Any:
     try:
         return entry.find()
     except Exception as error:  # an import may raise whatever it likes
+        if entry.without == _IN_CALL:
+            raise MissingName(f"PyTorch {torch.__version__} has no {entry.path.replace(':', '.')}") from error
         if entry.without:
             logger.warning("PyTorch %s has no %s: %s (%s)", torch.__version__, entry.path, entry.without, error)
         return entry.instead

@@ -1,6 +1,7 @@
 """The shared cache: what a worker takes from it, what it refuses, and that it never costs an image."""
 
 import contextlib
+import errno
 import gc
 import os
 import pickle
@@ -129,6 +130,31 @@ def test_what_cannot_be_loaded_is_compiled_anew_and_replaced_for_all(
     monkeypatch.setattr(traced_graph, "load", lambda code: (outcomes.pop() if outcomes else load)(code))
     assert images(worker("two")) == 1 and "cannot be loaded" in caplog.text and not outcomes
     assert images(worker("three")) == 0
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
+def test_what_this_machine_has_no_room_for_is_not_the_fault_of_the_entry(
+    configure, images, worker, process, monkeypatch, engine, tmp_path, number
+):
+    """The libraries of code are written to files, and those are opened."""
+    configure(tmp_path / "volume")
+    images(worker("one"))
+    load, traced_graph = process.load, engine("compile.traced_graph")
+    outcomes = [OSError(number, "no room")]
+
+    def load_once(code):
+        if outcomes:
+            raise outcomes.pop()
+        return load(code)
+
+    monkeypatch.setattr(traced_graph, "load", load_once)
+    runs, before = worker("two"), process.lowered
+    with torch.inference_mode():
+        assert torch.equal(runs(X)[0], runs.net(X))
+        runs.wait()
+        assert len(runs.failures) == 1 and process.lowered == before and not outcomes
+        runs.new_run()
+    assert images(runs) == 0
 
 
 def test_a_changed_rewrite_is_a_miss(configure, images, worker, engine, tmp_path, monkeypatch):
@@ -272,9 +298,9 @@ def test_a_claim_is_held_while_a_graph_is_compiled_and_released(configure, obtai
     process = engine("compile_process.obtain").compile_process
     lower = process.lower
 
-    def lower_or_fail(text):
+    def lower_or_fail(text, patient):
         held.append(not cache.claim(NAME))
-        return 1 / 0 if fails else lower(text)
+        return 1 / 0 if fails else lower(text, patient)
 
     monkeypatch.setattr(process, "lower", lower_or_fail)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():

@@ -4,6 +4,7 @@ The tests write one order a line into FOLDER/orders, and each graph that is lowe
 argument. The operator is the tests' own in their process.
 """
 
+import dataclasses
 import os
 import signal
 import sys
@@ -137,6 +138,12 @@ if IS_COMPILE_PROCESS:
     main.write = as_it_is
     if (Path(sys.argv[1]) / "protocol").exists():
         main.PROTOCOL += 1
+    if (Path(sys.argv[1]) / "renamed").exists():
+        private = sys.modules[f"{main.PACKAGE}.engine.torch_compat.private"]
+        for name, entry in private.NAMES.items():
+            if entry.without == private._IN_CALL:
+                private.NAMES[name] = dataclasses.replace(entry, path="torch:_renamed")
+                vars(private).pop(name, None)
     if (Path(sys.argv[1]) / "refuses to start").exists():
         sys.stderr.write("no room\n")
         os._exit(7)

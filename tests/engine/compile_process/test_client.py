@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import ctypes
+import dataclasses
 import functools
 import logging
 import os
@@ -52,7 +53,7 @@ class Process:
     def orders(self, *orders):
         """What it does while it lowers the next graphs, one after the other."""
         (self.folder / "orders").write_text("\n".join(orders))
-        for file in ("begun", "go_on", "protocol", "refuses to start"):
+        for file in ("begun", "go_on", "protocol", "renamed", "refuses to start"):
             (self.folder / file).unlink(missing_ok=True)
 
     def tell(self, name):
@@ -380,6 +381,27 @@ def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(proce
         process.now.lower("")
     process.now.start()  # as when a prompt is queued
     assert process.now.unavailable is None
+
+
+@pytest.mark.parametrize("where", ["there", "sdpa_backends", "pretty_print_target", "AOTCompiledArtifact"])
+def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the_call(
+    engine, process, net, monkeypatch, where
+):
+    """As with a newer PyTorch, here or in the process; `canaries/renames.py` has the other names."""
+    private = engine("torch_compat.private")
+    if where == "there":
+        process.end()
+        process.tell("renamed")
+    else:
+        monkeypatch.setitem(private.NAMES, where, dataclasses.replace(private.NAMES[where], path="torch:_renamed"))
+        monkeypatch.delitem(vars(private), where, raising=False)
+    net(X)
+    net.wait()
+    assert is_compiled(net) and process.now.unavailable is None
+    (why,) = why_inline(net)
+    assert "has no torch._renamed" in why
+    if where == "there":
+        process.end()
 
 
 @pytest.mark.parametrize("works", [True, False])
