@@ -14,6 +14,7 @@ from ..log import logger
 from ..tensor_spec import hint, is_symbol
 from ..torch_compat import private
 from . import lowering_settings, wire
+from .client import compile_process
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,9 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
         raise wire.CannotTravel("it has a backward")
     described = wire.dumps(graph, fakes)
+    if described["sources"] or any(map(_is_custom, graph.graph.nodes)):  # layouts are found by names that such modules register
+        digests = {module: wire.digest_of(module) for module in compile_process.modules()}
+        described["sources"] |= {module: digest for module, digest in digests.items() if digest is not None}
     try:
         text = json.dumps({"graph": described, "settings": lowering_settings.now(device), "options": options})
     except TypeError as error:
@@ -50,6 +54,10 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     named = {"graph": {**described, "symbols": symbols}, "settings": lowering_settings.now(device), "options": options}
     key = hashlib.sha256(json.dumps([named, environment()], sort_keys=True).encode()).hexdigest()
     return Request(text, key, tuple(hint(fake) for fake in fakes if is_symbol(fake)), device)
+
+
+def _is_custom(node: fx.Node) -> bool:
+    return isinstance(node.target, private.OpOverload) and node.target.namespace != "aten"
 
 
 def holds(guards: str | None, sizes: Sequence[int]) -> bool:

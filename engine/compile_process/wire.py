@@ -2,7 +2,8 @@
 
 The text holds what determines the compiled code and nothing else, so its digest is the name of the code wherever that is
 kept: nodes and inputs by number, not by the names that Dynamo gives them; sizes that vary as symbols numbered by their first
-use, with range and hint; functions and classes by module and name. Nothing is pickled.
+use, with range and hint; functions and classes by module and name, with a digest of the module's file if it is not PyTorch's:
+that code is traced into what is compiled. Nothing is pickled.
 
 `dumps` raises `CannotTravel` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
@@ -12,11 +13,14 @@ from __future__ import annotations
 
 import builtins
 import enum
+import functools
+import hashlib
 import importlib
 import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +31,7 @@ from ..tensor_spec import hint
 from ..torch_compat import private
 
 _ROOTS = {"torch": torch, "operator": operator, "math": math, "builtins": builtins}
+_VERSIONED = {"torch", *sys.stdlib_module_names}
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
 
@@ -44,7 +49,15 @@ def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
 
 
 def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
-    """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode."""
+    """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode.
+
+    Raises:
+        CannotTravel: code that the graph names is not what it was where the graph was traced.
+    """
+    for module, digest in request["sources"].items():
+        importlib.import_module(module)
+        if digest_of(module) != digest:
+            raise CannotTravel(f"{module} was changed since ComfyUI was started")
     return _Reader(request).graph()
 
 
@@ -70,6 +83,7 @@ class _Writer:
         self._numbers: dict[fx.Node, int] = {}
         self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
         self._described: list[list] = []
+        self._sources: dict[str, str] = {}  # digests by module
         # Memory that inputs share matters where the graph writes to some of it.
         self._storages: dict[int, tuple[int, torch.dtype]] | None = {} if any(map(may_write, graph.graph.nodes)) else None
 
@@ -79,7 +93,15 @@ class _Writer:
                 self._number(fake)
         inputs = [self._input(fake) for fake in fakes]
         nodes = [self._node(node) for node in self._graph.graph.nodes]
-        return {"inputs": inputs, "symbols": self._described, "nodes": nodes}
+        sources = dict(sorted(self._sources.items()))
+        return {"inputs": inputs, "symbols": self._described, "nodes": nodes, "sources": sources}
+
+    def _name_of(self, named: Any) -> Any:
+        """The name of a function or class; the digest of its file is noted."""
+        name = name_of_class(named) if isinstance(named, type) else name_of_function(named)
+        if (digest := digest_of(getattr(named, "__module__", None))) is not None:
+            self._sources[named.__module__] = digest
+        return name
 
     def _input(self, fake: Any) -> Any:
         if isinstance(fake, torch.Tensor):
@@ -92,7 +114,7 @@ class _Writer:
         if private.is_traceable_wrapper_subclass(fake):
             attributes, context = fake.__tensor_flatten__()
             return {
-                "wrapper": name_of_class(type(fake)),
+                "wrapper": self._name_of(type(fake)),
                 "inner": [[name, self._tensor(getattr(fake, name))] for name in attributes],
                 "context": self._value(context),
                 "shape": [self._number(n) for n in fake.shape],
@@ -151,7 +173,7 @@ class _Writer:
         if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
             raise CannotTravel("it holds a constant or a graph")
         if node.op == "call_function":
-            target = name_of_function(node.target)
+            target = self._name_of(node.target)
         return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
 
     def _value(self, value: Any) -> Any:
@@ -167,7 +189,7 @@ class _Writer:
         if type(value) in (float, complex):
             return {type(value).__name__: repr(value)}
         if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"named": name_of_class(type(value)), "of": [self._value(item) for item in value]}
+            return {"named": self._name_of(type(value)), "of": [self._value(item) for item in value]}
         if isinstance(value, tuple):  # torch.Size as well
             return {"tuple": [self._value(item) for item in value]}
         if isinstance(value, list):
@@ -183,11 +205,11 @@ class _Writer:
         if value is ...:
             return {"ellipsis": 0}
         if isinstance(value, enum.Enum) or (type(value).__module__.startswith("torch") and hasattr(type(value), "__members__")):
-            return {"member": value.name, "of": name_of_class(type(value))}
+            return {"member": value.name, "of": self._name_of(type(value))}
         if isinstance(value, type):
-            return {"class": name_of_class(value)}
+            return {"class": self._name_of(value)}
         if callable(value):
-            return {"function": name_of_function(value)}
+            return {"function": self._name_of(value)}
         raise CannotTravel(f"an argument is a {type(value).__name__}")
 
 
@@ -330,6 +352,19 @@ def _expression(described: Any, symbols: dict[str, Any]) -> Any:
 
 def _of_torch(name: str) -> Any:
     return getattr(torch, name.removeprefix("torch."))
+
+
+@functools.cache
+def digest_of(module: str | None) -> str | None:
+    """Of the file that a module was loaded from, as it is when it is first asked for; None for PyTorch's and Python's own, whose
+    versions are in the name of all code."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    if file is None or str(module).partition(".")[0] in _VERSIONED:
+        return None
+    try:
+        return hashlib.sha256(Path(file).read_bytes()).hexdigest()[:16]
+    except OSError:
+        return None
 
 
 def name_of_function(function: Any) -> str:

@@ -1,6 +1,7 @@
 """A graph and its inputs go over to another process and come back the same, and the name of its code tells what is in it."""
 
 import collections
+import importlib
 import json
 import math
 import operator
@@ -142,6 +143,56 @@ def test_an_operator_that_only_this_process_has(wire):
     described = json.loads(json.dumps(text).replace("doubled", "nowhere"))
     with pytest.raises((AttributeError, ImportError), match="nowhere"):
         wire.loads(described)
+
+
+@pytest.fixture
+def foreign(tmp_path, monkeypatch):
+    """A function: a module of a host, loaded from its file after that was written."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def load(text):
+        sys.modules.pop("of_a_host", None)
+        importlib.invalidate_caches()
+        (tmp_path / "of_a_host.py").write_text(text)
+        return importlib.import_module("of_a_host")
+
+    yield load
+    sys.modules.pop("of_a_host", None)
+
+
+NAMED = {
+    "function": lambda m: graph_of(("call_function", m.act, ("x",), {})),
+    "argument": lambda m: graph_of(("call_function", keep, ("x", m.Params(1)), {})),
+}
+
+
+@pytest.mark.parametrize("what", NAMED)
+def test_the_file_of_code_that_a_graph_names_is_part_of_the_name(engine, wire, foreign, monkeypatch, what):
+    """As ComfyUI's quantised layouts, whose operations are traced into the code."""
+    monkeypatch.setattr(wire, "digest_of", wire.digest_of.__wrapped__)
+    request_for = engine("compile_process.request").request_for
+    text = "import collections\nParams = collections.namedtuple('Params', 'a')\ndef act(x):\n    return x\n"
+
+    def made():
+        return request_for(NAMED[what](foreign(text)), [fake(2)], {}, torch.device("cpu"))
+
+    first, again = made(), made()
+    assert first.key == again.key
+    text += "# another\n"
+    assert made().key != first.key
+    with pytest.raises(wire.CannotTravel, match="of_a_host was changed"):
+        wire.loads(json.loads(first.text)["graph"])
+
+
+def test_what_modules_register_by_a_name_is_part_of_the_name_of_code_that_may_ask_for_it(engine, wire, monkeypatch):
+    """A layout of quantised weights: ComfyUI registers it, the graph has text."""
+    monkeypatch.setattr(wire, "digest_of", wire.digest_of.__wrapped__)
+    request_for, process = engine("compile_process.request").request_for, engine("compile_process.client").compile_process
+    monkeypatch.setattr(process, "modules", lambda: ["traced_graphs", "sys"])
+    for target, expected in ((doubled._opoverload, {"traced_graphs"}), (torch.relu, set())):
+        graph = graph_of(("call_function", target, ("x",), {}))
+        made = json.loads(request_for(graph, [fake(2)], {}, torch.device("cpu")).text)
+        assert set(made["graph"]["sources"]) == expected
 
 
 def test_methods_and_nodes(wire):
