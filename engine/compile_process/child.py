@@ -70,6 +70,7 @@ class Lowering:
         import torch
 
         self.torch = torch
+        self._probes: set[str] = set()
         private = self.private = self._of_engine("torch_compat.private")
         for name in hello["modules"]:
             try:
@@ -110,6 +111,7 @@ class Lowering:
         except (ImportError, AttributeError) as error:
             raise self._wire.CannotTravel(f"the compile process does not find what it names ({error})") from error
         guards, libraries = self._wire.guards_on(inputs, mode), _libraries()
+        self.private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
         context = self.private.TracingContext(mode)
         self._settings.set_for_process(request["settings"])
         with self._settings.for_graph(request["settings"]), self.private.tracing(context):
@@ -117,10 +119,20 @@ class Lowering:
         if not hasattr(code, "serialize"):
             raise NotSerialisable("PyTorch gives no artefact for it")
         artefact = self.private.AOTCompiledArtifact(code).serialize()
-        files = sorted(_libraries() - libraries)
+        files = self._files_of(libraries)
         contents = [Path(_folder(), file).read_bytes() for file in files]
         listed = [[file, len(content)] for file, content in zip(files, contents, strict=True)]
         return {"artefact": len(artefact), "guards": guards(), "files": listed}, b"".join([artefact, *contents])
+
+
+    def _files_of(self, before: set[str]) -> list[str]:
+        """The libraries that a graph is loaded with. Those that tell what a CPU can are built with the first kernel."""
+        kernels, now = set(self.private.cpp_kernels), _libraries()
+        new, own = now - before, {file for file in now if Path(file).name.partition(".")[0] in kernels}
+        if own:
+            self._probes |= {file for file in new - own if not file.startswith("triton/")}
+            own |= self._probes
+        return sorted(new | own)
 
 
 class NotSerialisable(Exception):

@@ -1,10 +1,10 @@
 """Load code that the compile process has made, or that was kept, into this process."""
 
-import contextlib
 import functools
 import threading
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..files import write_whole
 from ..log import logger
 from ..threads import started
 from ..torch_compat import private
-from ..torch_settings import folder_scope
+from ..torch_settings import folder_scope, loading_scope
 from .client import Code, compile_process, folders
 
 
@@ -31,7 +31,9 @@ def load(code: Code) -> Callable[..., Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
-    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton):
+    # For headers, inductor has the C++ compiler read PyTorch's, though all kernels are built.
+    without_headers = loading_scope.applied(cpp_cache_precompile_headers=False) if code.files else nullcontext()
+    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton), without_headers:
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 
@@ -47,7 +49,7 @@ def import_ahead() -> threading.Thread:
 
 def _import() -> None:
     began = time.perf_counter()
-    with contextlib.suppress(private.MissingName):
+    with suppress(private.MissingName):
         for name in ("callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"):
             getattr(private, name)
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

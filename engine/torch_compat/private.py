@@ -142,6 +142,9 @@ NAMES = {
     "int_oo": PrivateName("torch.utils._sympy.numbers:int_oo", _IN_CALL),
     "sdpa_backends": PrivateName("torch.nn.attention:_cur_sdpa_kernel_backends", _IN_CALL),
     "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
+    "cpp_kernels": PrivateName(
+        "torch._inductor.codecache:CppPythonBindingsCodeCache.cache", "kernels for a CPU may be built once more", {}
+    ),
     # Launchers of Triton kernels.
     "run_of_autotuner": PrivateName("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", _NO_GRAPHS),
     "call_of_launcher": PrivateName("triton.backends.nvidia.driver:CudaLauncher.__call__", _NO_GRAPHS),
