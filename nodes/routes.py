@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+import threading
 
 from ..engine.background.thread import compiler
 from ..engine.failures.machine import preflight_here
@@ -15,6 +16,7 @@ from ..engine.notices import recompile_log as watch
 from ..engine.notices import status, words
 from ..engine.notices.report import report_json
 from ..engine.settings import CompileSettings
+from ..engine.threads import started
 from .cache_routes import language_for, post, register_cache_routes
 
 EVENT = "torch-compile-kit.compiled"
@@ -158,7 +160,20 @@ def prepare_for(request: dict) -> dict:
         try:
             # A linked input has no value yet.
             typed = {name: inputs[name] for name in ("backend", "mode", "compile_when") if isinstance(inputs.get(name), str)}
-            get_ready(CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})}))
-        except Exception as error:  # ComfyUI refuses invalid prompts, and the first compilation gets ready anyway
-            logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
+            settings = CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})})
+            # Not here: this is the server's event loop, and the user's folder may be on a slow drive.
+            started(threading.Thread(target=_get_ready, args=(settings,), name="torch-compile-kit start", daemon=True))
+        except Exception as error:  # ComfyUI refuses invalid prompts
+            _say_not_ready(error)
     return request
+
+
+def _get_ready(settings: CompileSettings) -> None:
+    try:
+        get_ready(settings)
+    except Exception as error:  # the first compilation gets ready anyway
+        _say_not_ready(error)
+
+
+def _say_not_ready(error: Exception) -> None:
+    logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)

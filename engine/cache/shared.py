@@ -15,7 +15,9 @@ the server; an error turns sharing off for `OFF_SECONDS`.
 from __future__ import annotations
 
 import errno
+import hashlib
 import hmac
+import json
 import queue
 import threading
 import time
@@ -25,6 +27,7 @@ from typing import Any
 
 from ..log import logger
 from . import shared_place
+from .environment import environment
 from .shared_place import KEY
 from .stores import FolderStore, RedisStore, without_secrets
 
@@ -50,6 +53,12 @@ class SharedCache:
         self._thread: threading.Thread | None = None
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
+        self._asking = threading.Lock()
+        self._has_told = False
+
+    def has_current(self) -> bool:
+        """Whether a worker has put code of these versions there, as far as can be told within `ANSWER_SECONDS`."""
+        return self.get(_name_of_versions()) is not None
 
     def get(self, name: str) -> bytes | None:
         entry = self._try(lambda store: store.get(PREFIX + name))
@@ -65,7 +74,11 @@ class SharedCache:
     def put(self, name: str, content: bytes) -> bool:
         """Whether the entry is in the shared cache now."""
         entry = self._sign(name, content) + content
-        return bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
+        is_there = bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
+        if is_there and not self._has_told:
+            self._has_told = True
+            self.put(_name_of_versions(), b"")
+        return is_there
 
     def claim(self, name: str) -> bool:
         """Whether no other worker holds the claim, as far as can be told."""
@@ -81,7 +94,8 @@ class SharedCache:
         if time.monotonic() < max(self._off_until, self._read_only_until if writes else 0.0):
             return None
         try:
-            return self._within_limit(lambda: action(self._connected()))
+            with self._asking:
+                return self._within_limit(lambda: action(self._connected()))
         except Exception as error:  # of whatever kind: it must not stop a compilation
             reason, until = without_secrets(error), time.monotonic() + OFF_SECONDS
             if writes and self._store is not None and isinstance(error, self._store.refused):
@@ -126,6 +140,10 @@ class SharedCache:
         if message not in self._warned:
             self._warned.add(message)
             logger.warning(message, self.place, detail)
+
+
+def _name_of_versions() -> str:
+    return hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
 
 
 class _Configured:

@@ -2,16 +2,18 @@
 
 import json
 import sys
+import threading
 from pathlib import Path
 
 import folder_paths
 
-from ...cache.code_store import CodeStore, open_store, was_opened_before
+from ...cache.code_store import CodeStore, current, open_store, was_opened_before
 from ...cache.environment import compile_for
-from ...cache.shared import configure
+from ...cache.shared import configure, configured
 from ...compile_process.client import compile_process
 from ...compile_process.loading import import_ahead
 from ...settings import CompileSettings
+from ...threads import started
 from ..adapter import device_type
 
 STORE = "store"
@@ -44,16 +46,21 @@ def users_settings() -> dict:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the store, and start the compile process while the model loads, unless code of these versions is kept: then it may
-    not be needed, and is started by the first graph that is missing."""
+    """Open the store; start the compile process while the model loads, unless code of these versions is kept here or shared:
+    then it may not be needed, and is started by the first graph that is missing."""
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
     compile_process.arguments = ["--cpu"]  # what such a module reads of ComfyUI's command line must make no CUDA context
-    store = open_users_store()
+    open_users_store()
     if settings.backend == "inductor":
-        if store is None or not store.has_current():
-            compile_process.start()
+        if compile_process.pid is None:  # a server that shares code may not answer
+            started(threading.Thread(target=_start_unless_kept, name="torch-compile-kit start", daemon=True))
         if settings.waits:
             import_ahead()
+
+
+def _start_unless_kept() -> None:
+    if not any(kept is not None and kept.has_current() for kept in (current(), configured())):
+        compile_process.start()
 
 
 def get_ready_again() -> None:

@@ -186,6 +186,35 @@ def test_the_calling_thread_never_talks_to_the_server(configure, shared, images,
     assert threads and threading.main_thread() not in threads
 
 
+def test_a_worker_tells_of_code_of_its_versions(configure, images, worker, engine, monkeypatch, place):
+    """So that one with an empty disk starts no compile process."""
+    assert not configure(place).has_current()
+    images(worker("one"))
+    configure(None)
+    cache = configure(place)
+    assert cache.has_current()
+    here = engine("cache.environment").environment()
+    monkeypatch.setattr(engine("cache.shared"), "environment", lambda: {**here, "torch": "9.9"})
+    assert not cache.has_current()
+
+
+def test_two_threads_may_ask_at_once(configure, shared, tmp_path, monkeypatch, caplog):
+    """The second waits for the first: it is no server that does not answer."""
+    cache = configure(tmp_path / "volume")
+    begun, go_on = threading.Event(), threading.Event()
+    get, answers = shared.FolderStore.get, []
+    monkeypatch.setattr(shared.FolderStore, "get", lambda *args: begun.set() or go_on.wait(3) and get(*args))
+    first = threading.Thread(target=cache.has_current)
+    first.start()
+    assert begun.wait(60)
+    second = threading.Thread(target=lambda: answers.append(cache.put(NAME, b"content")))
+    second.start()
+    go_on.set()
+    first.join()
+    second.join()
+    assert answers == [True] and not caplog.text
+
+
 # One compiles, the others take it.
 
 

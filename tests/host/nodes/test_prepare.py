@@ -3,6 +3,7 @@
 import json
 import os
 import tempfile
+import threading
 import types
 
 import pytest
@@ -15,11 +16,19 @@ def folder(engine, monkeypatch):
     """The module, with what it starts noted in `asked` instead: "process", "import"."""
     module = engine("host.model.user_folder")
     module.asked = []
+    monkeypatch.setattr(type(module.compile_process), "pid", None)
+    monkeypatch.setattr(module, "current", lambda: None)
+    monkeypatch.setattr(module, "configured", lambda: None)
     monkeypatch.setattr(module.compile_process, "start", lambda: module.asked.append("process"))
     monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
     monkeypatch.setattr(module, "open_users_store", lambda: None)
     yield module
     del module.asked
+
+
+def wait_for_start():
+    while threads := [thread for thread in threading.enumerate() if thread.name == "torch-compile-kit start"]:
+        threads[0].join(60)
 
 
 MODEL, WARMUP = "TorchCompileKitModel", {"class_type": "TorchCompileKitWarmup", "inputs": {}}
@@ -41,15 +50,41 @@ def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, folder, no
     """The imports of the process are its own; those of this one hold the GIL while the model is loaded."""
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
-    assert folder.asked == asked
+    wait_for_start()
+    assert sorted(folder.asked) == sorted(asked)
 
 
-@pytest.mark.parametrize("is_current", [False, True])
-def test_no_process_is_started_where_its_code_is_kept(engine, folder, monkeypatch, is_current):
-    store = types.SimpleNamespace(has_current=lambda: is_current)
-    monkeypatch.setattr(folder, "open_users_store", lambda: store)
+def test_the_servers_event_loop_does_not_wait_for_the_users_drive(pack_module, folder, monkeypatch):
+    opened, answers = threading.Event(), threading.Event()
+    monkeypatch.setattr(folder, "open_users_store", lambda: opened.set() or answers.wait(60))
+    pack_module("nodes.routes").prepare_for({"prompt": {"1": {"class_type": MODEL, "inputs": {}}}})
+    assert opened.wait(60) and not folder.asked
+    answers.set()
+    wait_for_start()
+    assert folder.asked == ["process"]
+
+
+@pytest.mark.parametrize("shared", [None, False, True])
+@pytest.mark.parametrize("kept", [None, False, True])
+def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monkeypatch, kept, shared):
+    """None: there is no such place."""
+    for name, is_current in (("current", kept), ("configured", shared)):
+        place = None if is_current is None else types.SimpleNamespace(has_current=lambda is_current=is_current: is_current)
+        monkeypatch.setattr(folder, name, lambda place=place: place)
     folder.get_ready(engine("settings").CompileSettings())
-    assert folder.asked == ([] if is_current else ["process"])
+    wait_for_start()
+    assert folder.asked == ([] if kept or shared else ["process"])
+
+
+def test_nobody_waits_for_a_shared_cache_that_does_not_answer(engine, folder, monkeypatch):
+    asked, answers = threading.Event(), threading.Event()
+    cache = types.SimpleNamespace(has_current=lambda: asked.set() or not answers.wait(60))
+    monkeypatch.setattr(folder, "configured", lambda: cache)
+    folder.get_ready(engine("settings").CompileSettings())
+    assert asked.wait(60) and not folder.asked
+    answers.set()
+    wait_for_start()
+    assert folder.asked == ["process"]
 
 
 def test_the_process_imports_what_the_host_has_imported(engine, folder):
