@@ -1,6 +1,8 @@
 """Write files whole or not at all, also while another process reads what they replace."""
 
 import os
+import re
+import sys
 import time
 import uuid
 from collections.abc import Callable
@@ -12,6 +14,7 @@ _T = TypeVar("_T")
 # Windows replaces no file that a process has open, and opens none that is being replaced; both are soon over.
 READERS_BLOCK = os.name == "nt"
 TRIES, PAUSE_SECONDS = 20, 0.05
+UNFINISHED, LEFTOVER_SECONDS = re.compile(r"[0-9a-f]{32}\.tmp"), 3600
 
 
 def _when_free(action: Callable[[], _T]) -> _T:
@@ -53,6 +56,14 @@ def write_whole(file: Path, content: bytes) -> None:
     replace(unfinished, file)
 
 
+def remove_leftovers(folder: Path) -> None:
+    """What killed processes have left unfinished; a younger file may still be written."""
+    for file in folder.glob("*.tmp"):
+        with suppress(OSError):
+            if UNFINISHED.fullmatch(file.name) and time.time() - file.lstat().st_mtime > LEFTOVER_SECONDS:
+                remove_file(file)
+
+
 def remove_file(file: Path) -> None:
     """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open (Windows)."""
     with suppress(OSError):
@@ -67,7 +78,7 @@ def locked(file: Path) -> IO | None:
     """
     opened = open(file, "ab")  # noqa: SIM115  whoever holds the lock closes it
     try:
-        if os.name == "nt":
+        if sys.platform == "win32":
             import msvcrt
 
             msvcrt.locking(opened.fileno(), msvcrt.LK_NBLCK, 1)

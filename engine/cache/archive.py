@@ -1,40 +1,34 @@
 """Pack the compiled code of a model into one file, to carry to another machine of the same kind.
 
-The file is an uncompressed zip of the store's entries, without their signatures, and a header; its comment, the last bytes, is
-the sha256 of all bytes before. A file of `torch.compiler.save_cache_artifacts` would hold the code of other packs too, nothing
-that an earlier process compiled, no compiled C++ of the CPU, and no header that could be checked before it is unpickled.
+A line that names the format, a line of JSON, the store's entries without their signatures, and the sha256 of all that. A file of
+`torch.compiler.save_cache_artifacts` would hold the code of other packs too, nothing that an earlier process compiled, no
+compiled C++ of the CPU, and no header that could be checked before it is unpickled.
 
 The checks find damage and the wrong machine, not malice: what is in such a file is code and runs (SECURITY.md).
 """
 
 import hashlib
-import io
 import json
 import os
 import re
-import struct
+import stat
 import tempfile
-import time
-import zipfile
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from ..errors import TorchCompileKitError
-from ..files import remove_file, replace
-from .code_store import CODE, LEFTOVER_SECONDS, NAME, STRUCTURE, CodeStore
+from ..files import remove_leftovers, write_whole
+from .code_store import NAME, STRUCTURE, CodeStore, header_of
 from .environment import environment
 
-FORMAT = "torch-compile-kit cache 5"
-HEADER = "header.json"
-MAX_HEADER = 64 * 1024**2
+# .safetensors stands for "no code inside".
+SUFFIX = ".tckcache"
+FORMAT = b"torch-compile-kit cache 6\n"
 _DIGEST = re.compile(rb"[0-9a-f]{64}")
-_NO_DIGEST = b"0" * 64
-_UNREADABLE = (
-    zipfile.BadZipFile, struct.error, EOFError,
-    RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError,
-)  # fmt: skip
+_UNREADABLE = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
 class CacheFileError(TorchCompileKitError):
@@ -43,12 +37,11 @@ class CacheFileError(TorchCompileKitError):
 
 @dataclass
 class CacheFile:
-    """The header of a cache file, and the names of its entries."""
+    """The header of a cache file, and its entries by name."""
 
-    environment: dict[str, str]
     models: list[str]
     sizes: list[str]
-    names: list[str]
+    entries: dict[str, bytes]
     choices: dict[str, dict[str, str]]
 
 
@@ -72,36 +65,25 @@ def write_cache_file(
     Returns:
         How many graphs are in it.
     """
-    contents = {name: content for name in sorted(names) if (content := store.read(name)) is not None}
-    if not contents:
+    entries = {name: content for name in sorted(names) if (content := store.read(name)) is not None}
+    if not entries:
         raise CacheFileError(f"nothing of this model is in the cache folder {store.folder}; run Torch Compile Warmup before.")
     choices = {name: kept for name in structures if (kept := store.choices(name))}
-    header = {"format": FORMAT, "pack": pack, **environment(), "models": models, "sizes": sizes, "choices": choices}
-    partial = None
+    header = {"pack": pack, "environment": environment(), "models": models, "sizes": sizes, "choices": choices}
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(path.parent)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix="torch-compile-kit-", suffix=".partial", delete=False) as out:
-            partial = Path(out.name)
-            out.write(_packed(contents, header))
-        replace(partial, path)
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_leftovers(path.parent)
+        write_whole(path, _packed(header, entries))
     except OSError as error:
         raise CacheFileError(f"{path} cannot be written: {error}") from error
-    finally:
-        if partial is not None:
-            remove_file(partial)
-    return len(contents)
+    return len(entries)
 
 
-def _packed(contents: dict[str, bytes], header: Mapping[str, object]) -> bytes:
-    data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", strict_timestamps=False) as archive:
-        for name, content in contents.items():
-            archive.writestr(f"{name}{CODE}", content)
-        archive.writestr(HEADER, json.dumps(header, indent=1))
-        archive.comment = _NO_DIGEST
-    packed = data.getvalue()[: -len(_NO_DIGEST)]
-    return packed + hashlib.sha256(packed).hexdigest().encode()
+def _packed(header: dict[str, Any], entries: dict[str, bytes]) -> bytes:
+    listed = [[name, len(content)] for name, content in entries.items()]
+    text = json.dumps({**header, "entries": listed}).encode()
+    data = b"".join([FORMAT, text, b"\n", *entries.values()])
+    return data + hashlib.sha256(data).hexdigest().encode()
 
 
 def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
@@ -111,86 +93,70 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
         CacheFileError: the store is unchanged then, or could not be written.
     """
     try:
-        data = _checked(path)
+        with open(path, "rb") as file:  # read once: others could change it after it was checked
+            data = _checked(path, file)
+        found = _parsed(path.name, data)
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read: {error}") from error
-    with _refusing(path.name), zipfile.ZipFile(io.BytesIO(data)) as archive:
-        header = _read_header(archive, path.name, len(data))
-        contents = {name: archive.read(f"{name}{CODE}") for name in header.names}
-    for name, content in contents.items():
+    except _UNREADABLE as error:  # its digest fits, so it is not damaged but of another origin
+        reason = f"{type(error).__name__}: {str(error)[:200]}"
+        raise CacheFileError(
+            f"{path.name} cannot be read as a file of Save Compile Cache. Do not use it. ({reason})"
+        ) from error
+    for name, content in found.entries.items():
         if store.read(name) is None and not store.put(name, content):
             raise CacheFileError(f"{path.name} is not loaded: {store.folder} cannot be written; see the log.")
-    for structure, choices in header.choices.items():
+    for structure, choices in found.choices.items():
         store.add_choices(structure, choices | store.choices(structure))
-    return header
+    return found
 
 
-def _remove_leftovers(folder: Path) -> None:
-    """What a process had not finished when it was killed, an hour ago or earlier."""
-    for file in folder.glob("torch-compile-kit-*.partial"):
-        with suppress(OSError):
-            if time.time() - file.lstat().st_mtime > LEFTOVER_SECONDS:
-                remove_file(file)
-
-
-def _checked(path: Path) -> bytes:
-    """What is in a file, read once: on a drive that keeps no rights others could change the file after it was checked."""
-    with open(path, "rb") as file:
-        file.seek(max(0, file.seek(0, os.SEEK_END) - len(_NO_DIGEST)))
-        if not _DIGEST.fullmatch(file.read()):
-            raise CacheFileError(
-                f"{path.name} is no file of Save Compile Cache, or only a part of one. Copy it again, or choose another."
-            )
-        file.seek(0)
-        data = file.read()
-    if hashlib.sha256(memoryview(data)[: -len(_NO_DIGEST)]).hexdigest().encode() != data[-len(_NO_DIGEST) :]:
+def _checked(path: Path, file: BinaryIO) -> bytes:
+    """What is in a file, less its digest."""
+    if (who := _others_who_could_write(path, file)) is not None:
+        cure = f"run: chown $(id -u) '{path}' && chmod go-w '{path}'"
+        raise CacheFileError(f"{path} is not loaded: {who} could have written it. If it is as you have put it there, {cure}")
+    is_ours = file.read(len(FORMAT)) == FORMAT
+    file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)
+    if not is_ours or not _DIGEST.fullmatch(file.read()):
+        raise CacheFileError(
+            f"{path.name} is no file of Save Compile Cache, of another version of it, or only a part of one. Copy it again, or "
+            "choose another."
+        )
+    file.seek(0)
+    data = memoryview(file.read())
+    if hashlib.sha256(data[:-64]).hexdigest().encode() != data[-64:]:
         raise CacheFileError(f"{path.name} is damaged: its sha256 is not the one at its end. Copy it again.")
-    return data
+    return bytes(data[len(FORMAT) : -64])
 
 
-@contextmanager
-def _refusing(name: str) -> Iterator[None]:
-    """Turn any error of reading the file into a refusal: its digest fits, so the file is not damaged but of another origin."""
-    try:
-        yield
-    except _UNREADABLE as error:
-        if isinstance(error, CacheFileError):
-            raise
-        reason = f"{type(error).__name__}: {str(error)[:200]}"
-        raise CacheFileError(f"{name} cannot be read as a file of Save Compile Cache. Do not use it. ({reason})") from error
+def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
+    """Who else could have written a file that is open: it is code, and any prompt may name it."""
+    if not hasattr(os, "geteuid"):  # Windows' profiles are private
+        return None
+    status = os.fstat(file.fileno())
+    by_group = status.st_mode & stat.S_IWGRP and status.st_gid != os.getegid()  # Ubuntu gives each user a group
+    if status.st_uid in (os.geteuid(), 0) and not by_group and not status.st_mode & stat.S_IWOTH:
+        return None
+    with suppress(OSError), tempfile.NamedTemporaryFile(dir=path.parent) as private:
+        if os.fstat(private.fileno()).st_mode & 0o077:  # a drive that keeps no rights (WSL's /mnt, NTFS, SMB)
+            return None
+    return f"another user ({stat.filemode(status.st_mode)}, uid {status.st_uid})"
 
 
-def _read_header(archive: zipfile.ZipFile, name: str, size: int) -> CacheFile:
-    listed = archive.infolist()
-    if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in listed):
-        raise ValueError("members are compressed or encrypted")
-    if sum(info.file_size for info in listed) > size or archive.getinfo(HEADER).file_size > MAX_HEADER:
-        raise ValueError("members are larger than the file")
-    header = json.loads(archive.read(HEADER))
-    if header.get("format") != FORMAT:
-        other = str(header.get("format"))[:100]
-        raise CacheFileError(f"{name}: the format is {other!r}, not {FORMAT!r}. Choose a file of Save Compile Cache.")
-    machine = {key: header[key] for key in environment()}
-    models, sizes = header["models"], header["sizes"]
-    if not isinstance(models, list) or not isinstance(sizes, list):
-        raise TypeError("no list where a list should be")
-    if not all(isinstance(value, str) for value in (*machine.values(), *models, *sizes)):
-        raise TypeError("no text where text should be")
-    members = [info.filename for info in listed if info.filename != HEADER]
-    if len({*members, HEADER}) != len(listed):
-        raise ValueError("a member is in the file twice")
-    for member in members:
-        if not NAME.fullmatch(member.removesuffix(CODE)) or not member.endswith(CODE):
-            raise CacheFileError(f"{name} holds {member[:200]!r}, which is no compiled code. Do not use it.")
-    choices = header["choices"]
-    if not all(STRUCTURE.fullmatch(key) and all(map(_is_text, kept.items())) for key, kept in choices.items()):
-        raise TypeError("no choices where choices should be")
-    here = environment()
-    values = [f"{key} is {here[key]} here, {machine[key][:100]} in the file" for key in here if machine[key] != here[key]]
-    if values:
-        raise CacheFileError(f"{name} was made for another machine: {'; '.join(values)}. Save one on a machine like this.")
-    return CacheFile(machine, models, sizes, [member.removesuffix(CODE) for member in members], choices)
-
-
-def _is_text(item: tuple) -> bool:
-    return all(isinstance(part, str) for part in item)
+def _parsed(name: str, data: bytes) -> CacheFile:
+    header, at, entries = header_of(data), data.index(b"\n") + 1, {}
+    here, machine = environment(), header["environment"]
+    differing = [f"{key} is {here[key]} here, {str(machine.get(key))[:100]} in the file" for key in here]
+    if differing := [text for key, text in zip(here, differing, strict=True) if machine.get(key) != here[key]]:
+        raise CacheFileError(f"{name} was made for another machine: {'; '.join(differing)}. Save one on a machine like this.")
+    for entry, size in header["entries"]:
+        if not NAME.fullmatch(entry):
+            raise CacheFileError(f"{name} holds {entry[:200]!r}, which is no compiled code. Do not use it.")
+        entries[entry] = data[at : at + size]
+        at += size
+    choices = {key: {str(choice): str(value) for choice, value in kept.items()} for key, kept in header["choices"].items()}
+    if at != len(data) or not all(map(STRUCTURE.fullmatch, choices)):
+        raise ValueError("its parts do not fit")
+    models, sizes = ([str(text) for text in header[key]] for key in ("models", "sizes"))
+    return CacheFile(models, sizes, entries, choices)

@@ -23,18 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import in_one_line
-from ..files import read_whole, remove_file, replace, write_whole
+from ..files import read_whole, remove_file, remove_leftovers, replace, write_whole
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
 from .shared import SharedCache, configured
 
 NAME = re.compile(r"[0-9a-f]{64}(-[1-9])?")
 STRUCTURE = re.compile(r"[0-9a-f]{12}")
-CODE, CHOICES, UNFINISHED = ".code", ".json", ".tmp"
+CODE, CHOICES = ".code", ".json"
 KEY_FILE = "signature.key"
 SIGNATURE_BYTES = 32
-# A younger file may still be written.
-LEFTOVER_SECONDS = 3600
 # The page asks for the sizes again and again.
 USAGE_SECONDS = 5
 # Entries that are looked at for whether there is code of these versions.
@@ -112,7 +110,7 @@ class CodeStore:
     def names(self) -> list[str]:
         """The names of all entries, the most recently used first; those dated in the future by a clock that was wrong last."""
         used = {file: _status(file) for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)}
-        latest = time.time() + LEFTOVER_SECONDS
+        latest = time.time() + 3600
         dates = {file: status.st_mtime for file, status in used.items() if status is not None}
         return [file.stem for file in sorted(dates, key=lambda file: (dates[file] > latest, -dates[file]))]
 
@@ -162,10 +160,7 @@ class CodeStore:
 
     def trim(self) -> int:
         """Remove the least recently used entries until the rest is within the limit; returns the bytes removed."""
-        for file in self.folder.glob(f"*{UNFINISHED}"):
-            status = _status(file)
-            if status is not None and time.time() - status.st_mtime > LEFTOVER_SECONDS:
-                remove_file(file)
+        remove_leftovers(self.folder)
         kept = removed = 0
         for name in self.names():
             status = _status(self._file(name))
@@ -288,7 +283,7 @@ def read_key(folder: Path) -> bytes:
     if not (key := _key_in(file)):
         if os.path.lexists(file) and not _key_in(file):  # another server may just have made one
             remove_file(file)
-        unfinished = folder / f"{secrets.token_hex(16)}{UNFINISHED}"
+        unfinished = folder / f"{secrets.token_hex(16)}.tmp"
         with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(SIGNATURE_BYTES))
         try:

@@ -124,7 +124,6 @@ class Lowering:
         listed = [[file, len(content)] for file, content in zip(files, contents, strict=True)]
         return {"artefact": len(artefact), "guards": guards(), "files": listed}, b"".join([artefact, *contents])
 
-
     def _files_of(self, before: set[str]) -> list[str]:
         """The libraries that a graph is loaded with. Those that tell what a CPU can are built with the first kernel."""
         kernels, now = set(self.private.cpp_kernels), _libraries()

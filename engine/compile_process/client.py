@@ -6,10 +6,12 @@ lowered in the call that traced them.
 """
 
 import contextlib
+import ctypes
 import json
 import math
 import os
 import queue
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
 import torch
@@ -26,7 +28,6 @@ import torch
 from ..background.thread import Postponed, compiler
 from ..cache.code_store import header_of
 from ..cache.environment import LOADED
-from ..cache.folders import is_split, unsplit
 from ..failures.describe import DescribedError
 from ..files import locked
 from ..log import logger
@@ -116,6 +117,21 @@ class Code:
 def folders(scratch: Path) -> dict[str, str]:
     """The variables of inductor's and Triton's folders, in the process and where code is loaded."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
+
+
+def is_split(path: PurePath) -> bool:
+    """Whether C++ compilers get a path in pieces: PyTorch splits an unquoted command line (torch/_inductor/cpp_builder.py)."""
+    return re.search(r"[\s'\"\\]", path.as_posix()) is not None
+
+
+def unsplit(path: Path) -> Path:
+    """On Windows, where users are named "Jane Doe", the short name of such a path; drives without short names keep the path."""
+    if sys.platform != "win32" or not is_split(path):
+        return path
+    there = next(parent for parent in (path, *path.parents) if parent.exists() or parent == parent.parent)
+    buffer = ctypes.create_unicode_buffer(2**15)
+    is_done = ctypes.windll.kernel32.GetShortPathNameW(str(there), buffer, len(buffer))
+    return Path(buffer.value, path.relative_to(there)) if is_done else path
 
 
 def _private_folder() -> Path:

@@ -80,7 +80,7 @@ class Process:
         return importlib.import_module(f".{name}", self.pack.__name__)
 
     def put(self, path, replacement):
-        """Replace a function that is reached from the pack: engine.cache.archive.zipfile.ZipFile.read."""
+        """Replace a function that is reached from the pack: engine.cache.archive._parsed."""
         *owners, name = path.split(".")
         owner = functools.reduce(getattr, owners, self.pack)
         assert hasattr(owner, name), f"no {path}: it would never be called"

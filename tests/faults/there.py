@@ -116,7 +116,7 @@ class Machine:
             assert file in but or file.read_bytes() == content, file
 
     def leftovers(self):
-        return [f for f in self.kit.rglob("*") if f.suffix in (".partial", ".tmp")]
+        return [f for f in self.kit.rglob("*") if f.suffix == ".tmp"]
 
 
 def right(answer, *runs, eager=False):
@@ -168,7 +168,7 @@ def reset_meanwhile(machine):
 
 def no_memory_to_load(machine):
     machine.entry.unlink()
-    answer = machine.process("fail=engine.cache.archive.zipfile.ZipFile.read:memory", "load=mine.tckcache")
+    answer = machine.process("fail=engine.cache.archive._parsed:memory", "load=mine.tckcache")
     assert refused(answer, "load=mine.tckcache", error="MemoryError") and not machine.leftovers()
     assert read(machine.process("load=mine.tckcache", "run"))
 
@@ -302,7 +302,7 @@ def killed_sampling(machine):
 
 def killed_saving(machine):
     before = machine.saved.read_bytes()
-    machine.killed("run", "kill=engine.cache.archive.replace", "save=mine")
+    machine.killed("run", "kill=engine.files.replace", "save=mine")
     assert machine.saved.read_bytes() == before
     _later(machine)
     assert right(machine.process("run", "save=mine")) and not machine.leftovers()

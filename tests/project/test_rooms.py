@@ -13,9 +13,9 @@ from devtools import rooms
     [
         ("engine/cache/disk.py", "from ..compile.compiled_code import BlockCode", "engine/cache/disk imports engine/compile/"),
         (
-            "engine/cache/folders.py",
+            "engine/cache/places.py",
             "from ..options.filter import OptionsFilter",
-            "engine/cache/folders imports engine/options/",
+            "engine/cache/places imports engine/options/",
         ),
         ("engine/errors.py", "if TYPE_CHECKING:\n    from .settings import CompileSettings", "imports itself through others"),
         ("engine/more/module.py", "", "engine/more is a room without a floor"),

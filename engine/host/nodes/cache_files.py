@@ -9,9 +9,7 @@ from pathlib import Path
 
 from torch import nn
 
-from ...cache.archive import CacheFile, CacheFileError, load_cache_file, write_cache_file
-from ...cache.code_store import CodeStore
-from ...cache.folders import SUFFIX, UNTRUSTED, close_to_others
+from ...cache.archive import SUFFIX, CacheFileError, load_cache_file, write_cache_file
 from ...cache.structure import name_of
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
@@ -119,10 +117,6 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
         raise CacheFileError("there is no cache folder that can be written; see the log.")
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
-    try:
-        close_to_others(kit_folder())
-    except OSError as error:
-        raise CacheFileError(f"{path} cannot be written: {error}") from error
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
     structures = {name_of(network) for _title, network, _groups in models}  # the attention kernel they are compiled for
     titles = [title for title, _network, _groups in models]
@@ -137,32 +131,16 @@ def load_cache(filename: str) -> str:
     store = open_users_store()
     try:
         if filename not in cache_files():
-            if f"{filename}{UNTRUSTED}" in [file.name for file in kit_folder().glob(f"*{UNTRUSTED}")]:
-                raise _untrusted(kit_folder() / filename)
             raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
         if store is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
-        header = _load(kit_folder() / filename, store)
-    except (CacheFileError, OSError) as error:
+        loaded = load_cache_file(kit_folder() / filename, store)
+    except CacheFileError as error:
         logger.warning("%s", say_in_english("cacheNotLoaded", error))
         return say("cacheNotLoaded", error)
-    what = "; ".join(filter(None, (", ".join(header.models), ", ".join(header.sizes))))  # some code has no sizes
-    logger.info("%s", say_in_english("cacheLoaded", filename, len(header.names), what))
-    return say("cacheLoaded", filename, len(header.names), what)
-
-
-def _load(file: Path, store: CodeStore) -> CacheFile:
-    """Raises: CacheFileError, see `load_cache_file`; OSError: the folder is another user's, or the file cannot be read."""
-    close_to_others(file.parent)
-    if not file.exists():
-        raise _untrusted(file)
-    return load_cache_file(file, store)
-
-
-def _untrusted(file: Path) -> CacheFileError:
-    return CacheFileError(
-        f"others could write {file}; if it is as you have put it there, take {UNTRUSTED} off {file.name}{UNTRUSTED}."
-    )
+    what = "; ".join(filter(None, (", ".join(loaded.models), ", ".join(loaded.sizes))))  # some code has no sizes
+    logger.info("%s", say_in_english("cacheLoaded", filename, len(loaded.entries), what))
+    return say("cacheLoaded", filename, len(loaded.entries), what)
 
 
 def state_of(filename: str) -> str:

@@ -203,7 +203,7 @@ def test_two_threads_may_ask_at_once(configure, shared, tmp_path, monkeypatch, c
     cache = configure(tmp_path / "volume")
     begun, go_on = threading.Event(), threading.Event()
     get, answers = shared.FolderStore.get, []
-    monkeypatch.setattr(shared.FolderStore, "get", lambda *args: begun.set() or go_on.wait(3) and get(*args))
+    monkeypatch.setattr(shared.FolderStore, "get", lambda *args: begun.set() or (go_on.wait(3) and get(*args)))
     first = threading.Thread(target=cache.has_current)
     first.start()
     assert begun.wait(60)

@@ -384,9 +384,7 @@ def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(proce
 
 
 @pytest.mark.parametrize("where", ["there", "sdpa_backends", "pretty_print_target", "AOTCompiledArtifact"])
-def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the_call(
-    engine, process, net, monkeypatch, where
-):
+def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the_call(engine, process, net, monkeypatch, where):
     """As with a newer PyTorch, here or in the process; `canaries/renames.py` has the other names."""
     private = engine("torch_compat.private")
     if where == "there":

@@ -1,6 +1,5 @@
-"""Cache files in the user's folder: whose folder it may be, and how a file may be called."""
+"""Cache files in the user's folder."""
 
-import os
 import types
 from pathlib import Path
 
@@ -31,17 +30,6 @@ def store(engine, tmp_path, monkeypatch):
     for name in NAMES:
         store.put(name, b"graph")
     return store
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
-def test_a_cache_file_of_ones_own_is_loaded_and_its_folder_closed_to_others(engine, kit, store, monkeypatch):
-    """Into the folder they could put files; this one is the user's, and only the user can have written it."""
-    files = engine("host.nodes.cache_files")
-    monkeypatch.setattr(files, "open_users_store", lambda: store)
-    engine("cache.archive").write_cache_file(kit / "mine.tckcache", store, NAMES, [], "0.1.0", ["Flux"], ["64x64 batch 1"])
-    kit.chmod(0o770)
-    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 kinds of blocks for Flux; 64x64 batch 1"
-    assert kit.stat().st_mode & 0o777 == 0o700
 
 
 def test_a_file_that_goes_while_the_folder_is_listed_is_left_out(engine, kit, monkeypatch):
