@@ -2,7 +2,7 @@
 
 A worker that starts cold compiles for minutes what another has compiled.
 
-1. `configure` asks `shared_place` where the shared cache is, and for the key that signs entries. Without a key there is none.
+1. `configure` reads where the shared cache is, and the key that signs entries. Without a key there is none.
 2. The worker thread asks for a graph that is not kept here (`CodeStore.get`). An entry begins with an HMAC of its name and
    content. If that differs, the entry is a miss, and nothing is loaded from it.
 3. After a miss the worker claims the graph. If another holds the claim, the job is tried again some seconds later; meanwhile
@@ -15,21 +15,31 @@ the server; an error turns sharing off for `OFF_SECONDS`.
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import hmac
+import importlib.util
 import json
+import os
 import queue
+import stat
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
+from ..errors import TorchCompileKitError
 from ..log import logger
-from . import shared_place
 from .environment import environment
-from .shared_place import KEY
 from .stores import FolderStore, RedisStore, without_secrets
+
+# Variables, and the files in the user's folder that count without them.
+ADDRESS, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
+FILES = {ADDRESS: "shared.address", KEY: "shared.key"}
+SHORTEST_KEY = 16
 
 # For what a store is asked: looking up a host's name, and a network volume that hangs, have no limit of their own.
 ANSWER_SECONDS = 5.0
@@ -146,22 +156,77 @@ def _name_of_versions() -> str:
     return hashlib.sha256(json.dumps(environment(), sort_keys=True).encode()).hexdigest()
 
 
+class SharedCacheOff(TorchCompileKitError):
+    """Say why there is no shared cache, without quoting what the user has typed."""
+
+
 class _Configured:
     where: tuple = ()
     cache: SharedCache | None = None
 
 
-def configure(folder: Path) -> None:
-    """Use the shared cache that the environment or files in `folder` name; say in the log why if that is off."""
-    where = shared_place.state(folder)
-    if where != _Configured.where:
-        _Configured.where, _Configured.cache = where, None
-        try:
-            if opened := shared_place.read(folder):
-                _Configured.cache = SharedCache(*opened)
-        except shared_place.SharedCacheOff as error:
-            logger.warning("the shared cache is off: %s", error)
-
-
 def configured() -> SharedCache | None:
     return _Configured.cache
+
+
+def configure(folder: Path) -> None:
+    """Use the shared cache that the environment, or else files in `folder`, name; say in the log why it is off.
+
+    Never one that a setting of ComfyUI's page names: pages of other sites can write those, and old files are deleted there.
+    """
+    where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
+    if where == _Configured.where:  # the log may have asked to write a file, or to close one to others
+        return
+    _Configured.where, _Configured.cache = where, None
+    try:
+        try:
+            place = _read(ADDRESS, folder).decode()
+            if place:
+                _Configured.cache = _cache_at(place, _read(KEY, folder), folder)
+        except (OSError, ValueError) as error:
+            raise SharedCacheOff(without_secrets(error)) from None
+    except SharedCacheOff as error:
+        logger.warning("the shared cache is off: %s", error)
+
+
+def _version_of(file: Path) -> tuple:
+    with suppress(OSError):
+        status = file.stat()
+        return status.st_mtime_ns, status.st_size, status.st_mode, status.st_uid
+    return ()
+
+
+def _read(variable: str, folder: Path) -> bytes:
+    text, file = os.environ.get(variable, "").strip().encode(), folder / FILES[variable]
+    if not text and file.exists():
+        status = file.stat()
+        if hasattr(os, "geteuid") and (status.st_mode & 0o077 or status.st_uid != os.geteuid()):
+            mode = stat.filemode(status.st_mode)
+            raise SharedCacheOff(f"others may read or write {file} ({mode}). Close it with: chmod 600 {file}")
+        text = file.read_bytes().strip()
+    return text
+
+
+def _cache_at(place: str, key: bytes, folder: Path) -> SharedCache:
+    name, connect = place, functools.partial(FolderStore, place)
+    if not os.path.isabs(place):
+        try:
+            url = urlsplit(place)
+            has_host = url.scheme in ("redis", "rediss") and bool(url.hostname) and url.port != 0
+        except ValueError:  # it quotes the password
+            has_host = False
+        # In a password "/", "?" and "#" end the part of the host, and what stands before them would pass for the host.
+        if not has_host or "@" in url.path + url.query + url.fragment:
+            raise SharedCacheOff(
+                f"{ADDRESS} must be redis://user:password@host:6379/0 (rediss:// for TLS) or the path of a folder. In a "
+                "password write %2F for /, %3F for ?, %23 for #, %40 for @, %3A for : and %25 for %."
+            )
+        if importlib.util.find_spec("redis") is None:
+            raise SharedCacheOff("Python's client of Redis is missing. Install it with: python -m pip install redis")
+        name, connect = f"{url.scheme}://{url.hostname}", functools.partial(RedisStore, place)
+    if len(key) < SHORTEST_KEY:
+        raise SharedCacheOff(
+            f"entries are code and must be signed, but there is no key of {SHORTEST_KEY} characters or more. Give all machines "
+            f"the same one (openssl rand -hex 32), as {KEY} or in {folder / FILES[KEY]} (mode 600)."
+        )
+    return SharedCache(name, key, connect)

@@ -5,7 +5,7 @@ minutes. Tracing later, on a copy and on another thread, misses what holds only 
 ComfyUI or another node swaps. So:
 
 1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
-   determines the code is written down at once (compile_process/request.py); no fake tensor is kept.
+   determines the code is written down at once (compile_process/obtain.py); no fake tensor is kept.
 2. The first run makes a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
    exact and as slow as uncompiled code. The job is queued when the model's call is over.
 3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
@@ -40,9 +40,7 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..compile_process import lowering_settings
 from ..compile_process.client import LowerInline, Unavailable, compile_process
-from ..compile_process.loading import import_ahead, load
-from ..compile_process.obtain import obtain
-from ..compile_process.request import Request, holds, request_for
+from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
 from ..compile_process.wire import CannotTravel
 from ..failures.describe import chain, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -191,7 +189,7 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered
         if not obtained.was_kept or not _is_of_entry(error):
             raise
         logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
-        obtained = obtain(request, block, patient, frozenset({obtained.name}))
+        obtained = obtain(request, block, patient, obtained.name)
         with gpu_locks[request.device]:
             run = load(obtained.code)
     return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)

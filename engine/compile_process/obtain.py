@@ -1,18 +1,87 @@
-"""Take the code of a graph from where it is kept, or have the compile process make it."""
+"""Name the code of a graph, take it from where it is kept or have the compile process make it, and load it."""
 
+import functools
+import hashlib
+import json
+import threading
 import time
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
 
 from ..background.thread import Postponed
 from ..cache import code_store, shared
 from ..cache.environment import environment
 from ..cache.stores import CLAIM_SECONDS
+from ..files import write_whole
 from ..log import logger
-from .client import Code, LowerInline, compile_process
-from .request import Request, holds
+from ..tensor_spec import hint, is_symbol
+from ..threads import started
+from ..torch_compat import private
+from ..torch_settings import folder_scope, loading_scope
+from . import lowering_settings, wire
+from .client import Code, LowerInline, compile_process, folders
 
 # How many codes of one graph are kept: lowering may add guards that do not hold for other sizes.
 VARIANTS = 8
+
+
+@dataclass(frozen=True)
+class Request:
+    """All that determines the code of a graph.
+
+    Args:
+        text: for the compile process, as JSON.
+        key: SHA-256 of the text and of the versions and the device here, without the sizes that the symbols had: code for one
+            size fits others.
+        sizes: those that the sizes among the inputs had, for the guards that lowering adds.
+    """
+
+    text: str
+    key: str
+    sizes: tuple[int, ...]
+    device: torch.device
+
+
+def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
+    """Called where the graph is traced.
+
+    Raises:
+        wire.CannotTravel: what of the graph has no form for another process.
+    """
+    if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
+        raise wire.CannotTravel("it has a backward")
+    described = wire.dumps(graph, fakes)
+    if described["sources"] or any(map(_is_custom, graph.graph.nodes)):  # layouts are found by names that such modules register
+        digests = {module: wire.digest_of(module) for module in compile_process.modules()}
+        described["sources"] |= {module: digest for module, digest in digests.items() if digest is not None}
+    request = {"graph": described, "settings": lowering_settings.now(device), "options": options}
+    symbols = [[positive, lower, upper] for positive, _hint, lower, upper in described["symbols"]]
+    named = [{**request, "graph": {**described, "symbols": symbols}}, environment()]
+    try:
+        text, name = json.dumps(request), json.dumps(named, sort_keys=True)
+    except TypeError as error:
+        raise wire.CannotTravel(f"its options are no text ({error})") from error
+    sizes = tuple(hint(fake) for fake in fakes if is_symbol(fake))
+    return Request(text, hashlib.sha256(name.encode()).hexdigest(), sizes, device)
+
+
+def _is_custom(node: fx.Node) -> bool:
+    return isinstance(node.target, private.OpOverload) and node.target.namespace != "aten"
+
+
+def holds(guards: str | None, sizes: Sequence[int]) -> bool:
+    """Whether the guards of code hold for sizes among the inputs; not if they cannot be evaluated."""
+    try:
+        return guards is None or bool(private.ShapeEnv().evaluate_guards_expression(guards, list(sizes)))
+    except Exception as error:
+        logger.debug("guards of kept code: %s", error)
+        return False
 
 
 @dataclass(frozen=True)
@@ -24,13 +93,13 @@ class Obtained:
     was_kept: bool
 
 
-def obtain(request: Request, block: str, patient: bool, distrusted: frozenset[str] = frozenset()) -> Obtained:
+def obtain(request: Request, block: str, patient: bool, distrusted: str | None = None) -> Obtained:
     """The code of a request.
 
     Args:
         block: the class of the block, for people who look at the entries.
         patient: where another machine makes this code, raise `Postponed` instead of making it here as well.
-        distrusted: names of entries that could not be loaded; they are replaced.
+        distrusted: name of an entry that could not be loaded; it is replaced.
 
     Raises:
         Postponed: see `patient`.
@@ -42,7 +111,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: frozenset[st
         return kept
     name, claimed = kept, None
     try:
-        if others is not None and not distrusted:
+        if others is not None and distrusted is None:
             claimed = name if others.claim(name) else None
             if claimed and store is not None:
                 kept = _kept(store, request, distrusted)
@@ -65,12 +134,11 @@ def obtain(request: Request, block: str, patient: bool, distrusted: frozenset[st
             others.release(claimed)
 
 
-def _kept(store: code_store.CodeStore | None, request: Request, distrusted: frozenset[str]) -> Obtained | str:
+def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str | None) -> Obtained | str:
     """The code that is kept and holds for the request's sizes, else the name under which such code is to be kept."""
-    name = request.key
     for number in range(VARIANTS):
         name = f"{request.key}-{number}" if number else request.key
-        content = store.get(name) if store is not None and name not in distrusted else None
+        content = store.get(name) if store is not None and name != distrusted else None
         if content is None:
             break
         try:
@@ -81,3 +149,42 @@ def _kept(store: code_store.CodeStore | None, request: Request, distrusted: froz
         if holds(code.guards, request.sizes):
             return Obtained(code, name, True)
     return name
+
+
+def load(code: Code) -> Callable[..., Any]:
+    """A function of the graph's inputs. Nothing is traced or lowered.
+
+    Raises:
+        Exception: PyTorch's, of whatever kind, for an artefact that is damaged or of another version.
+    """
+    scratch = compile_process.scratch
+    for name, content in code.files.items():
+        file = Path(scratch, name)
+        if scratch.resolve() not in file.resolve().parents:
+            raise ValueError(f"a file of the code would lie outside of its folder: {name}")
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(file, content)
+    inductor, triton = folders(scratch).values()
+    # For headers, inductor has the C++ compiler read PyTorch's, though all kernels are built.
+    without_headers = loading_scope.applied(cpp_cache_precompile_headers=False) if code.files else nullcontext()
+    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton), without_headers:
+        artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
+    return lambda *args: artefact(*args)
+
+
+@functools.cache
+def import_ahead() -> threading.Thread:
+    """Import what tracing and `load` need, seconds of Python, on a thread of its own: while a model is loaded, or the compile
+    process works. Once a process."""
+    thread = threading.Thread(target=_import, name="torch-compile-kit import", daemon=True)
+    started(thread)
+    return thread
+
+
+def _import() -> None:
+    began = time.perf_counter()
+    with suppress(private.MissingName):
+        for name in ("callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"):
+            getattr(private, name)
+    logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

@@ -356,7 +356,7 @@ def _of_torch(name: str) -> Any:
 
 @functools.cache
 def digest_of(module: str | None) -> str | None:
-    """Of the file that a module was loaded from, as it is when it is first asked for; None for PyTorch's and Python's own, whose
+    """Of the file that a module was loaded from, as it is when first asked for; None for PyTorch's and Python's own, whose
     versions are in the name of all code."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if file is None or str(module).partition(".")[0] in _VERSIONED:

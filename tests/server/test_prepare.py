@@ -10,7 +10,7 @@ from devtools import inprocess, prompts
 from devtools.server import Server, ServerError, wait_until
 
 pytestmark = pytest.mark.server
-PREPARED = "imported what loading code needs"  # engine/compile_process/loading.py
+PREPARED = "imported what loading code needs"  # engine/compile_process/obtain.py
 # Longer than nodes/routes.py waits (IDLE there, from before the server answers).
 IDLE = 8
 

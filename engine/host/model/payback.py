@@ -21,7 +21,7 @@ from torch import nn
 from ...cache.code_store import current
 from ...cache.structure import name_of
 from ...compile.registry import code_of
-from ...compile_process.loading import import_ahead
+from ...compile_process.obtain import import_ahead
 from ...per_model import PerModel
 from ..graphs.replay import has_convolutions
 

@@ -11,7 +11,7 @@ from ...cache.code_store import CodeStore, current, open_store, was_opened_befor
 from ...cache.environment import compile_for
 from ...cache.shared import configure, configured
 from ...compile_process.client import compile_process
-from ...compile_process.loading import import_ahead
+from ...compile_process.obtain import import_ahead
 from ...settings import CompileSettings
 from ...threads import started
 from ..adapter import device_type

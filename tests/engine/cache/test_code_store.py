@@ -544,7 +544,7 @@ def test_each_of_what_it_depends_on_gives_names_of_their_own(key, depends, engin
     """Of code, and of choices."""
     import torch
 
-    request, structure = engine("compile_process.request"), engine("cache.structure")
+    request, structure = engine("compile_process.obtain"), engine("cache.structure")
     here = dict(depends.environment())
     assert here[key]
 

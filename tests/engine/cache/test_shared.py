@@ -27,7 +27,7 @@ def shared(engine, monkeypatch):
     module = engine("cache.shared")
     monkeypatch.setattr(module._Configured, "where", ())
     monkeypatch.setattr(module._Configured, "cache", None)
-    for name in module.shared_place.FILES:
+    for name in module.FILES:
         monkeypatch.delenv(name, raising=False)
     return module
 
@@ -42,7 +42,7 @@ def configure(shared, monkeypatch, tmp_path):
     """A function: use the shared cache at a place with a key; what is None can be in files of tmp_path."""
 
     def configure(place=None, key=SECRET):
-        for name, value in zip(shared.shared_place.FILES, (place, key), strict=True):
+        for name, value in zip(shared.FILES, (place, key), strict=True):
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, str(value))
@@ -303,7 +303,7 @@ def test_nobody_waits_longer_than_a_claim_lasts(elsewhere, engine, shared, store
 @pytest.fixture
 def obtain(engine, process, worker):
     """A function: the code of a graph of one input, for a worker with a store of its own."""
-    module, request = engine("compile_process.obtain"), engine("compile_process.request").Request
+    module, request = engine("compile_process.obtain"), engine("compile_process.obtain").Request
 
     def obtain(patient=True):
         worker("one")

@@ -13,7 +13,7 @@ def shared(engine, monkeypatch):
     module = engine("cache.shared")
     monkeypatch.setattr(module._Configured, "where", ())
     monkeypatch.setattr(module._Configured, "cache", None)
-    for name in module.shared_place.FILES:
+    for name in module.FILES:
         monkeypatch.delenv(name, raising=False)
     return module
 
@@ -23,7 +23,7 @@ def cache_of(shared, monkeypatch, tmp_path):
     """A function: the shared cache that the environment or files in tmp_path name."""
 
     def cache_of(place=None, key=SECRET):
-        for name, value in zip(shared.shared_place.FILES, (place, key), strict=True):
+        for name, value in zip(shared.FILES, (place, key), strict=True):
             monkeypatch.delenv(name, raising=False)
             if value is not None:
                 monkeypatch.setenv(name, str(value))
@@ -75,7 +75,7 @@ def test_a_file_that_others_can_read_is_refused(cache_of, tmp_path, caplog, name
 
 
 def test_a_missing_client_is_named_with_its_command(cache_of, shared, monkeypatch, caplog):
-    monkeypatch.setattr(shared.shared_place.importlib.util, "find_spec", lambda _name: None)
+    monkeypatch.setattr(shared.importlib.util, "find_spec", lambda _name: None)
     assert cache_of("rediss://user:word@host:6379/0") is None
     assert "python -m pip install redis" in caplog.text and "word" not in caplog.text
 

@@ -201,7 +201,7 @@ def test_a_process_without_room_for_another_thread_samples_on(engine, monkeypatc
 
 def test_a_process_without_room_for_another_thread_gets_ready_without(engine, monkeypatch):
     """What is imported ahead, the compile process, a job."""
-    client, loading = engine("compile_process.client"), engine("compile_process.loading")
+    client, loading = engine("compile_process.client"), engine("compile_process.obtain")
     process = client.CompileProcess()
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", no_room)

@@ -30,7 +30,7 @@ def wave_and_product(x):
 @pytest.mark.rest
 def test_a_kernel_that_an_earlier_graph_has_had_built_goes_with_the_later_one_too(engine, process, monkeypatch):
     """Each is kept in an entry of its own; after a restart, on another machine, the earlier graph may never be asked for."""
-    loading, x = engine("compile_process.loading"), torch.linspace(0, 1, 16).view(4, 4)
+    loading, x = engine("compile_process.obtain"), torch.linspace(0, 1, 16).view(4, 4)
     first, second = (process.lower(request(engine, f, x).text) for f in (wave, wave_and_product))
     assert first.files and first.files.items() == second.files.items(), "the kernel is the same"
     another = engine("compile_process.client").CompileProcess()

@@ -12,7 +12,7 @@ from support import ROOT
 
 def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, monkeypatch, tmp_path):
     """As on macOS, whose /var is one; what would lie outside of the folder is refused."""
-    client, loading = engine("compile_process.client"), engine("compile_process.loading")
+    client, loading = engine("compile_process.client"), engine("compile_process.obtain")
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "real", target_is_directory=True)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "link"))

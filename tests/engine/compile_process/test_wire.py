@@ -170,7 +170,7 @@ NAMED = {
 def test_the_file_of_code_that_a_graph_names_is_part_of_the_name(engine, wire, foreign, monkeypatch, what):
     """As ComfyUI's quantised layouts, whose operations are traced into the code."""
     monkeypatch.setattr(wire, "digest_of", wire.digest_of.__wrapped__)
-    request_for = engine("compile_process.request").request_for
+    request_for = engine("compile_process.obtain").request_for
     text = "import collections\nParams = collections.namedtuple('Params', 'a')\ndef act(x):\n    return x\n"
 
     def made():
@@ -187,7 +187,7 @@ def test_the_file_of_code_that_a_graph_names_is_part_of_the_name(engine, wire, f
 def test_what_modules_register_by_a_name_is_part_of_the_name_of_code_that_may_ask_for_it(engine, wire, monkeypatch):
     """A layout of quantised weights: ComfyUI registers it, the graph has text."""
     monkeypatch.setattr(wire, "digest_of", wire.digest_of.__wrapped__)
-    request_for, process = engine("compile_process.request").request_for, engine("compile_process.client").compile_process
+    request_for, process = engine("compile_process.obtain").request_for, engine("compile_process.client").compile_process
     monkeypatch.setattr(process, "modules", lambda: ["traced_graphs", "sys"])
     for target, expected in ((doubled._opoverload, {"traced_graphs"}), (torch.relu, set())):
         graph = graph_of(("call_function", target, ("x",), {}))
@@ -485,11 +485,11 @@ class TestTheKey:
             others["deterministic"] = key()
         finally:
             torch.use_deterministic_algorithms(False)
-        environment = engine("compile_process.request").environment
+        environment = engine("compile_process.obtain").environment
         for name in environment():
             with monkeypatch.context() as patch:
                 changed = {**environment(), name: "another"}
-                patch.setattr(engine("compile_process.request"), "environment", lambda changed=changed: changed)
+                patch.setattr(engine("compile_process.obtain"), "environment", lambda changed=changed: changed)
                 others[name] = key()
         counted = collections.Counter([plain, *others.values()])
         assert all(count == 1 for count in counted.values()), [n for n, k in others.items() if counted[k] > 1]
@@ -501,7 +501,7 @@ class TestTheKey:
             environment, (size,) = symbols(5)
             environment.constrain_symbol_range(size.node.expr, 2, upper)
             tensor = fake(size, 3, mode=FakeTensorMode(shape_env=environment))
-            made = engine("compile_process.request").request_for(graph_of(inputs=2), [size, tensor], {}, torch.device("cpu"))
+            made = engine("compile_process.obtain").request_for(graph_of(inputs=2), [size, tensor], {}, torch.device("cpu"))
             assert made.sizes == (5,)
             keys.add(made.key)
         assert len(keys) == 2
@@ -537,7 +537,7 @@ def test_a_size_that_turned_out_to_be_constant_is_none_of_those_that_guards_are_
     guards = wire.guards_on(inputs, mode)
     sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
     assert any(size > 20 for size in sizes)  # a guard as lowering adds one, on the tokens
-    assert made.sizes == (3, 40) and engine("compile_process.request").holds(guards(), made.sizes)
+    assert made.sizes == (3, 40) and engine("compile_process.obtain").holds(guards(), made.sizes)
 
 
 def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire):
@@ -550,7 +550,7 @@ def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire)
         return (torch.constant_pad_nd(x, [0, 8 - length % 8])[..., :length] if length % 8 else x).sin()
 
     library.impl("padded", padded, "CompositeImplicitAutograd")
-    function, holds = lambda x: torch.ops.test_wire.padded.default(x) + 1, engine("compile_process.request").holds
+    function, holds = lambda x: torch.ops.test_wire.padded.default(x) + 1, engine("compile_process.obtain").holds
     whole, odd = (request(engine, function, torch.randn(3, 5, length), dynamic=True) for length in (256, 250))
     assert whole.key == odd.key
     _graph, inputs, mode = wire.loads(json.loads(whole.text)["graph"])
@@ -563,7 +563,7 @@ def test_a_backward_is_not_for_another_process(engine, wire):
 
     def use(graph, fakes):
         with pytest.raises(wire.CannotTravel, match="backward"):
-            engine("compile_process.request").request_for(graph, fakes, {}, torch.device("cpu"))
+            engine("compile_process.obtain").request_for(graph, fakes, {}, torch.device("cpu"))
 
     assert traced(engine, lambda x: x * weight, torch.ones(3), use=use, inference=False)
 
@@ -571,6 +571,6 @@ def test_a_backward_is_not_for_another_process(engine, wire):
 def test_options_that_are_no_text(engine, wire):
     def use(graph, fakes):
         with pytest.raises(wire.CannotTravel, match="options"):
-            engine("compile_process.request").request_for(graph, fakes, {"post_grad": object()}, torch.device("cpu"))
+            engine("compile_process.obtain").request_for(graph, fakes, {"post_grad": object()}, torch.device("cpu"))
 
     assert traced(engine, torch.relu, torch.ones(3), use=use)

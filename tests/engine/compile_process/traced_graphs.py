@@ -64,7 +64,7 @@ def request(engine, function, *args, options=None, dynamic=None, inference=True)
     """The request for the only graph of a function."""
 
     def use(graph, fakes):
-        return engine("compile_process.request").request_for(graph, fakes, options or {}, torch.device("cpu"))
+        return engine("compile_process.obtain").request_for(graph, fakes, options or {}, torch.device("cpu"))
 
     (made,) = traced(engine, function, *args, use=use, dynamic=dynamic, inference=inference)
     return made
