@@ -208,7 +208,8 @@ def _read(variable: str, folder: Path) -> bytes:
 
 
 def _cache_at(place: str, key: bytes, folder: Path) -> SharedCache:
-    name, connect = place, functools.partial(FolderStore, place)
+    name = place
+    connect: Callable[[], RedisStore | FolderStore] = functools.partial(FolderStore, place)
     if not os.path.isabs(place):
         try:
             url = urlsplit(place)
