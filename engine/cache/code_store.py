@@ -107,38 +107,35 @@ class CodeStore:
     def _sign(self, name: str, content: bytes) -> bytes:
         return hmac.digest(self.key, name.encode() + b"\0" + content, "sha256")
 
-    def names(self) -> list[str]:
-        """The names of all entries, the most recently used first; those dated in the future by a clock that was wrong last."""
-        used = {file: _status(file) for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)}
+    def entries(self) -> dict[str, os.stat_result]:
+        """All entries by name, the most recently used first; those dated in the future by a clock that was wrong last."""
+        files = [file for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)]
+        entries = {file.stem: status for file in files if (status := _status(file)) is not None}
         latest = time.time() + 3600
-        dates = {file: status.st_mtime for file, status in used.items() if status is not None}
-        return [file.stem for file in sorted(dates, key=lambda file: (dates[file] > latest, -dates[file]))]
+        return dict(sorted(entries.items(), key=lambda entry: (entry[1].st_mtime > latest, -entry[1].st_mtime)))
 
     def recall(self, structure: str, choice: str) -> str | None:
         """A choice that `remember` has kept, in this process or an earlier one."""
-        value = self._choices(structure).get(choice)
-        return value if isinstance(value, str) else None
+        return self.choices(structure).get(choice)
 
     def remember(self, structure: str, choice: str, value: str) -> None:
         """Keep a choice on which the compiled code of a model depends; `structure`: see `structure.py`."""
         self.add_choices(structure, {choice: value})
 
     def choices(self, structure: str) -> dict[str, str]:
-        return {name: value for name, value in self._choices(structure).items() if isinstance(value, str)}
+        try:
+            content = json.loads((self.folder / f"{structure}{CHOICES}").read_bytes())
+        except (OSError, ValueError, RecursionError):
+            content = None
+        items = content.items() if isinstance(content, dict) else ()
+        return {name: value for name, value in items if isinstance(value, str)}
 
     def add_choices(self, structure: str, choices: dict[str, str]) -> None:
         file = self.folder / f"{structure}{CHOICES}"
         try:
-            write_whole(file, json.dumps(self._choices(structure) | choices).encode())
+            write_whole(file, json.dumps(self.choices(structure) | choices).encode())
         except OSError as error:
             self._say_unwritable(error)
-
-    def _choices(self, structure: str) -> dict[str, Any]:
-        try:
-            content = json.loads((self.folder / f"{structure}{CHOICES}").read_bytes())
-        except (OSError, ValueError, RecursionError):
-            return {}
-        return content if isinstance(content, dict) else {}
 
     def about(self, name: str) -> dict[str, Any]:
         """What an entry says of itself: the class of the block, versions, device."""
@@ -153,23 +150,21 @@ class CodeStore:
     def has_current(self) -> bool:
         """Whether there is code that these versions have made for this device."""
         here = environment().items()
-        return any(here <= self.about(name).get("environment", {}).items() for name in self.names()[:LOOKED_AT])
+        return any(here <= self.about(name).get("environment", {}).items() for name in [*self.entries()][:LOOKED_AT])
 
     def size(self) -> int:
-        return sum(status.st_size for name in self.names() if (status := _status(self._file(name))) is not None)
+        return sum(status.st_size for status in self.entries().values())
 
     def trim(self) -> int:
         """Remove the least recently used entries until the rest is within the limit; returns the bytes removed."""
         remove_leftovers(self.folder)
         kept = removed = 0
-        for name in self.names():
-            status = _status(self._file(name))
-            size = 0 if status is None else status.st_size
-            if kept + size > self.limit:
+        for name, status in self.entries().items():
+            if kept + status.st_size > self.limit:
                 remove_file(self._file(name))
-                removed += size
+                removed += status.st_size
             else:
-                kept += size
+                kept += status.st_size
         if removed:
             self._counted = None
             logger.info("compile cache: %d MiB removed, %d MiB kept in %s", removed >> 20, kept >> 20, self.folder)
@@ -179,7 +174,7 @@ class CodeStore:
         """Remove all entries and choices; returns the bytes removed. Loaded code goes on working."""
         before = self.size()
         choices = (file for file in self.folder.glob(f"*{CHOICES}") if STRUCTURE.fullmatch(file.stem))
-        for file in (*map(self._file, self.names()), *choices):
+        for file in (*map(self._file, self.entries()), *choices):
             remove_file(file)
         self._counted = None
         return before - self.size()
@@ -189,11 +184,10 @@ class CodeStore:
         now = time.monotonic()
         if self._counted is None or now - self._counted > USAGE_SECONDS:
             entries = []
-            for name in self.names():
-                about, status = self.about(name), _status(self._file(name))
-                if status is not None:
-                    told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
-                    entries.append({**about.get("environment", {}), **told})
+            for name, status in self.entries().items():
+                about = self.about(name)
+                told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
+                entries.append({**about.get("environment", {}), **told})
             self._usage = {"folder": str(self.folder), "bytes": sum(entry["bytes"] for entry in entries), "entries": entries}
             self._counted = now
         return {**self._usage, "limit": self.limit}

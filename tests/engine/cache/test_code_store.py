@@ -51,7 +51,7 @@ def three(store):
 def test_an_entry_is_what_was_put(store):
     assert store.get(NAMES[0]) is None
     store.put(NAMES[0], b"content")
-    assert store.get(NAMES[0]) == b"content" and store.names() == [NAMES[0]]
+    assert store.get(NAMES[0]) == b"content" and [*store.entries()] == [NAMES[0]]
 
 
 def test_a_flipped_bit_is_a_miss_and_the_entry_goes(store, caplog):
@@ -103,7 +103,7 @@ def test_what_cannot_be_written_is_said_once(store, caplog):
 def test_the_least_recently_used_entry_goes_first(three):
     three.limit = 5 * MIB // 4
     assert three.trim() > MIB // 2
-    assert three.names() == [NAMES[2], NAMES[1]] and three.size() <= three.limit
+    assert [*three.entries()] == [NAMES[2], NAMES[1]] and three.size() <= three.limit
     assert three.trim() == 0
 
 
@@ -111,13 +111,13 @@ def test_use_keeps_an_entry(three):
     three.get(NAMES[0])
     three.limit = 5 * MIB // 4
     three.trim()
-    assert three.names() == [NAMES[0], NAMES[2]]
+    assert [*three.entries()] == [NAMES[0], NAMES[2]]
 
 
 def test_what_is_put_makes_room_for_itself(three):
     three.limit = 5 * MIB // 4
     three.put("d" * 64, bytes(MIB // 2))
-    assert three.names() == ["d" * 64, NAMES[2]]
+    assert [*three.entries()] == ["d" * 64, NAMES[2]]
 
 
 def test_what_is_taken_from_a_shared_cache_makes_room_for_itself(three, stores, monkeypatch):
@@ -127,20 +127,20 @@ def test_what_is_taken_from_a_shared_cache_makes_room_for_itself(three, stores, 
     monkeypatch.setattr(stores, "configured", lambda: shared)
     three.limit = 5 * MIB // 4
     assert three.get("d" * 64) == bytes(MIB // 2)
-    assert three.names() == ["d" * 64, NAMES[2]] and not shared.put.called
+    assert [*three.entries()] == ["d" * 64, NAMES[2]] and not shared.put.called
 
 
 def test_entries_dated_in_the_future_go_first(three):
     age(three, NAMES[2], -(10**8))
     three.limit = 5 * MIB // 4
     three.trim()
-    assert three.names() == [NAMES[1], NAMES[0]]
+    assert [*three.entries()] == [NAMES[1], NAMES[0]]
 
 
 def test_a_limit_of_nothing_keeps_nothing(three):
     three.limit = 0
     three.put("d" * 64, b"content")
-    assert three.names() == []
+    assert [*three.entries()] == []
 
 
 def test_what_killed_processes_leave_goes_after_an_hour(three):
@@ -159,7 +159,7 @@ def test_clearing_leaves_other_files_alone(three):
     for file in others:
         file.write_text("mine")
     assert three.clear() > MIB
-    assert three.names() == [] and three.size() == 0 and three.recall(STRUCTURE, "attention") is None
+    assert [*three.entries()] == [] and three.size() == 0 and three.recall(STRUCTURE, "attention") is None
     assert all(file.read_text() == "mine" for file in others)
 
 
@@ -173,8 +173,8 @@ def test_what_windows_holds_on_to_stays_and_is_not_counted_as_removed(three, mon
 
     with monkeypatch.context() as windows:
         windows.setattr(Path, "unlink", unlink_but_one)
-        assert MIB <= three.clear() < 3 * MIB // 2 and three.names() == [NAMES[0]]
-    assert three.clear() > MIB // 2 and three.names() == []
+        assert MIB <= three.clear() < 3 * MIB // 2 and [*three.entries()] == [NAMES[0]]
+    assert three.clear() > MIB // 2 and [*three.entries()] == []
 
 
 def test_what_is_removed_while_it_is_looked_at_is_left_out(three, stores, monkeypatch):
@@ -187,7 +187,7 @@ def test_what_is_removed_while_it_is_looked_at_is_left_out(three, stores, monkey
         return status(file)
 
     monkeypatch.setattr(stores, "_status", removed_meanwhile)
-    assert three.names() == [NAMES[2], NAMES[0]] and three.size() > MIB and len(three.usage()["entries"]) == 2
+    assert [*three.entries()] == [NAMES[2], NAMES[0]] and three.size() > MIB and len(three.usage()["entries"]) == 2
 
 
 # What it tells.
@@ -210,8 +210,8 @@ def test_usage_tells_what_lies_where(store, engine):
 def test_sizes_that_are_asked_for_again_and_again_are_looked_at_once(store, stores, monkeypatch):
     store.put(NAMES[0], entry({}))
     assert len(store.usage()["entries"]) == 1
-    looked, names = [], store.names()
-    monkeypatch.setattr(store, "names", lambda: looked.append(1) or names)
+    looked, entries = [], store.entries()
+    monkeypatch.setattr(store, "entries", lambda: looked.append(1) or entries)
     assert store.usage() == store.usage() and not looked
     passed = time.monotonic() + stores.USAGE_SECONDS + 1
     monkeypatch.setattr(time, "monotonic", lambda: passed)

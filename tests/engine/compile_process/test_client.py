@@ -277,7 +277,7 @@ def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, 
     process.orders("garbage")
     first_call(net)
     net.wait()
-    kept = {name: store.get(name) for name in store.names()}  # a block of another test may be among them
+    kept = {name: store.get(name) for name in [*store.entries()]}  # a block of another test may be among them
     torch._dynamo.reset()
     engine("compile.registry")._groups.clear()
     engine("compile.registry")._recent.clear()
