@@ -8,7 +8,6 @@ at any time: loaded code goes on working.
 When all are too large, the least recently used are removed.
 """
 
-import hmac
 import json
 import os
 import re
@@ -27,12 +26,12 @@ from ..files import read_whole, remove_file, remove_leftovers, replace, write_wh
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
 from .shared import SharedCache, configured
+from .stores import SIGNATURE_BYTES, signed, verified
 
 NAME = re.compile(r"[0-9a-f]{64}(-[1-9])?")
 STRUCTURE = re.compile(r"[0-9a-f]{12}")
 CODE, CHOICES = ".code", ".json"
 KEY_FILE = "signature.key"
-SIGNATURE_BYTES = 32
 # The page asks for the sizes again and again.
 USAGE_SECONDS = 5
 # Entries that are looked at for whether there is code of these versions.
@@ -70,7 +69,7 @@ class CodeStore:
         """
         is_written = True
         try:
-            write_whole(self._file(name), self._sign(name, content) + content)
+            write_whole(self._file(name), signed(self.key, name, content))
         except OSError as error:
             self._say_unwritable(error)
             is_written = False
@@ -89,8 +88,7 @@ class CodeStore:
             return None
         with suppress(OSError):  # the folder can be on a volume that this server only reads
             os.utime(file)
-        signature, content = entry[:SIGNATURE_BYTES], entry[SIGNATURE_BYTES:]
-        if hmac.compare_digest(signature, self._sign(name, content)):
+        if (content := verified(self.key, name, entry)) is not None:
             return content
         logger.warning("%s is damaged, or was not written by this user: its code is compiled anew", file)
         remove_file(file)
@@ -103,9 +101,6 @@ class CodeStore:
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}{CODE}"
-
-    def _sign(self, name: str, content: bytes) -> bytes:
-        return hmac.digest(self.key, name.encode() + b"\0" + content, "sha256")
 
     def entries(self) -> dict[str, os.stat_result]:
         """All entries by name, the most recently used first; those dated in the future by a clock that was wrong last."""

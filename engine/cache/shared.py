@@ -17,7 +17,6 @@ from __future__ import annotations
 import errno
 import functools
 import hashlib
-import hmac
 import importlib.util
 import json
 import os
@@ -34,7 +33,7 @@ from urllib.parse import urlsplit
 from ..errors import TorchCompileKitError
 from ..log import logger
 from .environment import environment
-from .stores import FolderStore, RedisStore, without_secrets
+from .stores import FolderStore, RedisStore, signed, verified, without_secrets
 
 # Variables, and the files in the user's folder that count without them.
 ADDRESS, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
@@ -72,8 +71,8 @@ class SharedCache:
 
     def get(self, name: str) -> bytes | None:
         entry = self._try(lambda store: store.get(PREFIX + name))
-        if entry is None or hmac.compare_digest(entry[:32], self._sign(name, entry[32:])):
-            return entry and entry[32:]
+        if entry is None or (content := verified(self._key, name, entry)) is not None:
+            return entry and content
         self._warn_once(
             "an entry of the shared cache %s is damaged or signed with another key: the code is compiled here instead. All "
             "machines must have the same %s",
@@ -83,7 +82,7 @@ class SharedCache:
 
     def put(self, name: str, content: bytes) -> bool:
         """Whether the entry is in the shared cache now."""
-        entry = self._sign(name, content) + content
+        entry = signed(self._key, name, content)
         is_there = bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
         if is_there and not self._has_told:
             self._has_told = True
@@ -96,9 +95,6 @@ class SharedCache:
 
     def release(self, name: str) -> None:
         self._try(lambda store: store.release(PREFIX + name), writes=True)
-
-    def _sign(self, name: str, content: bytes) -> bytes:
-        return hmac.digest(self._key, f"torch-compile-kit 1\0{name}\0".encode() + content, "sha256")
 
     def _try(self, action: Callable[[Any], Any], writes: bool = False) -> Any:
         if time.monotonic() < max(self._off_until, self._read_only_until if writes else 0.0):

@@ -1,8 +1,8 @@
 """Keep bytes by name where several machines reach them: in Redis, or in a folder on a volume.
 
 One worker at a time can claim a name; a claim ends when its worker releases it, or after `CLAIM_SECONDS`. What a store returns
-may come from anybody: callers check a signature. Stores raise whatever goes wrong, and `without_secrets` says it: the text of
-a client's exception can hold the URL, and the URL a password.
+may come from anybody: callers sign what they put, and verify what they get. Stores raise whatever goes wrong, and
+`without_secrets` says it: the text of a client's exception can hold the URL, and the URL a password.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import hmac
 import itertools
 import os
 import random
@@ -23,6 +24,7 @@ from typing import Any
 from ..failures.describe import chain
 from ..files import read_whole, remove_file, write_whole
 
+SIGNATURE_BYTES = 32
 # For a connection, and for each answer of Redis.
 LIMIT_SECONDS = 0.5
 CLEANING_SECONDS = 1.0
@@ -33,6 +35,17 @@ FOLDER, MARKER = "torch-compile-kit-shared", "about-this-folder.txt"
 _ABOUT = "Torch Compile Kit for ComfyUI keeps compiled code here, and deletes what it wrote 30 days ago or earlier.\n"
 _ENTRY = re.compile(r"[0-9a-f]{64}\.(entry|claim)|[0-9a-f]{32}\.tmp")
 _RELEASE = "if redis.call('get', KEYS[1]) == ARGV[1] then return redis.call('del', KEYS[1]) end return 0"
+
+
+def signed(key: bytes, name: str, content: bytes) -> bytes:
+    """An entry: an HMAC of its name and content, then the content."""
+    return hmac.digest(key, name.encode() + b"\0" + content, "sha256") + content
+
+
+def verified(key: bytes, name: str, entry: bytes) -> bytes | None:
+    """The content of an entry; None if `signed` has not made the entry with that key and name."""
+    content = entry[SIGNATURE_BYTES:]
+    return content if hmac.compare_digest(entry, signed(key, name, content)) else None
 
 
 class RedisStore:

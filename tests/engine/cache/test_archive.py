@@ -91,7 +91,7 @@ def refused(files, path, store):
 def test_what_is_saved_is_loaded(files, here, saved, empty):
     found = files.load_cache_file(saved, empty)
     assert (found.models, found.sizes) == (["Flux"], ["64x64 batch 1"])
-    assert parts_of(saved)[0]["pack"] == "0.1.0" and set(found.entries) == set(NAMES) == set([*empty.entries()])
+    assert parts_of(saved)[0]["pack"] == "0.1.0" and set(found.entries) == set(NAMES) == {*empty.entries()}
     assert all(empty.get(name) == b"graph " + name.encode() for name in NAMES)
     assert empty.choices(STRUCTURE) == {"attention": "cudnn"} and not empty.choices("6" * 12)
 
@@ -123,7 +123,7 @@ def test_what_was_loaded_is_not_the_first_that_goes(files, saved, empty):
     files.load_cache_file(saved, empty)
     empty.limit = 1500
     empty.trim()
-    assert set([*empty.entries()]) == set(NAMES)
+    assert {*empty.entries()} == set(NAMES)
 
 
 def test_neither_saving_nor_loading_asks_the_shared_cache(files, store, stores, tmp_path, empty, monkeypatch):
@@ -351,4 +351,4 @@ def test_on_a_drive_without_rights_a_file_is_loaded(files, saved, empty, monkeyp
 
     monkeypatch.setattr(os, "fstat", all_may)
     files.load_cache_file(saved, empty)
-    assert set([*empty.entries()]) == set(NAMES)
+    assert {*empty.entries()} == set(NAMES)

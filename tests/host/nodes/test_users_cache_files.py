@@ -69,6 +69,6 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
     assert files.save_all("mine").endswith(" MiB; UNetModel, UNetModel 2")
     store.clear()
     assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 kinds of blocks for UNetModel, UNetModel 2"
-    assert set([*store.entries()]) == set(NAMES)
+    assert {*store.entries()} == set(NAMES)
     names = [engine("cache.structure").name_of(network) for network, _ in models]
     assert [store.recall(name, "attention") for name in names] == ["kernel 1", "kernel 2"]
