@@ -75,6 +75,8 @@ class Lowering:
         for name in hello["modules"]:
             try:
                 importlib.import_module(name)
+            except OSError:  # the disk is full: another process may import it
+                raise
             except Exception as error:  # a graph that needs it says so
                 sys.stderr.write(f"{name} cannot be imported: {error}\n")
         private.switch("init_gpu_context")[1](lambda *_args: None)

@@ -224,7 +224,7 @@ class CompileProcess:
     @property
     def pid(self) -> int | None:
         running = self._running
-        return running.process.pid if running is not None else None
+        return running.process.pid if running is not None and running.process.poll() is None else None
 
     @property
     def is_ready(self) -> bool:
@@ -299,8 +299,8 @@ class CompileProcess:
             self._give_up(str(error), time.monotonic() + LONG_BACK_OFF_SECONDS)
             raise Unavailable(str(error)) from error
         self._not_before = time.monotonic() + BACK_OFF_SECONDS
-        logger.warning("%s Blocks run uncompiled, and one is started after %.0f s.", error, BACK_OFF_SECONDS)
         if patient:
+            logger.warning("%s Blocks run uncompiled, and one is started after %.0f s.", error, BACK_OFF_SECONDS)
             raise Postponed(str(error)) from error
         raise error
 

@@ -295,6 +295,7 @@ def test_after_it_was_idle_another_one_is_started(process, net):
     assert is_compiled(net)
     first = process.now.pid
     wait_until(lambda: not is_alive(first), "it does not end")
+    assert process.now.pid is None, "so that the next prompt starts one while its model loads"
     torch._dynamo.reset()
     other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
     other.at_once(X)
