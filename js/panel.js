@@ -59,6 +59,7 @@ function button(text, press) {
 
 function state(model) {
   const kinds = model.being_compiled.length;
+  if (kinds && model.is_only_read) return ["compiling", say("readingFromDisk")];
   if (kinds) return ["compiling", kinds === 1 ? say("compilingKind") : say("compilingKinds", kinds)];
   if (model.failures.length) return ["failed", say("failed", model.failures.map(({ block }) => block).join(", "))];
   if (!model.graphs) return ["", say("nothingYet")];

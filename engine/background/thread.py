@@ -43,6 +43,7 @@ class Job:
         on_error: called on the worker with an error that no later attempt may mend.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
+        is_kept: there is code for it on disk, which is read.
         is_queued: was queued once, and may be over.
         due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
     """
@@ -53,6 +54,7 @@ class Job:
     on_error: Callable[[Exception], None] = lambda _error: None
     awaited: bool = False
     error: BaseException | None = None
+    is_kept: bool = False
     is_queued: bool = False
     over: bool = False
     attempts: int = 0

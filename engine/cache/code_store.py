@@ -61,6 +61,9 @@ class CodeStore:
             self.put(name, content)
         return content
 
+    def has(self, name: str) -> bool:
+        return self._file(name).exists()
+
     def put(self, name: str, content: bytes, shared: SharedCache | None = None) -> bool:
         """Keep an entry here and, if asked, where it is shared. What cannot be written is lost, and said once.
 

@@ -103,6 +103,11 @@ class BlockCode:
                 self.jobs.discard(job)
         return bool(self.jobs)
 
+    @property
+    def is_only_read(self) -> bool:
+        """Whether code for all graphs that have none yet is kept on disk."""
+        return all(job.is_kept for job in list(self.jobs) if not job.over)
+
     def count_lowered(self, seconds: float, from_disk: int, name: str | None = None) -> None:
         """Called when a graph has been lowered, on any thread; `name` is that of the entry in which its code is kept."""
         if name is not None:

@@ -38,6 +38,7 @@ from torch import fx
 
 from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
+from ..cache import code_store
 from ..compile_process import lowering_settings
 from ..compile_process.client import LowerInline, Unavailable, compile_process
 from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
@@ -305,7 +306,9 @@ class TracedGraph:
                 live_owner.lowering_failed(error, traced.version)
                 traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
 
-        job = Job(owned_by, action, self._device, on_error)
+        store = code_store.current()
+        is_kept = store is not None and store.has(self._request.key)
+        job = Job(owned_by, action, self._device, on_error, is_kept=is_kept)
         owner.jobs.add(job)
         return job
 

@@ -217,12 +217,15 @@ class Status(Line):
             return None
         code = code_of(network)
         groups = groups_for(network, self._settings)
-        kinds = len({group.class_name for group in groups if group.is_being_compiled})
+        pending = [group for group in groups if group.is_being_compiled]
+        kinds = len({group.class_name for group in pending})
         is_tracing = any(group.code.is_tracing for group in groups)
         if kinds or is_tracing:
             since = self._compiling_since = self._compiling_since or time.monotonic()
             compiling = told("compilingKind") if kinds == 1 else told("compilingKinds", kinds)
-            if self.in_call and self._settings.waits:
+            if pending and all(group.code.is_only_read for group in pending):
+                compiling = told("readingFromDisk")
+            elif self.in_call and self._settings.waits:
                 compiling = told("compilingFirst")
             elif is_tracing:
                 compiling = told("preparing")

@@ -283,6 +283,7 @@ def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, 
     engine("compile.registry")._recent.clear()
     again = CompiledNet(engine, Net(block=Told), backend="inductor")
     first_call(again)
+    assert [job.is_kept for group in again._groups for job in group.code.jobs] == [True]
     again.wait()
     assert is_compiled(again) and "cannot be loaded" in caplog.text
     assert sum(store.get(name) != content for name, content in kept.items()) == 1

@@ -29,7 +29,7 @@ def node(engine, clock, monkeypatch):
         is_being_compiled=False,
         failure=None,
         stats=types.SimpleNamespace(graphs=0),
-        code=types.SimpleNamespace(is_tracing=False),
+        code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
     )
     code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[])
     for module in ("status", "report"):
@@ -77,6 +77,13 @@ def test_where_waiting_was_chosen_the_seconds_of_the_wait_are_counted(node, engi
     assert said(node) == ("compiling", ["forSeconds", ["compilingFirst"]]) and node.told[-1][2].seconds == 0
     node.group.code.is_tracing, node.group.is_being_compiled = False, True
     assert node.now().says == ["forSeconds", ["compilingFirst"]]
+
+
+def test_what_is_read_from_disk_is_not_called_compiling(node):
+    node.group.code.is_only_read = node.group.is_being_compiled = True
+    node.begins(node.network, object(), SHAPE)
+    node.tell()
+    assert said(node) == ("compiling", ["forSeconds", ["readingFromDisk"]])
 
 
 def test_from_compiling_to_ready(node, clock):
