@@ -5,7 +5,7 @@ import re
 from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from torch import nn
 
@@ -101,12 +101,14 @@ def save_all(filename: str) -> str:
     for network, code in live_models():
         groups = [group for group in code.groups.values() if group.settings.backend == "inductor" and group.stats.graphs]
         if groups:
-            title = type(network).__name__  # SD 1.5 and SDXL have one
+            title = code.title or type(network).__name__
             names[title] += 1
             models.append((f"{title} {names[title]}" if names[title] > 1 else title, network, groups))
             infos += [info for calls in watch_of(network).compiled_for.values() for info in calls]
     if not models:
-        raise CacheFileError("nothing has been compiled in this session yet.")
+        others = {g.settings.backend for _, code in live_models() for g in code.groups.values() if g.stats.graphs}
+        kept = f"backend {' and '.join(sorted(others))} keeps nothing; set backend to inductor." if others else ""
+        raise CacheFileError(kept or "nothing has been compiled in this session yet.")
     return _write(name, models, infos)[1]
 
 
@@ -118,6 +120,8 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     sizes = list(dict.fromkeys(f"{replace(info, batch=1).size()} batch {info.batch}" for info in infos))
     path = kit_folder() / (name + SUFFIX)
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
+    if not names:
+        raise CacheFileError("nothing is compiled yet; save it when the node says ready.")
     structures = {name_of(network) for _title, network, _groups in models}  # the attention kernel they are compiled for
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, store, names, structures, pack_version(), titles, sizes)
@@ -131,7 +135,9 @@ def load_cache(filename: str) -> str:
     store = open_users_store()
     try:
         if filename not in cache_files():
-            raise CacheFileError(f"{shown(filename)} is not in {kit_folder()}; put it there, or choose another.")
+            is_there = (kit_folder() / PurePath(filename).name).exists()
+            why = f"is no cache file, whose name ends in {SUFFIX}" if is_there else f"is not in {kit_folder()}; put it there"
+            raise CacheFileError(f"{shown(filename)} {why}, or choose another.")
         if store is None:
             raise CacheFileError("there is no cache folder that can be written; see the log.")
         loaded = load_cache_file(kit_folder() / filename, store)

@@ -64,7 +64,7 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
         network = UNetModel()
         network.layer = nn.Linear(number, 1)
         store.remember(engine("cache.structure").name_of(network), "attention", f"kernel {number}")
-        models.append((network, types.SimpleNamespace(groups={"key": group})))
+        models.append((network, types.SimpleNamespace(groups={"key": group}, title="")))
     monkeypatch.setattr(files, "live_models", lambda: models)
     assert files.save_all("mine").endswith(" MiB; UNetModel, UNetModel 2")
     store.clear()
@@ -72,3 +72,29 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
     assert {*store.entries()} == set(NAMES)
     names = [engine("cache.structure").name_of(network) for network, _ in models]
     assert [store.recall(name, "attention") for name in names] == ["kernel 1", "kernel 2"]
+
+
+@pytest.mark.parametrize(
+    ("backend", "graphs", "entries", "said"),
+    [
+        ("inductor", 0, (), "nothing has been compiled in this session yet"),
+        ("aot_eager", 2, (), "backend aot_eager keeps nothing; set backend to inductor"),
+        ("inductor", 2, (), "nothing is compiled yet; save it when the node says ready"),
+    ],
+)
+def test_why_there_is_nothing_to_save(engine, kit, store, monkeypatch, backend, graphs, entries, said):
+    files, stats = engine("host.nodes.cache_files"), engine("compile.session").CompileStats(graphs=graphs)
+    settings = engine("settings").CompileSettings(backend=backend)
+    group = types.SimpleNamespace(code=types.SimpleNamespace(entries=set(entries)), settings=settings, stats=stats)
+    monkeypatch.setattr(files, "open_users_store", lambda: store)
+    network = UNetModel()
+    monkeypatch.setattr(files, "live_models", lambda: [(network, types.SimpleNamespace(groups={"key": group}, title="SDXL"))])
+    with pytest.raises(engine("cache.archive").CacheFileError, match=said):
+        files.save_all("mine")
+
+
+def test_a_file_of_another_kind_is_not_said_to_be_missing(engine, kit):
+    kit.mkdir(parents=True)
+    (kit / "x.txt").touch()
+    assert "'x.txt' is no cache file, whose name ends in .tckcache" in engine("host.nodes.cache_files").load_cache("x.txt")
+    assert "'y.txt' is not in" in engine("host.nodes.cache_files").load_cache("y.txt")
