@@ -317,7 +317,7 @@ def main():
         inprocess.enter_host(options.base)
         gpu, (job, arguments) = inprocess.has_gpu(), tiny_job(options.base)
         # One thread for the model, so that it does not wait for the compiler's cores.
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(options.base / "inductor"), "OMP_NUM_THREADS": "1"}
+        environment = {"OMP_NUM_THREADS": "1"}
         with (
             sync_playwright() as started,
             Server(inprocess.host_folder(), options.base, gpu, arguments=arguments, environment=environment) as server,
