@@ -9,6 +9,7 @@ import platform
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -26,17 +27,13 @@ CPU_INFO = Path("/proc/cpuinfo")  # Linux
 
 def limit_in_bytes(setting: object = None) -> int:
     """The size limit: TORCH_COMPILE_KIT_CACHE_GIB, else the user's setting in GiB, else 2 GiB."""
-    for name, limit in ((LIMIT, os.environ.get(LIMIT)), ("the setting", setting)):
-        if limit is None or limit == "":
-            continue
-        try:
-            gib = float(limit)  # type: ignore[arg-type]
-            if gib < 0:
-                raise ValueError
-            return int(gib * 1024**3)  # no int can be made of nan and inf, which 1e300 GiB are in bytes
-        except (TypeError, ValueError, OverflowError):
-            logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(limit), DEFAULT_GIB)
-            break
+    variable = os.environ.get(LIMIT)
+    name, limit = (LIMIT, variable) if variable else ("the setting", setting)
+    gib: Any = DEFAULT_GIB if limit is None or limit == "" else limit
+    with contextlib.suppress(TypeError, ValueError, OverflowError):
+        if float(gib) >= 0:
+            return int(float(gib) * 1024**3)  # no int can be made of nan and inf, which 1e300 GiB are in bytes
+    logger.warning("%s = %s: not a number of GiB; %g is used", name, shown(limit), DEFAULT_GIB)
     return int(DEFAULT_GIB * 1024**3)
 
 

@@ -163,8 +163,8 @@ class _Running:
             self.process.wait(1.0)
         self.answers.put(None)
         self.process.wait()
-        with contextlib.suppress(AttributeError, OSError):  # where ComfyUI is PID 1, the workers are its children now
-            while True:
+        with contextlib.suppress(OSError):  # where ComfyUI is PID 1, the workers are its children now
+            while hasattr(os, "killpg"):
                 os.waitpid(-self.process.pid, 0)
 
     def log(self) -> None:
