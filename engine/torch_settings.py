@@ -165,7 +165,7 @@ lowering_settings = SharedScope(
     of_thread=_config_is_of_thread(),
 )
 
-loading_scope = SharedScope(attributes(private.inductor_config, ("cpp_cache_precompile_headers",)), _config_is_of_thread())
+
 _LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 

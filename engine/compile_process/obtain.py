@@ -6,7 +6,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from ..log import logger
 from ..tensor_spec import hint, is_symbol
 from ..threads import started
 from ..torch_compat import private
-from ..torch_settings import folder_scope, loading_scope
+from ..torch_settings import folder_scope
 from . import lowering_settings, wire
 from .client import Code, LowerInline, compile_process, folders
 
@@ -166,9 +166,7 @@ def load(code: Code) -> Callable[..., Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
-    # For headers, inductor has the C++ compiler read PyTorch's, though all kernels are built.
-    without_headers = loading_scope.applied(cpp_cache_precompile_headers=False) if code.files else nullcontext()
-    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton), without_headers:
+    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton):
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 

@@ -151,7 +151,6 @@ TORCH = {
     "torch._functorch.config.bundled_autograd_cache": READ,
     "torch._functorch.config.strict_autograd_cache": READ,
     "torch._inductor.codecache.CppPythonBindingsCodeCache.cache.clear": called(0),
-    "torch._inductor.config.cpp_cache_precompile_headers": READ,
     "torch._inductor.standalone_compile.AOTCompiledArtifact": called(1),
     "torch._inductor.standalone_compile.AOTCompiledArtifact.deserialize": called(1),
     "torch._functorch._aot_autograd.autograd_cache": READ,  # imported ahead
