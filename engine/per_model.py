@@ -1,7 +1,7 @@
 """Keep values for each model, and key objects by identity, without keeping either alive."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Generic, TypeVar
 
 from torch import nn
@@ -72,3 +72,18 @@ class Same:
             return self._alive is other._alive and self._value is other._value
         value = self._alive()
         return value is not None and value is other._alive()
+
+
+class Key:
+    """A key whose hash is computed once."""
+
+    __slots__ = ("_hash", "_parts")
+
+    def __init__(self, parts: Hashable):
+        self._parts, self._hash = parts, hash(parts)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Key) and self._hash == other._hash and self._parts == other._parts)

@@ -136,9 +136,6 @@ class KeptCode:
 
     def check(self):
         """After a test: drop what is not as it was made."""
-        for _, kept, _ in self._models.values():
-            for group in kept.groups:
-                group.patched.clear()
         if any(self._state(kept) != state for _, kept, state in self._models.values()):
             self.drop()
 

@@ -17,7 +17,7 @@ from ..per_model import PerModel
 from ..settings import CompileSettings
 from .discovery import can_be_block, size_of
 
-# A group that processes fewer elements than this share of the largest group's, in a call of the model, is not compiled.
+# Blocks of a kind that process fewer elements than this share of the largest kind's, in a call of the model, are not compiled.
 SHARE = 0.4
 _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 
@@ -71,23 +71,27 @@ def choose(blocks: list[nn.Module], settings: CompileSettings) -> Choice:
     return Choice(compiled, parts, [block for block in blocks if is_convolutional(block)])
 
 
+# Class and size of a block: blocks of one kind share graphs.
+kind_of = PerModel(lambda block: (type(block).__name__, size_of(block)))
+
+
 @dataclass
 class Effort:
-    """Which groups are worth a graph, in one call of a UNet.
+    """Which kinds of blocks are worth a graph, in one call of a UNet.
 
     Args:
-        blocks: how many blocks each group has, by its `id`.
+        blocks: how many blocks there are, by `kind_of`.
         left_out: class names of blocks that are too small, by `id`.
     """
 
-    blocks: Counter[int]
+    blocks: Counter[tuple[str, int]]
     left_out: dict[int, str] = field(default_factory=dict)
-    _small: dict[int, bool] = field(default_factory=dict)
+    _small: dict[tuple[str, int], bool] = field(default_factory=dict)
     _most: int = 0
 
-    def is_too_small(self, group: object, block: nn.Module, args: tuple) -> bool:
-        """Whether `block` should run eager: decided when the first block of its group runs, by the groups before."""
-        key = id(group)
+    def is_too_small(self, block: nn.Module, args: tuple) -> bool:
+        """Whether `block` should run eager: decided when the first block of its kind runs, by the kinds before."""
+        key = kind_of(block)
         if key not in self._small:
             work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]
             self._small[key] = work < SHARE * self._most

@@ -1,26 +1,29 @@
 """Tell whether a block still is what it was: its modules, their methods, forwards and hooks.
 
 Other nodes exchange layers inside blocks, give them another class (RES4LYF) or another `forward` (LoRA in bypass mode,
-KJNodes' attention for Wan), replace methods of a class or hook into layers, before or after a block was compiled. PyTorch
-guards the class of a module, its class attributes and static methods, but no method: compiled code would keep calling the one
-that was traced.
+KJNodes' attention for Wan), replace methods of a class or hook into layers: before a block was compiled, after it, or for the
+length of a call. So a block is looked at whenever it is called. PyTorch guards what code reads of modules, objects and Python
+modules, also functions there, but no method of a class: compiled code would keep calling the one that was traced.
 
 Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), and some
 nodes for each prompt; each would need a graph of its own. `sharing_classes` shows compiled code the first such class, while the
 block runs and no longer: by its class another node tells which layers it has to take back.
 """
 
+import functools
+import operator
 import sys
 import types
 import weakref
-from collections.abc import Hashable, Iterator, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..forwards import callables_of, contents_of, given_forward, is_of_class
-from ..per_model import Same, SameObjects
+from ..per_model import Key, Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
 _SHARED = "torch_compile_kit_classes"
@@ -66,68 +69,91 @@ def _is_made_anew(cls: type) -> bool:
 
 
 def class_key(cls: type) -> Hashable:
-    """A key that classes made by one function share while their methods are the same; methods of base classes do not count."""
+    """A key that classes made by one function share while their methods are the same; methods of base classes do not count.
+
+    A method that is made anew for each call, of the same code and over the same values, is the same.
+    """
+    methods = tuple((name, _method_key(member, cls)) for name, member in sorted(_methods_in(cls).items()))
     if not _is_made_anew(cls):
-        return Same(cls), *map(Same, functions_in(cls))
-    members: list[tuple] = []
-    for name, member in sorted(vars(cls).items()):
-        if isinstance(member, types.FunctionType):
-            cells = tuple(Same(value) for value in contents_of(member) if value is not cls)
-            named = sorted((member.__kwdefaults__ or {}).items())
-            defaults = *map(Same, member.__defaults__ or ()), *((key, Same(value)) for key, value in named)
-            members.append((name, member.__code__, cells, defaults))
-        elif not name.startswith("__"):
-            members.append((name, Same(member)))
-    return cls.__module__, cls.__qualname__, cls.__bases__, tuple(members)
+        return Same(cls), methods
+    others = ((n, Same(v)) for n, v in sorted(vars(cls).items()) if not n.startswith("__") and not _functions_in(v))
+    return cls.__module__, cls.__qualname__, cls.__bases__, methods, tuple(others)
 
 
-def functions_in(cls: type) -> list[types.FunctionType]:
-    return [member for member in cls.__dict__.values() if member.__class__ is types.FunctionType]
+# What calls of a module run of PyTorch's own base class.
+_CALLED = {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"}
 
 
-# Their methods are not traced.
-_COMMON = (nn.Module, object)
+def _methods_in(cls: type) -> dict[str, object]:
+    members = {name: member for name, member in vars(cls).items() if name != "__init__" and _functions_in(member)}
+    return {name: members[name] for name in _CALLED & members.keys()} if cls is nn.Module else members
+
+
+def _method_key(member: object, cls: type) -> Hashable:
+    keys: list[Hashable] = [type(member).__name__]
+    for function in _functions_in(member):
+        held = [value for value in contents_of(function) if value is not cls]
+        named = sorted((function.__kwdefaults__ or {}).items())
+        held += [*(function.__defaults__ or ()), *(value for _, value in named)]
+        keys.append((function.__code__, *map(_by_value, held)))
+    return tuple(keys)
+
+
+def _by_value(value: object) -> Hashable:
+    return (type(value), repr(value)) if type(value) in (bool, int, float, str, type(None)) else Same(value)
+
+
+def _functions_in(member: object) -> list[types.FunctionType]:
+    """The functions of a method, class method, static method or property."""
+    if type(member) is types.FunctionType:
+        return [member]
+    if not isinstance(member, classmethod | staticmethod | property | functools.cached_property):
+        return []
+    parts = (getattr(member, name, None) for name in ("__func__", "fget", "fset", "func"))
+    return [part for part in parts if isinstance(part, types.FunctionType)]
 
 
 class Methods:
-    """The methods of a class and of its bases at one time; keeps neither class nor methods alive.
+    """The methods in a class's own dict at one time; keeps neither class nor methods alive.
 
     `key` is equal for the same methods of the same class at another time.
     """
 
     def __init__(self, cls: type):
-        self._functions = SameObjects(_functions(cls))
-        self.key = tuple(class_key(base) for base in cls.__mro__ if base not in _COMMON)
+        members = _methods_in(cls)
+        self._cls = weakref.ref(cls)
+        self._size = len(vars(cls))
+        self._get: Callable[[Any], tuple] = operator.itemgetter(*members, "__module__", "__module__")
+        self._ids = [*map(id, self._get(vars(cls)))]
+        self._freed: list[weakref.ref] = []
+        functions = (function for member in members.values() for function in _functions_in(member))
+        self._functions = [weakref.ref(function, self._freed.append) for function in functions]
+        self.key = Key(class_key(cls))
 
-    def are_those_of(self, cls: type) -> bool:
+    def are_current(self) -> bool:
         """Whether no method was replaced since."""
-        return self._functions.are(_functions(cls))
-
-
-class MethodsNow(dict[type, Methods]):
-    """The methods by class, looked up once; the earlier object if they are the same.
-
-    Attributes:
-        current: by `BlockGroup` of a higher floor, whether the functions that its code names are those that they were.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.current: dict[Any, bool] = {}
-
-    def __missing__(self, cls: type) -> Methods:
-        methods = _methods.get(cls)
-        if methods is None or not methods.are_those_of(cls):
-            methods = _methods[cls] = Methods(cls)
-        self[cls] = methods
-        return methods
+        cls = self._cls()
+        if self._freed or cls is None:
+            return False
+        members = cls.__dict__
+        try:
+            return len(members) == self._size and [*map(id, self._get(members))] == self._ids
+        except KeyError:
+            return False
 
 
 _methods: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
 
 
-def _functions(cls: type) -> list[types.FunctionType]:
-    return [function for base in cls.__mro__ if base not in _COMMON for function in functions_in(base)]
+def methods_of(classes: Iterable[type]) -> list[Methods]:
+    """The methods of the classes and of their bases; the earlier objects where they are the same."""
+    found = []
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object):
+        methods = _methods.get(base)
+        if methods is None or not methods.are_current():
+            methods = _methods[base] = Methods(base)
+        found.append(methods)
+    return found
 
 
 Code = types.CodeType | type | Same
@@ -140,25 +166,31 @@ class BlockState:
 
     Attributes:
         groups: what the block runs, by settings.
-        methods: those of each class in the block, its own class first; then what other nodes have put over methods.
+        options: the `OptionsFilter` of the block; a higher floor's.
+        methods: those of all classes in the block and of plain objects there; then what other nodes have put over methods.
         forwards: by path, what other nodes have put over forwards of the classes.
+        callables: what else lies in the dicts of modules and can be called.
         shared: for `sharing_classes`.
     """
 
-    def __init__(self, block: nn.Module, now: MethodsNow, first: MutableMapping[Hashable, type]):
+    def __init__(self, block: nn.Module, first: MutableMapping[Hashable, type]):
         self.shared = shared_classes(block, first)
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
+        self.options: Any = None
         self._sizes: list[int] = []
         self.forwards: tuple[tuple[str, tuple[Code, ...]], ...] = ()
-        self.hooked: tuple[str, ...] = ()
+        self.hooked: tuple[str, ...] = ("all modules",) if _has_global_hooks() else ()
         self._freed: list[weakref.ref] = []
         self._alive = []
         callables: list[object] = []
         overrides: list[Hashable] = []
+        classes: dict[type, None] = {}
         self._callables_at: list[tuple[weakref.ref, str]] = []
         for path, module in block.named_modules():
             reference = weakref.ref(module, self._freed.append)
             self._alive.append(reference)
+            attributes = [value for name, value in vars(module).items() if name not in _OF_EVERY_MODULE]
+            classes |= dict.fromkeys((type(module), *_classes_in(attributes)))
             for name, value in callables_of(module):
                 if is_of_class(module, name, value):  # the host leaves it there, and guards would see it
                     del module.__dict__[name]
@@ -175,14 +207,18 @@ class BlockState:
                 self.forwards += ((path, code),)
             if _is_hooked(module):
                 self.hooked += (path,)
+        self.callables = tuple(map(Same, callables))
         self._callables = SameObjects(callables)
-        self._looked_at = _look_at(block, now, self._sizes)
-        self.methods = (*(methods.key for methods in dict.fromkeys(self._looked_at[1])), *overrides)
+        self._looked_at = _look_at(block, self._sizes)
+        self._methods = methods_of(classes)
+        self.methods = (*(methods.key for methods in self._methods), *overrides)
 
-    def holds(self, block: nn.Module, now: MethodsNow) -> bool:
-        """Whether nothing in the block has changed; asked for each block before each call of the model."""
+    def holds(self, block: nn.Module) -> bool:
+        """Whether nothing in the block has changed; asked before each call of the block."""
         sizes: list[int] = []
-        if self._freed or _look_at(block, now, sizes) != self._looked_at:
+        if self._freed or _look_at(block, sizes) != self._looked_at:
+            return False
+        if not all(methods.are_current() for methods in self._methods):
             return False
         if not self._callables.are(
             module.__dict__.get(name) for reference, name in self._callables_at if (module := reference()) is not None
@@ -195,21 +231,20 @@ class BlockState:
         return True
 
 
-def _look_at(block: nn.Module, now: MethodsNow, sizes: list[int]) -> tuple[list[int], list[Methods], list[tuple]]:
-    """List the modules in a block by `id`, the methods of their classes, and the modules with a replaced forward or with hooks;
-    `sizes` gets how many attributes each has.
+def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[tuple]]:
+    """Whether PyTorch calls hooks of all modules; list the modules in a block and their classes by `id`, and the modules with a
+    replaced forward or with hooks; `sizes` gets how many attributes each has.
 
     Written with plain dicts and one loop, since the walk visits 2,000 modules of SDXL in each step.
     """
-    ids, methods, special = [], [now[block.__class__]], []
+    ids, special = [id(block.__class__)], []
     sizes.append(len(block.__dict__))
     waiting = [*block._modules.values()]
     while waiting:
         module = waiting.pop()
-        ids.append(id(module))
+        ids += id(module), id(module.__class__)
         if module is None:
             continue
-        methods.append(now[module.__class__])
         entries = module.__dict__
         sizes.append(len(entries))
         if entries["_modules"]:
@@ -218,7 +253,29 @@ def _look_at(block: nn.Module, now: MethodsNow, sizes: list[int]) -> tuple[list[
             code, hooked = _given_code(module), _is_hooked(module)
             if code is not None or hooked:
                 special.append((len(ids), code, hooked))
-    return ids, methods, special
+    return _has_global_hooks(), ids, special
+
+
+def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:
+    """The classes of plain objects in an attribute, or in the attributes of one."""
+    if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
+        return
+    if isinstance(value, dict | list | tuple):
+        inside = [*(value.values() if isinstance(value, dict) else value)]
+    elif type(value).__module__.partition(".")[0] in _LIBRARIES:
+        return
+    else:
+        yield type(value)
+        inside = [*getattr(value, "__dict__", {}).values()]
+    if depth and len(inside) <= _LONGEST:
+        for part in inside:
+            yield from _classes_in(part, depth - 1)
+
+
+# A longer list or dict is data.
+_LONGEST = 64
+_OF_EVERY_MODULE = {"forward", _SHARED, *vars(nn.Module())}
+_LIBRARIES = {"torch", *sys.stdlib_module_names}
 
 
 def _given_code(module: nn.Module) -> tuple[Code, ...] | None:
@@ -247,3 +304,15 @@ def _codes_in(function: object, depth: int = 4) -> Iterator[Code]:
 
 def _is_hooked(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+# Tables of hooks that PyTorch calls for all modules.
+_global_hooks = [
+    table
+    for name, table in vars(torch.nn.modules.module).items()
+    if name.startswith("_global_forward") and type(table) is not bool
+]
+
+
+def _has_global_hooks() -> bool:
+    return any(_global_hooks)

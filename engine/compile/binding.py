@@ -14,14 +14,12 @@ from torch import nn
 
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
-from ..blocks.convolutions import Effort, choose
+from ..blocks.convolutions import Effort, choose, kind_of
 from ..blocks.discovery import BlockPlan, find_blocks, size_of, unwrapped
-from ..blocks.state import MethodsNow, Shared, sharing_classes
 from ..forwards import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager
-from .group import BlockGroup
 from .registry import ModelCode, code_of
 
 
@@ -119,6 +117,7 @@ class Binding:
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
             runs.clear()  # what another node has kept of our forwards runs uncompiled
+            code.bound = []
             code.traced += self.call.traced
             code.put_off += self.call.put_off
             code.packings = code.packings | self.call.packings
@@ -136,28 +135,27 @@ class Binding:
         choice = choose(self._free, self.settings)
         code.eager[Eager.CONVOLUTIONS] = Counter(type(block).__name__ for block in choice.left_out)
         code.parts = Counter(type(part).__name__ for part in choice.parts)
-        now = MethodsNow()
-        groups = {block: group for block in choice.compiled if (group := code.group_of(block, self.settings, now)) is not None}
-        effort = Effort(Counter(map(id, groups.values()))) if choice.left_out else None
+        effort = Effort(Counter(map(kind_of, choice.compiled))) if choice.left_out else None
         places = self._weights.of_block if self._weights is not None else {}
+        compiled = dict.fromkeys(choice.compiled)
+        code.bound = choice.compiled
         runs = {}
-        for block in dict.fromkeys([*self._free, *groups]):
-            group, weights = groups.get(block), places.get(id(block))
-            if group is not None or weights is not None:
-                state = code.state_of(block)
-                runs[block] = _Run(self.call, group, weights, effort, state.shared if state is not None else [])
+        for block in dict.fromkeys([*self._free, *compiled]):
+            weights = places.get(id(block))
+            if block in compiled or weights is not None:
+                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, effort)
         return runs
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a block runs in this call of the model. Without `group` it runs eager; without `weights` its weights are in place."""
+    """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place."""
 
     call: ModelCall
-    group: BlockGroup | None
+    code: ModelCode | None
+    settings: CompileSettings
     weights: Any
     effort: Effort | None
-    shared: Shared
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
@@ -167,11 +165,12 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
         return type(block).forward(block, *args, **kwargs)
     run.call.ran = True
     run.call.poll()
+    # Now, as it is when it is called: wrappers around the model, and what runs between its blocks, may have changed it.
+    group, state = (None, None) if run.code is None else run.code.group_of(block, run.settings)
     with nullcontext() if run.weights is None else _placed(run.weights):
-        if run.group is None:
+        if group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
-        with sharing_classes(run.shared) if run.shared else nullcontext():
-            return run.group(block, run.call, args, kwargs, run.effort)
+        return group(block, state, run.call, args, kwargs, run.effort)
 
 
 def is_ours(forward: object) -> bool:

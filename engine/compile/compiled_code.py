@@ -18,6 +18,7 @@ from ..background.thread import Job
 from ..errors import BlockCompileError
 from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
 from ..log import logger
+from ..options.outside import is_of_a_patch
 from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
@@ -36,11 +37,9 @@ _excluded_at = 0
 on_trace: list[Callable[[], None]] = []
 # In how many new runs code is compiled again that failed for a reason that may have passed.
 RETRIES = 3
-# A group is given up if it was compiled more than PATCH_VARIANTS times in a row for the same shapes and patches: the patch, or
-# the block of another pack, differs for each block or step. Or more than VARIANTS_IN_RUN times in one run, in a row or not: the
-# patch keeps state for each block and step.
-PATCH_VARIANTS = 4
-VARIANTS_IN_RUN = 8
+# A group with code of another pack that may read the options is given up if it was traced more often than this for the same
+# shapes in one run: it reads what differs in each block or step.
+TRACES_IN_RUN = 4
 # Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
@@ -63,8 +62,7 @@ class BlockCode:
         why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
         must_be_inline: why all graphs must be.
         _retries: how often `failure` has been forgotten since a graph was lowered.
-        _patch_variants: by shapes, how often it was traced for them in consecutive calls of the model, the last `_traced_in`.
-        _variants_in_run: by shapes, how often it was traced for them in this run.
+        _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: when the model's call began in which it was traced last.
     """
@@ -87,9 +85,7 @@ class BlockCode:
     must_be_inline: str | None = None
     entries: set[str] = field(default_factory=set)
     _retries: int = 0
-    _patch_variants: Counter[tuple] = field(default_factory=Counter)
-    _variants_in_run: Counter[tuple] = field(default_factory=Counter)
-    _traced_in: Callable[[], object] = lambda: None
+    _traces_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced: Counter[tuple] = field(default_factory=Counter)
     _traced_from: int = 0
     _block: weakref.ref[nn.Module] | None = None
@@ -156,7 +152,7 @@ class BlockCode:
             result = compiled(block, *args, **kwargs)
         except Exception as error:
             session.release()
-            if not is_limit_hit(error) and (not session.started or never_swallowed(error)):
+            if not is_limit_hit(error) and (not session.started or never_swallowed(error) or is_of_a_patch(error)):
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise
@@ -242,13 +238,13 @@ class BlockCode:
             dead_code.append(self._function.__code__)
         self._function = self._compiled = None
         self._traced.clear()
-        for variants in (self._patch_variants, self._variants_in_run):
-            variants.clear()
         self.version += 1
 
-    def raise_if_stopped(self) -> None:
-        if self.failure is not None and self.settings.on_failure == "stop":
-            raise BlockCompileError(self.failure.message())
+    def raise_if_stopped(self, failure: Failure | None = None) -> None:
+        """Args: failure: instead of the code's own."""
+        failure = failure or self.failure
+        if failure is not None and self.settings.on_failure == "stop":
+            raise BlockCompileError(failure.message())
 
     def _run_after(self, error: Exception, block: nn.Module, args: tuple, kwargs: dict) -> object:
         """Run the call in which compiling has failed with `error`, and give up."""
@@ -267,7 +263,7 @@ class BlockCode:
 
     def reset_failure(self) -> None:
         """At the start of a run: compile again after a failure that may have passed (a full disk), up to RETRIES times."""
-        self._variants_in_run.clear()
+        self._traces_in_run.clear()
         if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
             self._retries += 1
             self.failure = None
@@ -286,21 +282,14 @@ class BlockCode:
                 changed.partition("  #")[0].strip().rstrip("."),
             )
 
-    def is_traced_too_often(self, shapes: tuple, call: ModelCall, is_new: bool) -> bool:
-        """Whether blocks are traced again and again for the same shapes; `is_new`: this call traced."""
-        if is_new:
-            self._patch_variants[shapes] += 1
-            self._variants_in_run[shapes] += 1
-            self._traced_in = weakref.ref(call)
-        elif self._traced_in() is not call:  # a later call of the model uses the code: it fits more than one step
-            self._patch_variants.pop(shapes, None)
-        too_many = self._patch_variants[shapes] > PATCH_VARIANTS or self._variants_in_run[shapes] > VARIANTS_IN_RUN
-        return is_new and too_many and self.failure is None
-
-    def give_up_tracing(self, shapes: tuple) -> None:
-        why = "it or its patch reads what differs in each block or step."
-        reason = f"compiled {self._variants_in_run[shapes]} times for the same shapes: {why}"
-        self.give_up(Failure(self.name, reason, "Other blocks, and runs without the patch, stay compiled."))
+    def count_traces(self, shapes: tuple) -> None:
+        """Called when a call with these shapes has traced."""
+        self._traces_in_run[shapes] += 1
+        if self._traces_in_run[shapes] > TRACES_IN_RUN and self.failure is None:
+            reason = (
+                f"traced {self._traces_in_run[shapes]} times for the same shapes: it reads what differs in each block or step."
+            )
+            self.give_up(Failure(self.name, reason, "Other blocks stay compiled."))
 
     def _compile(self) -> Callable:
         """torch.compile of a copy of the forward: each group and setting has its own limit, and frees its code."""

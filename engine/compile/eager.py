@@ -14,7 +14,7 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
 from ..forwards import TORCH_COMPILE
-from ..options.patches import changes_an_object
+from ..options.arguments import changes_an_object
 from .traced_graph import is_capturing
 
 # After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a
@@ -28,7 +28,7 @@ class Eager(enum.Enum):
     CONVOLUTIONS = enum.auto()  # `choose` has left out the block
     SMALL = enum.auto()  # compiling the block would save little
     FILLS_CACHE = enum.auto()  # an argument fills a cache, and each block would need a graph of its own
-    FAILED = enum.auto()  # the block, or its patches, could not be compiled
+    FAILED = enum.auto()  # the block could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
     TRACE_TIME = enum.auto()  # tracing has taken too long in this call of the model, or in this run
@@ -57,7 +57,6 @@ class Taken(NamedTuple):
 
 def why_eager(
     group: Any,
-    patched: Any,
     block: nn.Module,
     call: ModelCall,
     args: tuple,
@@ -65,23 +64,23 @@ def why_eager(
     shapes: tuple,
     effort: Effort | None,
 ) -> Eager | None:
-    """Why a call of `block` runs eager; None: it runs the code of `patched`, or is compiled.
+    """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
 
     Args:
-        group, patched: the `BlockGroup` (group.py imports this module) without and with the patches of the call.
+        group: the `BlockGroup` (group.py imports this module).
         effort: of the call of the model; None where all groups are worth a graph.
     """
-    if effort is not None and effort.is_too_small(group, block, args):
+    if effort is not None and effort.is_too_small(block, args):
         return Eager.SMALL
     if changes_an_object(args, kwargs):
         return Eager.FILLS_CACHE
-    if group.failure is not None or patched.failure is not None:
+    if group.failure is not None:
         return Eager.FAILED
-    if patched.has_run(shapes):
+    if group.has_run(shapes):
         return None
-    if patched.limit_reached and patched.settings.dynamic == "false":
+    if group.limit_reached and group.settings.dynamic == "false":
         return Eager.LIMIT
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):
         return Eager.CAPTURING
-    return Eager.TRACE_TIME if not call.may_trace and not patched.code.has_code else None
+    return Eager.TRACE_TIME if not call.may_trace and not group.code.has_code else None

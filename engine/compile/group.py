@@ -12,8 +12,9 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort
+from ..blocks.state import BlockState, sharing_classes
 from ..failures.describe import Failure
-from ..options.code import NamedFunctions
+from ..log import logger
 from ..options.filter import OptionsFilter
 from ..settings import CompileSettings
 from .call_shapes import in_usual_layout, shapes_of
@@ -30,33 +31,26 @@ class BlockGroup:
 
     Args:
         folder: name of its folder in the disk cache.
-        patches: names of the patches inside the blocks. Each combination has a group of its own, made by the group without
-            patches, so that what a patch costs or breaks ends with it.
-        named: the functions that the blocks' code names, as they were when the group was last found.
+        numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
-        _outside: the combinations of patches that are called outside of the graphs.
+        patched: why the last call, which had patches, could not be one graph where the user wants that.
     """
 
     class_name: str
     forward: Callable
     settings: CompileSettings
-    filter_options: OptionsFilter
     folder: str
-    patches: tuple[str, ...] = ()
-    patched: dict[tuple[str, ...], BlockGroup] = field(default_factory=dict)
-    named: NamedFunctions = field(init=False)
     numbers: dict[str, int] | None = None
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
-    _outside: set[tuple[str, ...]] = field(default_factory=set)
+    patched: Failure | None = None
     _seen: set[tuple] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         code = self.forward.__code__
         names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
         self._options_at = names.index("transformer_options") if "transformer_options" in names else None
-        name = f"{self.class_name} with {', '.join(self.patches)}" if self.patches else self.class_name
-        self.code = BlockCode(name, self.forward, self.settings, (self.folder, self.class_name), self.varying)
+        self.code = BlockCode(self.class_name, self.forward, self.settings, (self.folder, self.class_name), self.varying)
 
     @property
     def stats(self) -> CompileStats:
@@ -64,7 +58,7 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
-        return self.code.failure
+        return self.code.failure or self.patched
 
     @property
     def limit_reached(self) -> bool:
@@ -72,61 +66,55 @@ class BlockGroup:
 
     @property
     def is_being_compiled(self) -> bool:
-        return self.code.is_being_lowered or any(group.is_being_compiled for group in self.patched.values())
+        return self.code.is_being_lowered
 
-    def __call__(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, effort: Effort | None = None) -> object:
+    def __call__(
+        self, block: nn.Module, state: BlockState, call: ModelCall, args: tuple, kwargs: dict, effort: Effort | None = None
+    ) -> object:
         at = None
         all_options: Any = kwargs.get("transformer_options")
         if all_options is None and self._options_at is not None and len(args) >= self._options_at:
             at = self._options_at - 1
             all_options = args[at]
-        options: Any = all_options
-        patches: tuple[str, ...] = ()
-        if all_options:
-            options, patches = self.filter_options(all_options, self._outside)
-        group = self._for_patches(patches) if patches else self
+        options, patches = state.options(all_options) if all_options else (all_options, [])
+        self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
-        reason = why_eager(self, group, block, call, args, kwargs, shapes, effort)
+        reason = why_eager(self, block, call, args, kwargs, shapes, effort)
         if reason is not None:
             self.eager.add(reason)
             if reason is Eager.TRACE_TIME:
                 call.put_off_trace()
             if reason is not Eager.FAILED:
                 return self.forward(block, *args, **kwargs)
-            for code in (self.code, group.code):
-                code.raise_if_stopped()
-            with torch.profiler.record_function(f"uncompiled {group.code.name}"):  # for benchmark/step_profile.py
+            self.code.raise_if_stopped(self.failure)
+            with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return self.forward(block, *args, **kwargs)
-        with_options, traces = inputs, group.code.traces
+        with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])
         elif all_options:
             kwargs = {**kwargs, "transformer_options": options}
         try:
-            with channels_last.paused():
-                result = group._run(block, call, with_options, kwargs, shapes)
+            with channels_last.paused(), sharing_classes(state.shared):
+                result = self._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:
                 OptionsFilter.write_back(all_options, options)
-            counted = call.may_trace and (patches or (all_options and self.filter_options.is_whole))
-            if counted and group.code.is_traced_too_often(shapes, call, group.code.traces != traces):
-                if patches not in self._outside and self.filter_options.moves(all_options, patches):
-                    self._outside.add(patches)
-                    group.code.discard()
-                else:
-                    group.code.give_up_tracing(shapes)
+            if all_options and state.options.is_whole and self.code.traces != traces:
+                self.code.count_traces(shapes)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return channels_last.result_channels_last(result)
 
-    def _for_patches(self, patches: tuple[str, ...]) -> BlockGroup:
-        if patches not in self.patched:
-            group = BlockGroup(
-                self.class_name, self.forward, self.settings, self.filter_options, self.folder, patches, varying=self.varying
-            )
-            self.patched[patches] = group
-        return self.patched[patches]
+    def _check_patches(self, patches: list[str]) -> None:
+        """With `fullgraph` a patched call fails, other calls do not."""
+        before, self.patched = self.patched, None
+        if patches and self.settings.fullgraph:
+            reason = f"it has patches of other nodes ({', '.join(patches)}), which are called between two graphs."
+            self.patched = Failure(self.class_name, reason, "Set fullgraph to false, or remove the patch.")
+            if self.patched != before:
+                logger.warning("%s", self.patched.message())
 
     def has_run(self, shapes: tuple) -> bool:
         """Whether the code of now has run with inputs of these shapes."""

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import nn
 
-from ..blocks.state import BlockState, MethodsNow, sharing_classes
+from ..blocks.convolutions import kind_of
+from ..blocks.state import BlockState, sharing_classes
 from ..cache.structure import short_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..forwards import forward_of_class
 from ..log import logger
-from ..options.code import NamedFunctions
 from ..options.filter import OptionsFilter
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
@@ -39,6 +39,7 @@ class ModelCode:
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
+        bound: the blocks that run compiled in the call of now.
         packings: code that unpacks weights of its layers, shared by all models with weights packed so.
     """
 
@@ -52,6 +53,7 @@ class ModelCode:
         self.uncalled: Counter[str] | None = None
         self.not_looked_at: dict[str, str] = {}
         self.eager_calls = 0
+        self.bound: list[nn.Module] = []
         self.packings: frozenset[BlockCode] = frozenset()
         self.runs = 0
         self.traced = 0.0
@@ -62,14 +64,12 @@ class ModelCode:
         self._said_taken: set[Taken] = set()
         self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
+        self._filters: defaultdict[tuple, list[OptionsFilter]] = defaultdict(list)
 
     @property
     def groups(self) -> dict[tuple, BlockGroup]:
-        """All groups, those of blocks with patches included; the last part of a key is `settings_key()`."""
-        groups = dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
-        for key, group in list(groups.items()):
-            groups |= {(*key[:-1], patches, key[-1]): patched for patches, patched in list(group.patched.items())}
-        return groups
+        """All groups; the last part of a key is `settings_key()`."""
+        return dict(self._groups)  # at once: the sampler's thread adds to it while the page asks
 
     def look(self, module: nn.Module, look: Callable[[], Any], otherwise: Any) -> Any:
         """The result of `look`, which examines `module`; after an error `otherwise`, with which less is compiled."""
@@ -86,25 +86,39 @@ class ModelCode:
                 logger.warning("%s", self._not_looked_at_in_words(name), exc_info=True)
             return otherwise
 
-    def group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
-        """The group that runs `block`, or None; `now` is shared by all blocks of one call of the model."""
-        return self.look(block, functools.partial(self._group_of, block, settings, now), None)
+    def group_of(self, block: nn.Module, settings: CompileSettings) -> tuple[BlockGroup | None, BlockState | None]:
+        """The group that runs `block`, or None, and the state of the block; asked before each call of the block."""
+        return self.look(block, functools.partial(self._group_of, block, settings), (None, None))
 
-    def _group_of(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> BlockGroup | None:
+    def _group_of(self, block: nn.Module, settings: CompileSettings) -> tuple[BlockGroup | None, BlockState]:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
-        if state is None or not state.holds(block, now):
-            state = self._of_block[block] = BlockState(block, now, self._classes)
-        if not _is_current(state, settings_key, now):
+        if state is None or not state.holds(block):
+            state = self._of_block[block] = BlockState(block, self._classes)
+        if state.options is None or not state.options.is_current():
+            state.options = self._filter_for(block, state)
+        if settings_key not in state.groups:
             with sharing_classes(state.shared):
-                group = state.groups[settings_key] = self._find_group(block, state, settings)
-            now.current[group] = True
-        return state.groups[settings_key]
+                state.groups[settings_key] = self._find_group(block, state, settings)
+        return state.groups[settings_key], state
 
-    def is_as_it_ran(self, block: nn.Module, settings: CompileSettings, now: MethodsNow) -> bool:
-        """Whether `group_of` finds the group that it found before."""
+    def _filter_for(self, block: nn.Module, state: BlockState) -> OptionsFilter:
+        """Shared by blocks with the same code: to read it takes longer than to look at the block."""
+        known = self._filters[state.methods, state.forwards, state.callables]
+        for current in filter(OptionsFilter.is_current, known):
+            return current
+        known[MOST_FILTERS:] = []
+        known.insert(0, OptionsFilter(block))
+        return known[0]
+
+    def is_as_it_ran(self, block: nn.Module, settings: CompileSettings) -> bool:
+        """Whether `group_of` finds the group that it found before, or was never asked: the model did not call the block."""
         state = self._of_block.get(block)
-        return state is not None and state.holds(block, now) and _is_current(state, settings.settings_key(), now)
+        if state is None:
+            return True
+        if state.options is None or settings.settings_key() not in state.groups:
+            return False
+        return state.holds(block) and state.options.is_current()
 
     def state_of(self, block: nn.Module) -> BlockState | None:
         return self._of_block.get(block)
@@ -179,6 +193,7 @@ class ModelCode:
             state.groups.clear()
             self._groups.pop(key, None)
         self._over_limit.clear()
+        self._filters.clear()
         free_unused()
         for code in self._codes():
             code.reset_failure()
@@ -187,15 +202,12 @@ class ModelCode:
         forward = forward_of_class(type(block))
         if not isinstance(forward, types.FunctionType):
             return None
-        structure, named = structure_of(block), NamedFunctions(block)
-        key = (forward, structure, state.methods, state.forwards, state.hooked, named.key, settings.settings_key())
+        structure = structure_of(block)
+        key = (structure, state.methods, state.forwards, state.hooked, settings.settings_key())
         group = self._groups.get(key) or _groups.get(key)
         if group is None:
             name = type(block).__name__
-            group = BlockGroup(
-                name, forward, settings, OptionsFilter(block, not settings.fullgraph), short_name(name, structure)
-            )
-            group.named = named
+            group = BlockGroup(name, forward, settings, short_name(name, structure))
             kind = name, structure, settings.settings_key()
             if state.hooked:  # PyTorch sets no guards on hooks: compiled code would keep calling them, or never call them
                 reason = f"it has a forward hook on {', '.join(state.hooked)}."
@@ -204,7 +216,9 @@ class ModelCode:
                 return self._given_up(group, state, kind)
             self._new_groups[kind] += not state.hooked
             _groups[key] = group
-        group.named = named  # functions may be others of the same code
+            for other in self.bound:  # a trace must know in which numbers blocks differ
+                if kind_of(other) == kind_of(block):
+                    group.record_varying_ints(other)
         group.record_varying_ints(block)
         self._groups[key] = group
         self._forget_like(key)
@@ -214,7 +228,7 @@ class ModelCode:
     def _given_up(self, group: BlockGroup, state: BlockState, kind: tuple) -> BlockGroup:
         """A group that runs the block uncompiled for the rest of the run; the last one of its kind is in the report."""
         name, structure, settings_key = kind
-        key = (None, structure, name, settings_key)
+        key = (structure, name, settings_key)
         reason = f"its code, or that of its layers, was replaced more than {MOST_NEW} times in one run."
         failure = Failure(name, reason, "A node does so in each step; runs without that node stay compiled.")
         if self._groups.pop(key, None) is None:
@@ -225,10 +239,10 @@ class ModelCode:
 
     def _forget_like(self, key: tuple) -> None:
         """Forget the oldest groups that differ from the newest by replaced methods alone: some nodes replace them each run."""
-        _, structure, *_, settings_key = key
+        structure, *_, settings_key = key
         name = self._groups[key].class_name
         like = [
-            old for old, group in self._groups.items() if (group.class_name, old[1], old[-1]) == (name, structure, settings_key)
+            old for old, group in self._groups.items() if (group.class_name, old[0], old[-1]) == (name, structure, settings_key)
         ]
         if len(like) > MOST_LIKE:
             used = {id(group) for state in self._of_block.values() for group in state.groups.values()}
@@ -237,17 +251,10 @@ class ModelCode:
                     del self._groups[old]
 
 
-def _is_current(state: BlockState, settings_key: Hashable, now: MethodsNow) -> bool:
-    if settings_key not in state.groups:
-        return False
-    group = state.groups[settings_key]
-    if group not in now.current:
-        now.current[group] = group is None or group.named.are_current()
-    return now.current[group]
-
-
 # A workflow's branches switch between a few.
 MOST_LIKE = 8
+# A wrapper may exchange functions for the length of each call.
+MOST_FILTERS = 3
 # So many groups of blocks of one class and structure are made in a run at most; fewer than are kept, the usual ones among them.
 MOST_NEW = 6
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ..log import logger
+from ..options.outside import HOLDER
 from ..torch_compat import private
 from ..torch_settings import SharedScope, compile_scope
 from .call_shapes import static_heads
@@ -137,16 +138,23 @@ def _may_vary(value: Any) -> bool:
     return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
+# A break in a loop has Dynamo run the whole function uncompiled, unless its guess is that there is no loop; either guess gives
+# right code (torch/_dynamo/symbolic_convert.py). The host calls patches in loops, over lists of one or two.
+_maybe_has_backedge = private.maybe_has_backedge
+
+
+def _has_loop(self: Any) -> bool:
+    return not (monitor.calls and monitor.calls[-1].is_patched) and _maybe_has_backedge(self)
+
+
 # What is replaced or switched off while Dynamo traces. All of it belongs to the process; Dynamo traces on one thread at a time
 # (`compile_lock`). `get_funcname` tokenizes each source file that is traced, for a debug log: 0.7 of the first 2 s of Flux.
 # `profile_guard_manager` runs the guards of a new graph once more, for a debug log. The garbage collector takes 0.3 s to visit
 # what the host and its nodes have loaded.
+_REPLACED = "iter_contains", "get_funcname", "profile_guard_manager", "exit_of_sdpa_kernel", "maybe_has_backedge"
 tracing_scope = SharedScope(
     {
-        **{
-            name: private.switch(name)
-            for name in ("iter_contains", "get_funcname", "profile_guard_manager", "exit_of_sdpa_kernel")
-        },
+        **{name: private.switch(name) for name in _REPLACED},
         "gc": (gc.isenabled, lambda enabled: gc.enable() if enabled else gc.disable()),
     }
 )
@@ -155,6 +163,7 @@ TRACING = {
     "get_funcname": lambda *_: None,
     "profile_guard_manager": lambda *_: 0.0,
     "exit_of_sdpa_kernel": _exit_in_usual_order,
+    "maybe_has_backedge": _has_loop,
     "gc": False,
 }
 # How long another thread may keep a call waiting for PyTorch's lock: a reset takes milliseconds.
@@ -190,6 +199,12 @@ class CompileSession:
         self.started = False
         self.graphs = 0
         self.seconds = 0.0
+
+    @property
+    def is_patched(self) -> bool:
+        """Whether the block gets patches of other nodes."""
+        args, kwargs = self.arguments
+        return any(isinstance(value, dict) and HOLDER in value for value in (*args, *kwargs.values()))
 
     def start(self) -> None:
         self._began = time.perf_counter()  # first: PyTorch calls `end` whether or not the rest succeeds

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..blocks.state import MethodsNow
+from ..blocks.state import methods_of
 from ..compile.binding import is_ours
 from ..forwards import is_of_class
 from ..per_model import Same
@@ -75,7 +75,6 @@ class ModelState:
         self._checked, self.device = True, device
         addresses: list[object] = [device]
         functions: list[object] = []
-        methods = MethodsNow()
         copies: dict[tuple[str, str], torch.Tensor] = {}
         others, self._foreign = [], []
         for path, module in model.named_modules():
@@ -94,7 +93,7 @@ class ModelState:
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
                     addresses += _addresses(tensor)
             addresses += [Same(module), place]
-            functions += [methods[type(module)], *functions_of(module)]
+            functions += [*methods_of([type(module)]), *functions_of(module)]
             addresses += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
             if module._forward_hooks or module._forward_pre_hooks:
                 self.obstacle = "a layer has a forward hook"

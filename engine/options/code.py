@@ -1,10 +1,8 @@
-"""Find the code that modules run: of their methods, and of the functions that these name, in Python modules or on modules.
-
-Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options, so what was
-concluded from the code must be concluded again.
-"""
+"""Find the code that modules run: of their methods, and of the functions that these name, in Python modules or on modules."""
 
 import functools
+import itertools
+import operator
 import types
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -22,31 +20,32 @@ _MOVES_WEIGHTS = "comfy.memory_management"
 
 
 class NamedFunctions:
-    """The functions that the code of `network` names in Python modules, at one time; keeps none of them alive.
+    """The functions that code names in Python modules, at one time; keeps none of them alive.
 
-    What a `SharedScope` has put in the place of a function counts as that function.
+    Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options. What a
+    `SharedScope` has put in the place of a function counts as that function.
 
-    Attributes:
-        functions: by identity.
-        key: equal for the same code at another time, also for functions of the same code (a closure that a node makes anew).
+    Args:
+        codes: of `codes_of`.
     """
 
-    def __init__(self, network: nn.Module):
-        codes = codes_of(network, network.modules())
+    def __init__(self, codes: Mapping[types.CodeType, dict]):
         places: dict[int, tuple[dict, dict[str, None]]] = {}
         for code, module in codes.items():
             for entries, name, value in _named_by(code, module):
                 if callable(value):
                     places.setdefault(id(entries), (entries, {}))[1][name] = None
-        self._places = list(places.values())
+        self._places = [(e, operator.itemgetter(*names, next(iter(names)))) for e, names in places.values()]
         functions = [original(function) for function in self._now()]
         self._originals = self._last_seen = SameObjects(functions)
         self.functions = tuple(map(Same, functions))
-        self.key = frozenset(codes), tuple(map(_kind, functions))
 
     def are_current(self) -> bool:
         """Whether none was exchanged since."""
-        now = self._now()
+        try:
+            now = self._now()
+        except KeyError:  # a name is gone
+            return False
         if self._last_seen.are(now):
             return True
         if not self._originals.are(map(original, now)):
@@ -55,7 +54,7 @@ class NamedFunctions:
         return True
 
     def _now(self) -> list[object]:
-        return [entries.get(name) for entries, names in self._places for name in names]
+        return [*itertools.chain.from_iterable(get(entries) for entries, get in self._places)]
 
 
 def _named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, object]]:
@@ -71,15 +70,6 @@ def _named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, o
                     modules.append(vars(value))
             elif value is not None:
                 yield entries, name, value
-
-
-def _kind(function: object) -> object:
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function) if isinstance(function, types.MethodType) else function
-    if isinstance(function, types.FunctionType):
-        return function.__code__
-    return Same(function if isinstance(function, type | types.BuiltinFunctionType) else type(function))
 
 
 def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:

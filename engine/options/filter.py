@@ -1,30 +1,27 @@
-"""Remove from a block's `transformer_options` what changes on every call and what the block does not read.
+"""Remove from a block's `transformer_options` what changes on every call, and put patches where no graph reaches them.
 
 The host hands every block one dict in which it also keeps its own books: the current sigma, uuids of the conditions, the index
 of the block. Dynamo guards on what the traced code reads, and on every entry where code loops over the dict, as the host's
 `BasicTransformerBlock` does: a graph for each block and step. Hiding the dict from the guards (as core and other packs do)
-makes patches that are added later silently ineffective. Here entries are removed, under these rules:
+makes patches that are added later silently ineffective. So:
 
-1. Blocks of the host get what some code inside the block names: what it does not name it does not read.
-2. Blocks with code of other packs that may be given the dict get the host's own dict: such code may read anything.
-3. A patch inside a block gets what its code looks up (`options/patches.py`), or the host's own dict where that cannot be told.
-4. Objects in the place of attention of which that cannot be told, and functions in its place for which blocks would be traced
-   again and again, are called outside of the graphs (`options/outside.py`), with the host's own dict. Not so lists of patches:
-   the host calls them in loops, and Dynamo compiles no frame with a break in a loop.
+1. Patches and overrides are never traced. They are called outside of the graphs (`options/outside.py`), with the host's own
+   options, complete. Only the attention that this pack has chosen stays in the graph.
+2. Blocks of the host get what some code inside the block names: what it does not name it does not read.
+3. Blocks with code of other packs that may be given the dict get all that the host's dict holds: such code may read anything.
 """
 
 import dis
 import inspect
 import sys
 import types
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Mapping
 
 from torch import nn
 
 from ..forwards import forward_of_class, given_forward
-from .code import codes_of
-from .outside import HOLDER, call_outside
-from .patches import BY_NAME, OVERRIDE, keys_of_patch, may_hold_state
+from .code import NamedFunctions, codes_of
+from .outside import HOLDER, OVERRIDE, HostOptions
 
 PATCHES = ("patches", "patches_replace")
 # Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
@@ -41,41 +38,37 @@ _NOT_WRITTEN = BOOKKEEPING.union(PATCHES, {OVERRIDE, HOLDER})
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
 # The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
 UNET_ATTENTION = "comfy.ldm.modules.attention"
-# Patches that models call outside their blocks (ldm/*/model.py, openaimodel.py).
-AROUND_BLOCKS = frozenset(
-    {
-        "input_block_patch", "input_block_patch_after_skip", "middle_block_after_patch", "output_block_patch", "emb_patch",
-        "forward_timestep_embed_patch", "double_block", "single_block", "post_input", "noise_refiner",
-    }
-)  # fmt: skip
+# Names of arguments in which code is given the options.
+_BY_NAME = ("extra_options", "transformer_options")
 # The host, and libraries that it calls with tensors alone: no code of theirs reads options but by a literal key.
 _HOST = {"comfy", "comfy_extras", "comfy_kitchen", "torch", "torchvision", "einops", "sageattention", "flash_attn"}
 _NO_PACKS = _HOST.union(sys.stdlib_module_names)
 
 
-def keys_read(block: nn.Module) -> frozenset[str]:
+def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = None) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` may depend on.
 
     Code of the host depends on the keys that it names: in the methods of the block's class and of the classes below it, and in
     the functions that these name. BOOKKEEPING if code of another pack may get the options.
+
+    Args:
+        codes: the result of `codes_of` for all modules in the block.
     """
     for module in block.modules():
         replaced = given_forward(module) if module is not block else None
         for forward in (forward_of_class(type(module)), replaced):
             if forward is not None and not isinstance(forward, types.FunctionType | types.MethodType):
                 return BOOKKEEPING  # a callable of another kind, which may read anything
-    codes = {code: module.get("__name__", "") for code, module in codes_of(block, block.modules()).items()}
+    origins = {c: m.get("__name__", "") for c, m in (codes or codes_of(block, block.modules())).items()}
     beside_layers = codes_of(block, (module for module in block.modules() if module is block or not _is_layer(module)))
-    if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in codes.items()):
+    if any(_is_foreign(origin) and _may_read_options(code, code in beside_layers) for code, origin in origins.items()):
         return BOOKKEEPING
     return frozenset(
-        key for code, origin in codes.items() for key in _keys_in_code(code) if origin != UNET_ATTENTION or key not in POSITION
+        key
+        for code, origin in origins.items()
+        for key in _keys_in_code(code)
+        if origin != UNET_ATTENTION or key not in POSITION
     )
-
-
-def strings_in(block: nn.Module) -> frozenset[str]:
-    """All string literals in the code that `keys_read` looks at."""
-    return frozenset(c for code in codes_of(block, block.modules()) for c in code.co_consts if isinstance(c, str))
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -94,7 +87,7 @@ def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
     Args:
         in_rest: the options may also be in its `*args` or `**kwargs`: what uses these counts.
     """
-    names = set(BY_NAME)
+    names = set(_BY_NAME)
     if in_rest and code.co_name != "__init__":
         rest = bool(code.co_flags & inspect.CO_VARARGS) + bool(code.co_flags & inspect.CO_VARKEYWORDS)
         named = code.co_argcount + code.co_kwonlyargcount
@@ -120,65 +113,48 @@ def _keys_in_code(code: types.CodeType) -> set[str]:
 
 
 class OptionsFilter:
-    """Remove from `transformer_options` what a block class and the patches in it do not read.
+    """Hand a block the `transformer_options` of a call without what its code does not read, and with its patches wrapped.
 
-    `is_whole`: code of another pack may read the options, so that the block gets the host's own dict.
-
-    Args:
-        may_break: whether graphs may be broken to call patches outside of them.
+    `is_whole`: code of another pack may read the options, so that all of them are handed over.
     """
 
-    def __init__(self, block: nn.Module, may_break: bool = True):
-        read = keys_read(block)
+    def __init__(self, block: nn.Module):
+        codes = codes_of(block, block.modules())
+        self._named = NamedFunctions(codes)
+        read = keys_read(block, codes)
         self.is_whole = read == BOOKKEEPING
-        self.dropped = BOOKKEEPING - read
-        self.around = AROUND_BLOCKS - strings_in(block)
-        self.may_break = may_break and not self.is_whole
+        self._dropped = frozenset() if self.is_whole else BOOKKEEPING - read
+        self._strings = frozenset(c for code in codes for c in code.co_consts if isinstance(c, str))
 
-    def __call__(self, options: dict, outside: Container[tuple[str, ...]] = ()) -> tuple[dict, tuple[str, ...]]:
-        """The dict to hand to the block, and the names of the patches that run inside it.
+    def is_current(self) -> bool:
+        """Whether the functions are the same that the block's code named then."""
+        return self._named.are_current()
 
-        If code of another pack, or of a patch, cannot be analysed, the host's dict is returned unfiltered.
-
-        Args:
-            outside: combinations of patches of which those that may are called outside of the graphs.
-        """
-        patches = {name: value for name, value in (options.get("patches") or {}).items() if value and name not in self.around}
-        replacements = _replacements_for(options)
+    def __call__(self, options: dict) -> tuple[dict, list[str]]:
+        """The dict to hand to the block, and the names of the patches that run inside it."""
+        patches = self._inside(options.get("patches") or {})
+        replacements = self._inside(options.get("patches_replace") or {})
+        if not self.is_whole:
+            replacements = _only_here(replacements, options)
         override = options.get(OVERRIDE)
-        inside = [
-            (name, patch) for name, value in patches.items() for patch in (value if isinstance(value, list) else (value,))
-        ]
-        inside += [(name, patch) for name, entries in replacements.items() for patch in entries.values()]
-        if override is not None and not getattr(override, "reads_no_options", False):
-            inside.append((OVERRIDE, override))
-        names = tuple(dict.fromkeys(f"{name} {_name_of(patch)}" for name, patch in inside))
-        if self.is_whole:
-            return options, names
-        read: set[str] = set()
-        moved = []
-        for name, patch in inside:
-            keys = keys_of_patch(name, patch)
-            is_alone = self.may_break and name not in patches
-            if is_alone and (names in outside or (keys is None and may_hold_state(patch))):
-                moved.append(patch)
-            elif keys is None or keys.intersection(PATCHES):
-                return options, names
-            else:
-                read |= keys
-        dropped = self.dropped - read
+        if override is not None and getattr(override, "reads_no_options", False):  # ours: inductor/attention_kernels.py
+            override = None
+        if self.is_whole and not patches and not replacements and override is None:
+            return options, []
         # Present and empty is one state, absent another, and guards see the order: settle on one.
-        settled: dict = {"patches": patches, "patches_replace": replacements}
-        kept = settled | {k: v for k, v in options.items() if k not in dropped and k not in PATCHES}
-        if replacements:
-            _add_position(kept, options, dropped)
-        if moved:
-            call_outside(moved, kept, options)
-        return kept, names
+        kept: dict = {"patches": {}, "patches_replace": {}}
+        kept |= {k: v for k, v in options.items() if k not in self._dropped and k not in PATCHES}
+        if not patches and not replacements and override is None:
+            return kept, []
+        kept["patches_replace"] = replacements
+        if replacements and not self.is_whole:
+            _add_position(kept, options, self._dropped)
+        wrapped = HostOptions(options).put_into(kept, patches, override)
+        return kept, list(dict.fromkeys(f"{name} {_name_of(patch)}" for name, patch in wrapped))
 
-    def moves(self, options: dict, names: tuple[str, ...]) -> bool:
-        """Whether some patch of `options`, whose patches have these names, can be called outside of the graphs."""
-        return HOLDER in self(options, {names})[0]
+    def _inside(self, patches: Mapping) -> dict:
+        """The patches of the kinds that the block's code looks for: the others run around it."""
+        return {name: value for name, value in patches.items() if value and (self.is_whole or name in self._strings)}
 
     @staticmethod
     def write_back(original: dict, filtered: Mapping) -> None:
@@ -188,18 +164,12 @@ class OptionsFilter:
                 original[key] = value
 
 
-def _replacements_for(options: Mapping) -> dict[str, dict]:
-    """The replacements inside the block that `options` places, by kind; those of other blocks are not looked up by it."""
-    here = _place(options)
-    replacements = {}
-    for name, entries in (options.get("patches_replace") or {}).items():
-        if name == "dit":  # wraps the block from outside (ldm/*/model.py) and never reaches into it
-            continue
-        if here is not None and name in ("attn1", "attn2"):
-            entries = {k: v for k, v in entries.items() if not _is_place(k) or tuple(k[:2]) == here}
-        if entries:
-            replacements[name] = entries
-    return replacements
+def _only_here(replacements: Mapping, options: Mapping) -> dict[str, dict]:
+    """The replacements without those of other blocks than the one that `options` places: the block does not look them up."""
+    here, tables = _place(options), dict(replacements)
+    for name in () if here is None else ("attn1", "attn2"):
+        tables[name] = {k: v for k, v in tables.get(name, {}).items() if not _is_place(k) or k[:2] == here}
+    return {name: table for name, table in tables.items() if table}
 
 
 def _add_position(kept: dict, options: Mapping, dropped: frozenset[str]) -> None:
@@ -227,6 +197,6 @@ def _is_place(key: object) -> bool:
     return isinstance(key, tuple) and len(key) in (2, 3)
 
 
-def _name_of(patch: object) -> str:
+def _name_of(patch: Callable) -> str:
     named = patch if hasattr(patch, "__qualname__") else type(patch)
     return f"{getattr(named, '__module__', '?')}.{getattr(named, '__qualname__', '?')}"

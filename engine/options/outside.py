@@ -1,57 +1,65 @@
 """Call patches outside of the graphs of a block, with the host's own options.
 
-A patch that reads what differs in each block or step, or keeps state by them, would be traced into a graph for each. Dynamo
-breaks the graph at `OutsidePatch` instead: what is before and behind the patch stays compiled.
+A patch may read anything, change anything and keep state anywhere. Dynamo breaks the graph at a `Patch`: what is before and
+behind it stays compiled, in graphs that know nothing of it, and that all blocks, steps and patches share.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from .patches import OVERRIDE
-
+OVERRIDE = "optimized_attention_override"
 # Under this key a block's options hold their `HostOptions`, also in the copy that a UNet's block makes for its patches.
 HOLDER = "torch_compile_kit"
 _ABSENT = object()
 
 
-def call_outside(patches: Iterable[Callable], kept: dict, host: dict) -> None:
-    """Put an `OutsidePatch` in the place of each of `patches` in `kept`, what a block gets of the options `host`."""
-    holder = kept[HOLDER] = HostOptions(host, kept)
-    outer = {id(patch): OutsidePatch(patch, holder) for patch in patches}
-    kept["patches"] = {name: _exchanged(value, outer) for name, value in kept["patches"].items()}
-    tables = kept["patches_replace"]
-    kept["patches_replace"] = {name: {at: _exchanged(patch, outer) for at, patch in t.items()} for name, t in tables.items()}
-    if OVERRIDE in kept:
-        kept[OVERRIDE] = _exchanged(kept[OVERRIDE], outer)
-    holder.handed = {name: value for name, value in kept.items() if name != HOLDER}
-
-
-def _exchanged(value: Any, outer: dict[int, OutsidePatch]) -> Any:
-    return [_exchanged(one, outer) for one in value] if isinstance(value, list) else outer.get(id(value), value)
-
-
 class HostOptions:
-    """The host's options of one call of a block; `handed` is what the block gets of them, `kept`, as it was.
+    """The host's options of one call of a block; `_handed` is what the block gets of them, as it was.
 
-    Nothing refers to it but `kept`: options hold models and tensors of the call, which would stay until garbage is collected.
+    Nothing refers to it but what the block gets: options hold models and tensors of the call, which would stay until garbage is
+    collected.
     """
 
-    def __init__(self, host: dict, kept: dict):
-        self._host, self._kept = host, id(kept)
-        self.handed: dict = {}
+    def __init__(self, host: dict):
+        self._host = host
+        self._handed: dict = {}
+        self._id = 0
+
+    def put_into(self, kept: dict, patches: dict, override: Callable | None) -> list[tuple[str, Callable]]:
+        """Put `patches`, the replacements in `kept` and the override into `kept`, each in a `Patch`; returns all of them with
+        their names."""
+        wrapped: list[tuple[str, Callable]] = []
+
+        def wrap(name: str, value: Any) -> Any:
+            if isinstance(value, list | tuple):
+                return type(value)(wrap(name, one) for one in value)
+            if not callable(value):
+                return value
+            wrapped.append((name, value))
+            return Patch(value, self)
+
+        kept["patches"] = {name: wrap(name, value) for name, value in patches.items()}
+        tables = kept["patches_replace"]
+        kept["patches_replace"] = {name: {at: wrap(name, v) for at, v in table.items()} for name, table in tables.items()}
+        if override is not None:
+            kept[OVERRIDE] = wrap(OVERRIDE, override)
+        self._handed, self._id = dict(kept), id(kept)
+        kept[HOLDER] = self
+        return wrapped
 
     def whole(self, given: dict) -> dict:
         """What `given`, the options or the block's copy of them, would be without the filter."""
-        changed = {k: v for k, v in given.items() if k != HOLDER and self.handed.get(k, _ABSENT) is not v}
-        if id(given) == self._kept:
+        changed = {k: v for k, v in given.items() if k != HOLDER and self._handed.get(k, _ABSENT) is not v}
+        if id(given) == self._id:
             self._host.update(changed)
             return self._host
-        removed = self.handed.keys() - given.keys()
+        removed = self._handed.keys() - given.keys()
         return {**{k: v for k, v in self._host.items() if k not in removed}, **changed}
 
     def call(self, patch: Callable, args: tuple, kwargs: dict) -> object:
@@ -73,17 +81,29 @@ class HostOptions:
         return value if inner is None else {**value, "transformer_options": self._exchanged(inner, written)}
 
 
-class OutsidePatch:
-    """In place of a patch in the options of a block."""
+class Patch:
+    """In place of a patch in the options of a block; its attributes are the patch's."""
 
     def __init__(self, patch: Callable, options: HostOptions):
         self._patch, self._options = patch, weakref.ref(options)
 
+    @torch.compiler.disable(reason="patches are called outside of the graphs")
     def __call__(self, *args: object, **kwargs: object) -> object:
-        return _call(self, args, kwargs)
+        options = self._options()
+        try:
+            return self._patch(*args, **kwargs) if options is None else options.call(self._patch, args, kwargs)
+        except BaseException as error:
+            with suppress(Exception):
+                error.__dict__[_OF_A_PATCH] = True
+            raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_patch"], name)
 
 
-@torch.compiler.disable
-def _call(outside: OutsidePatch, args: tuple, kwargs: dict) -> object:
-    options = outside._options()
-    return outside._patch(*args, **kwargs) if options is None else options.call(outside._patch, args, kwargs)
+_OF_A_PATCH = "torch_compile_kit_patch"
+
+
+def is_of_a_patch(error: BaseException) -> bool:
+    """Whether a patch raised the error: it is no error of compiling."""
+    return _OF_A_PATCH in getattr(error, "__dict__", ())

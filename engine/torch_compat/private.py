@@ -102,6 +102,11 @@ NAMES = {
     "exit_of_sdpa_kernel": PrivateName(
         "torch._dynamo.variables.ctx_manager:SDPAKernelVariable.exit", "code with a chosen attention kernel is not cached"
     ),
+    "maybe_has_backedge": PrivateName(
+        "torch._dynamo.symbolic_convert:InstructionTranslatorBase.maybe_has_backedge",
+        "blocks with patches of other nodes are compiled in smaller parts",
+        lambda _translator: True,
+    ),
     "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", "the order of attention kernels may change", _nothing),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),

@@ -122,6 +122,8 @@ TORCH = {
     "torch._dynamo.variables.ctx_manager.SDPAKernelVariable.exit": replaced("self", "tx"),
     "torch.nn.attention._sdpa_kernel": called(1, "set_priority"),
     "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
+    # Whether it takes a break for one in a loop.
+    "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge": replaced("self"),
     "torch._dynamo.guards.profile_guard_manager": READ,
     "torch._dynamo.variables.VariableTracker.build": READ,
     "torch._dynamo.variables.BaseListVariable": READ,
@@ -331,7 +333,8 @@ FOREIGN = {
     "_cdata": Foreign("torch.UntypedStorage"),
     "_exit": Foreign("os"),
     "_fields": Foreign("collections"),
-    "_getframe": Foreign("sys"),
+    "_call_impl": Foreign("torch.nn.Module"),
+    "_wrapped_call_impl": Foreign("torch.nn.Module"),
 }
 # Strings of the pack's own that look like such an attribute.
-OWN_STRINGS = {"_repaired", "_linear", "_ATTENTION", "_parameters_", "_buffers_"}
+OWN_STRINGS = {"_repaired", "_linear", "_ATTENTION", "_parameters_", "_buffers_", "_global_forward"}

@@ -43,9 +43,9 @@ from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
 from ...forwards import exchanged
-from ...options.code import NamedFunctions
+from ...options.code import NamedFunctions, codes_of
 from ...options.filter import BOOKKEEPING, keys_read
-from ...options.patches import OVERRIDE, keys_of_patch
+from ...options.outside import OVERRIDE
 from ...per_model import PerModel, Same
 from ...torch_settings import modes, numerics
 from ..weights.dynamic_vram import AllPages, address_of
@@ -300,7 +300,7 @@ def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
     if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
         return "the model is patched"
     override = options.get(OVERRIDE)
-    if not (override is None or getattr(override, "reads_no_options", False) or keys_of_patch(OVERRIDE, override) is not None):
+    if not (override is None or getattr(override, "reads_no_options", False)):
         return "another node's attention may read the step"
     keys = state_of(network).read.keys
     if keys == BOOKKEEPING:
@@ -335,7 +335,11 @@ class Read:
     def look(self, network: nn.Module, functions: list | None) -> None:
         """Read the code again if a function was replaced. Must not be called while blocks are bound."""
         if functions != self.functions or self._named is None or not self._named.are_current():
-            self.functions, self.keys, self._named = functions, keys_read(network), NamedFunctions(network)
+            self.functions, self.keys, self._named = (
+                functions,
+                keys_read(network),
+                NamedFunctions(codes_of(network, network.modules())),
+            )
             self.named = self._named.functions
 
 

@@ -12,7 +12,7 @@ from ...cache.structure import name_of
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger
-from ...options.patches import OVERRIDE
+from ...options.outside import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
 

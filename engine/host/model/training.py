@@ -14,7 +14,6 @@ from torch import nn
 
 from ...background.model_call import ModelCall
 from ...blocks.convolutions import choose
-from ...blocks.state import MethodsNow, sharing_classes
 from ...compile.binding import blocks_of
 from ...compile.registry import ModelCode, code_of
 from ...compile.session import CompileStats, watching
@@ -72,19 +71,18 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
 
 def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: object, **kwargs: object) -> object:
     block: Any = reference()  # alive: `_run_trained` is called as the block's forward
-    group = None
+    group = state = None
     if trained.compiles and torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
-        group = trained.code.group_of(block, trained.settings, MethodsNow())
-    if group is None:
+        group, state = trained.code.group_of(block, trained.settings)
+    if group is None or state is None:
         return type(block).forward(block, *args, **kwargs)
     before = torch.get_num_threads()
     try:
         if before != trained.threads:
             torch.set_num_threads(trained.threads)
-        state = trained.code.state_of(block)
-        with watching, without_hosts_compiler(), sharing_classes(state.shared if state is not None else []):
+        with watching, without_hosts_compiler():
             inputs = tuple(map(_no_view, args)), {name: _no_view(value) for name, value in kwargs.items()}
-            return group(block, ModelCall(True, raise_if_interrupted), *inputs)
+            return group(block, state, ModelCall(True, raise_if_interrupted), *inputs)
     finally:
         if before != trained.threads:
             torch.set_num_threads(before)

@@ -19,7 +19,7 @@ from ...forwards import named_origin
 from ...inductor.attention_kernels import KERNELS, in_words
 from ...notices.report import given_in_words, groups_for
 from ...notices.words import say
-from ...options.patches import OVERRIDE
+from ...options.outside import OVERRIDE
 from ...settings import CompileSettings
 from ..model.attach import KEY, diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel

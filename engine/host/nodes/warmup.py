@@ -12,7 +12,6 @@ import comfy.controlnet
 import torch
 
 from ...blocks.convolutions import choose
-from ...blocks.state import MethodsNow
 from ...compile.binding import blocks_of
 from ...compile.registry import code_of
 from ...notices.recompile_log import warming, watch_of
@@ -137,8 +136,7 @@ class _Warmup:
 
     def _blocks_are_as_they_ran(self) -> bool:
         blocks = choose(blocks_of(self.model, self.settings), self.settings).compiled
-        now = MethodsNow()
-        return all(self.code.is_as_it_ran(block, self.settings, now) for block in blocks)
+        return all(self.code.is_as_it_ran(block, self.settings) for block in blocks)
 
     def _guards(self) -> set[Same]:
         """The guards of all compiled code that PyTorch holds for the model."""

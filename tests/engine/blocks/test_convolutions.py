@@ -149,10 +149,11 @@ def test_a_part_that_somebody_took_away_leaves_its_block_whole(engine):
     ("elements", "few"), [((100, 100), [False, False]), ((100, 30), [False, True]), ((30, 100), [False, False])]
 )
 def test_what_is_small_is_small_beside_the_largest_so_far(engine, elements, few):
-    block, groups, another = torch.nn.Linear(1, 1), [object(), object()], object()
-    effort = engine("blocks.convolutions").Effort(Counter(map(id, [*groups, another])))
+    kinds, another = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 2)], torch.nn.Linear(1, 3)
+    convolutions = engine("blocks.convolutions")
+    effort = convolutions.Effort(Counter(map(convolutions.kind_of, [*kinds, another])))
     for _ in range(2):  # what is decided stays, also when the call runs again
-        found = [effort.is_too_small(group, block, (None, torch.zeros(n))) for group, n in zip(groups, elements, strict=True)]
+        found = [effort.is_too_small(block, (None, torch.zeros(n))) for block, n in zip(kinds, elements, strict=True)]
         assert found == few
     assert list(effort.left_out.values()) == ["Linear"] * any(few)
-    assert not effort.is_too_small(another, block, ())  # without a tensor there is nothing to judge by
+    assert not effort.is_too_small(another, ())  # without a tensor there is nothing to judge by

@@ -205,8 +205,7 @@ def test_methods_that_a_node_replaces_again_and_again_leave_no_groups_behind(eng
         monkeypatch.setattr(Block, "helper", lambda self, _number=number: self, raising=False)
         monkeypatch.setattr(Block, "forward", lambda self, x, _number=number: x + _number)
         code.new_run()
-        now = engine("blocks.state").MethodsNow()
-        seen.append({code.group_of(block, settings, now) for block in net.blocks})
+        seen.append({code.group_of(block, settings)[0] for block in net.blocks})
     assert all(len(groups) == 1 for groups in seen), "shared by the blocks"
     assert len(code.groups) <= registry.MOST_LIKE and seen[-1] <= set(code.groups.values())
 

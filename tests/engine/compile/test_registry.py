@@ -1,7 +1,6 @@
 """What is kept of a model's compiled code, asked from other threads."""
 
 import gc
-import types
 import weakref
 
 import pytest
@@ -9,22 +8,6 @@ import torch
 from support import CompiledNet, Net
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
-
-
-def test_the_page_may_ask_while_the_sampler_adds_groups(engine):
-    code = engine("compile.registry").ModelCode()
-
-    class Adding:
-        """The sampler's thread has its turn in the middle of the question."""
-
-        @property
-        def patched(self):
-            code._groups[("more", len(code._groups))] = types.SimpleNamespace(patched={})
-            return {}
-
-    code._groups = {("one", 0): Adding(), ("two", 0): Adding()}
-    assert {("one", 0), ("two", 0)} <= set(code.groups)
-    assert len(code._groups) == 4
 
 
 def test_models_may_come_and_go_while_they_are_counted(engine):

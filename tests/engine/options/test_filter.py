@@ -87,6 +87,7 @@ def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_
     step = CompiledNet(engine, net)
     for patches in ({}, {"patches": {"attn1_patch": [lambda x: x * 2]}}, {"patches_replace": {"attn1": {1: lambda x: x * 3}}}):
         expected = net(x, transformer_options=dict(patches))
+        step.new_run()
         if mode == "at once":
             assert torch.equal(step.at_once(x, transformer_options=dict(patches)), expected)
         else:
@@ -97,16 +98,38 @@ def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_
     assert not step.failures
 
 
-def test_with_a_patch_the_block_sees_everything(engine):
+def test_patches_are_wrapped_and_named(engine):
+    """Of a pack's block, which gets all that the host's dict holds; without patches the dict itself."""
     options = {"sigmas": 1, "patches": {"attn1_patch": [print]}}
-    filtered, patched = engine("options.filter").OptionsFilter(Block())(options)
-    assert patched and filtered is options
+    options_filter = engine("options.filter").OptionsFilter(Block())
+    given, patched = options_filter(options)
+    assert patched == ["attn1_patch builtins.print"] and given["sigmas"] == 1
+    (patch,) = given["patches"]["attn1_patch"]
+    assert type(patch) is engine("options.outside").Patch and options["patches"] == {"attn1_patch": [print]}
+    plain = {"sigmas": 1, "patches": {"attn1_patch": []}}
+    assert options_filter(plain) == (plain, []) and options_filter(plain)[0] is plain
 
 
-def test_replacements_around_the_block_do_not_count(engine):
-    options = {"block_index": 1, "patches_replace": {"dit": {("double_block", 0): print}}}
-    _, patched = engine("options.filter").OptionsFilter(Block())(options)
-    assert not patched
+@pytest.mark.host
+def test_patches_and_place_as_a_block_of_the_host_gets_them(engine):
+    from comfy.ldm.modules.attention import BasicTransformerBlock
+
+    options = {
+        "block": ("input", 4),
+        "block_index": 3,
+        "sigmas": 1,
+        "patches": {"output_block_patch": [print], "attn1_output_patch": [print]},
+        "patches_replace": {"attn1": {("input", 4): len, ("input", 5): print}, "dit": {("double_block", 0): print}},
+    }
+    filtered = engine("options.filter").OptionsFilter(BasicTransformerBlock(8, 1, 8))
+    given, names = filtered(options)
+    assert names == ["attn1_output_patch builtins.print", "attn1 builtins.len"]
+    assert set(given) == {"patches", "patches_replace", "block", engine("options.outside").HOLDER}
+    assert list(given["patches"]) == ["attn1_output_patch"] and given["block"] == ("block", 0)
+    assert list(given["patches_replace"]) == ["attn1"] and list(given["patches_replace"]["attn1"]) == [("block", 0)]
+    options["patches"] = {"output_block_patch": [print]}
+    given, names = filtered({**options, "block": ("input", 7)})
+    assert not names and given == {"patches": {}, "patches_replace": {}}
 
 
 def test_what_a_block_leaves_for_others_goes_back(engine):

@@ -24,17 +24,22 @@ class Told:
 
 
 @pytest.fixture
-def block():
+def block(engine):
     """The options of a call as they are, what a block gets of them, and the patch in them."""
     patch = Told()
     host = {"block": ("input", 4), "sigmas": 3, "shared": 1, "optimized_attention_override": patch, "patches": {}}
-    kept = {"patches": {}, "patches_replace": {}, "block": ("block", 0), "shared": 1, "optimized_attention_override": patch}
-    return host, kept, patch
+
+    def put(**patches):
+        kept = {"patches": {}, "patches_replace": {}, "block": ("block", 0), "shared": 1}
+        engine("options.outside").HostOptions(host).put_into(kept, patches, patch)
+        return kept
+
+    return host, put, patch
 
 
 def test_it_gets_the_hosts_own_options(engine, block):
-    host, kept, patch = block
-    engine("options.outside").call_outside([patch], kept, host)
+    host, put, patch = block
+    kept = put()
     kept["of the block"] = 2
     got = kept["optimized_attention_override"](1, transformer_options=kept)
     assert got is host and patch.options["block"] == ("input", 4) and patch.options["sigmas"] == 3
@@ -46,13 +51,12 @@ def test_it_gets_the_hosts_own_options(engine, block):
 
 def test_what_options_hold_does_not_outlive_the_call(engine, block):
     """Without a collection of garbage, which comes late: they hold models and tensors."""
-    host, kept, patch = block
-    host["held"] = kept["held"] = Held()
-    kept["patches"] = {"attn1_output_patch": [patch]}
+    host, put, patch = block
+    host["held"] = Held()
     held = weakref.ref(host["held"])
     gc.disable()
     try:
-        engine("options.outside").call_outside([patch], kept, host)
+        kept = put(attn1_output_patch=[patch])
         outside = kept["patches"]["attn1_output_patch"][0]
         outside(1, transformer_options=kept)
         host.clear()
@@ -64,10 +68,10 @@ def test_what_options_hold_does_not_outlive_the_call(engine, block):
     assert outside(1, transformer_options={"of another call": 1})["written"] == "by a patch"
 
 
-def test_it_gets_a_copy_that_a_block_makes(engine, block):
+def test_it_gets_a_copy_that_a_block_makes(block):
     """The host's UNets: without the patches, with entries of their own (ldm/modules/attention.py)."""
-    host, kept, patch = block
-    engine("options.outside").call_outside([patch], kept, host)
+    _host, put, patch = block
+    kept = put()
     made = {k: v for k, v in kept.items() if not k.startswith("patches")} | {"n_heads": 8}
     kept["optimized_attention_override"](1, extra_options=made)
     assert patch.options == {
@@ -77,4 +81,36 @@ def test_it_gets_a_copy_that_a_block_makes(engine, block):
         "optimized_attention_override": patch,
         "n_heads": 8,
     }
-    assert made["written"] == "by a patch" and "written" not in host
+    assert made["written"] == "by a patch" and "written" not in made["optimized_attention_override"]._options()._host
+
+
+def test_it_gets_one_dict_of_arguments(block):
+    """Wan's blocks (ldm/wan/model.py)."""
+    host, put, _patch = block
+    kept, seen = put(), []
+    held = {"in": put(attn1_patch=[lambda arguments: seen.append(arguments) or 5])}
+    (outside,) = held["in"]["patches"]["attn1_patch"]
+    assert outside({"x": 1, "transformer_options": held["in"]}) == 5
+    assert seen == [{"x": 1, "transformer_options": host}] and kept
+
+
+def test_its_attributes_are_those_of_the_patch(block):
+    """A newer host asks an override for `container_function`."""
+    _host, put, patch = block
+    override = put()["optimized_attention_override"]
+    assert not hasattr(override, "container_function")
+    patch.container_function = print
+    assert override.container_function is print and callable(override)
+
+
+def test_an_error_of_a_patch_is_told_from_errors_of_compiling(engine, block):
+    _host, put, _patch = block
+
+    def fails(*_args):
+        raise ZeroDivisionError
+
+    (outside,) = put(attn1_patch=[fails])["patches"]["attn1_patch"]
+    with pytest.raises(ZeroDivisionError) as raised:
+        outside(1)
+    assert engine("options.outside").is_of_a_patch(raised.value)
+    assert not engine("options.outside").is_of_a_patch(ZeroDivisionError())

@@ -255,7 +255,7 @@ def test_a_packs_copy_of_a_unets_block_is_given_up_after_few_graphs(engine, tiny
         same(unet.run(compiled), expected)
         assert engine("background.thread").compiler.wait(120)
     (failure,) = unet.failures
-    assert "compiled 5 times for the same shapes: it or its patch reads what differs in each block or step" in failure
+    assert "traced 5 times for the same shapes: it reads what differs in each block or step" in failure
     assert len(blocks) == 11 and unet.graphs == 8, "five of one structure, and one for each of the three of the other"
 
 

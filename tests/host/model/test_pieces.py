@@ -43,7 +43,7 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("name, patch", first_and_others(IN_BLOCKS))
 def test_options_that_lose_what_is_in_them(runs, engine, monkeypatch, name, patch):
     empty = {"patches": {}, "patches_replace": {}}
-    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given, _outside: (empty, ()))
+    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given: (empty, []))
     with pytest.raises(Differs, match=WRONG):
         runs(name).check(patch)
 
@@ -51,18 +51,6 @@ def test_options_that_lose_what_is_in_them(runs, engine, monkeypatch, name, patc
 def hide_guards(monkeypatch):
     compile_, hidden = torch.compile, {"guard_filter_fn": lambda entries: [False] * len(entries)}
     monkeypatch.setattr(torch, "compile", lambda function, **chosen: compile_(function, **{**chosen, "options": {**hidden}}))
-
-
-def test_patches_of_one_name_without_guards(runs, monkeypatch):
-    """The names of the patches choose the code that runs; what tells two closures apart are the guards."""
-    hide_guards(monkeypatch)
-    first, second = (options.patched_with(options.closure_over(factor), "attn1_output_patch") for factor in (1.7, 0.4))
-    flux = runs("flux")
-    # Code for one size: in that for all, a number is an input as sizes are, and needs no guard.
-    monkeypatch.setattr(flux, "attach", functools.partial(flux.attach, dynamic="false"))
-    flux.check(first)
-    with pytest.raises(Differs, match=WRONG):
-        flux.check(second)
 
 
 READ = {
@@ -73,7 +61,7 @@ READ = {
 
 @pytest.mark.parametrize("name, patch, error", first_and_others(READ))
 def test_patches_that_are_not_told_what_they_read(runs, engine, monkeypatch, name, patch, error):
-    monkeypatch.setattr(engine("options.filter"), "keys_of_patch", lambda name, patch: frozenset())
+    monkeypatch.setattr(engine("options.outside").HostOptions, "whole", lambda self, given: given)
     with pytest.raises(error, match=WRONG if error is Differs else None):
         runs(name).check(patch)
 

@@ -51,9 +51,9 @@ def compiled_groups(engine, monkeypatch):
     own = registry.ModelCode.group_of
 
     def group_of(self, *args):
-        group = own(self, *args)
+        group, state = own(self, *args)
         found[id(group)] = group
-        return group
+        return group, state
 
     monkeypatch.setattr(registry.ModelCode, "group_of", group_of)
     return found

@@ -235,14 +235,15 @@ def test_lengths_of_a_negative_that_is_not_sampled_settle_nothing(warming):
         assert SKIPPED not in runs.warm((64, 64), **runs.prompts(*pair))
 
 
-def above_a_hundred_tokens(out, _options):
-    return out * 0.5 if out.shape[1] > 100 else out
-
-
 def test_a_length_that_needs_code_of_its_own_settles_nothing(warming):
     runs = warming(only_blocks="double_blocks.*")
+    layer = runs.patcher.model.diffusion_model.double_blocks[0].txt_attn.proj
+
+    def above_a_hundred_tokens(x):
+        return type(layer).forward(layer, x) * (0.5 if x.shape[1] > 100 else 1.0)
+
     model = runs.compiled.clone()
-    model.set_model_attn1_output_patch(above_a_hundred_tokens)
+    model.add_object_patch("diffusion_model.double_blocks.0.txt_attn.proj.forward", above_a_hundred_tokens)
     graphs = []
     for length in (30, 300, 31):
         assert SKIPPED not in runs.warm(patcher=model, **runs.prompts(length, 7))
