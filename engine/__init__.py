@@ -5,10 +5,11 @@ A model call, from the node's wrapper to the kernel:
 1. `BlockCompiler.__call__` (host/model/wrapper.py), an APPLY_MODEL wrapper, has network_calls.py choose how the call runs. If
    `graphed` (host/graphs/replay.py) knows the call, it replays a CUDA graph, and the walk ends here.
 2. `Binding.bound` (compile/binding.py) gives each block a `forward` of ours until the call ends.
-3. `_run_block`, that forward, puts weights in place (host/weights/) and calls the block's group.
-4. `BlockGroup.__call__` (compile/group.py) removes from `transformer_options` what neither block nor patch reads
-   (options/filter.py), and normalizes layouts; blocks with patches have a group of their own. `why_eager` (compile/eager.py)
-   says whether the block runs eager.
+3. `_run_block`, that forward, has `ModelCode.group_of` (compile/registry.py) look whether the block is what it was
+   (blocks/state.py), puts weights in place (host/weights/) and calls the block's group.
+4. `BlockGroup.__call__` (compile/group.py) removes from `transformer_options` what the block does not read, wraps patches so
+   that no graph reaches them (options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
+   whether the block runs eager.
 5. `BlockCode.call` (compile/compiled_code.py) calls `torch.compile` of a copy of the block's forward. If no graph fits, Dynamo
    traces one, in a `CompileSession` with settings of its own.
 6. `TracedGraph.__call__` (compile/traced_graph.py) runs the graph operator by operator, or waits, until its code is there; then
