@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..forwards import given_forward
+from ..ownership import given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .discovery import can_be_block, size_of

@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..errors import InvalidSetting
-from ..forwards import forward_of_class
+from ..ownership import forward_of_class
 
 # A list of fewer parameters than this share of the model is not worth a graph of its own.
 MINIMUM_SHARE = 0.002

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..forwards import callables_of, contents_of, given_forward, is_of_class
+from ..ownership import callables_of, contents_of, given_forward, is_of_class
 from ..per_model import Key, Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.

@@ -16,7 +16,7 @@ from ..background.model_call import ModelCall
 from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose, kind_of
 from ..blocks.discovery import BlockPlan, find_blocks, size_of, unwrapped
-from ..forwards import exchanged, given_forward, named_origin
+from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager

@@ -13,8 +13,8 @@ from torch import nn
 
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
-from ..forwards import TORCH_COMPILE
 from ..options.arguments import changes_an_object
+from ..ownership import TORCH_COMPILE
 from .traced_graph import is_capturing
 
 # After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a

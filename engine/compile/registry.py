@@ -14,9 +14,9 @@ from ..blocks.state import BlockState, sharing_classes
 from ..cache.structure import short_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
-from ..forwards import forward_of_class
 from ..log import logger
 from ..options.filter import OptionsFilter
+from ..ownership import forward_of_class
 from ..per_model import PerModel, Same
 from ..settings import CompileSettings
 from .compiled_code import BlockCode, free_unused

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..forwards import contents_of
+from ..ownership import contents_of
 from ..per_model import Same
 from ..torch_settings import original
 

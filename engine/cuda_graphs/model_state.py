@@ -9,7 +9,7 @@ from torch import nn
 
 from ..blocks.state import methods_of
 from ..compile.binding import is_ours
-from ..forwards import is_of_class
+from ..ownership import is_of_class
 from ..per_model import Same
 from .keys import OF_THE_HOST, HeldValues, value_key
 

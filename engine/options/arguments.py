@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from ..forwards import contents_of
+from ..ownership import contents_of
 
 # Functions among a block's arguments that close over an object which changes, such as a cache. Qwen-Image 2.1 passes each block
 # its attention as a closure; in the first step that closure puts keys and values of the text into a cache, under the block's

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..forwards import callables_of, contents_of, given_forward
+from ..ownership import callables_of, contents_of, given_forward
 from ..per_model import Same, SameObjects
 from ..torch_settings import original
 

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from ..forwards import forward_of_class, given_forward
+from ..ownership import forward_of_class, given_forward
 from .code import NamedFunctions, codes_of
 from .outside import HOLDER, OVERRIDE, HostOptions
 

@@ -42,10 +42,10 @@ from ...cuda_graphs.keys import NoKey, value_key
 from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
-from ...forwards import exchanged
 from ...options.code import NamedFunctions, codes_of
 from ...options.filter import BOOKKEEPING, keys_read
 from ...options.outside import OVERRIDE
+from ...ownership import exchanged
 from ...per_model import PerModel, Same
 from ...torch_settings import modes, numerics
 from ..weights.dynamic_vram import AllPages, address_of

@@ -17,7 +17,7 @@ from ...blocks.convolutions import choose
 from ...compile.binding import blocks_of
 from ...compile.registry import ModelCode, code_of
 from ...compile.session import CompileStats, watching
-from ...forwards import OwnForward
+from ...ownership import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler
 from .network_calls import raise_if_interrupted

@@ -15,11 +15,11 @@ from ...benchmark.step_profile import StepProfile
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
-from ...forwards import named_origin
 from ...inductor.attention_kernels import KERNELS, in_words
 from ...notices.report import given_in_words, groups_for
 from ...notices.words import say
 from ...options.outside import OVERRIDE
+from ...ownership import named_origin
 from ...settings import CompileSettings
 from ..model.attach import KEY, diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel

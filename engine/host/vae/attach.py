@@ -22,10 +22,10 @@ from torch import nn
 from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import in_one_line, never_swallowed
-from ...forwards import is_of_class
 from ...log import logger
 from ...notices.status import Line
 from ...notices.words import told
+from ...ownership import is_of_class
 from ...torch_compat import private
 from ..adapter import forbids_threads, set_callbacks
 from ..graphs.norm_kernels import kernels, norm_kernels

@@ -22,8 +22,8 @@ import torch
 from torch import nn
 
 from ...compile import compiled_code
-from ...forwards import exchanged
 from ...log import logger
+from ...ownership import exchanged
 from ...per_model import PerModel
 from ...settings import CompileSettings
 from ...torch_settings import SharedScope, attribute

@@ -68,7 +68,7 @@ def test_a_block_of_a_transformer_gets_none_either(engine, tiny):
 
 def test_our_own_forwards_read_nothing_more(engine, unet_block):
     """A model that a trainer, or the host for another GPU, has copied has them in its blocks; CUDA graphs ask for its keys."""
-    own_forward = engine("forwards").OwnForward
+    own_forward = engine("ownership").OwnForward
     for module in (unet_block, *unet_block.transformer_blocks):
         module.__dict__["forward"] = own_forward(type(module).forward, module)
     assert given_to(engine, unet_block) == FEWER

@@ -1,4 +1,4 @@
-"""Tell what a module runs: the `forward` in its `__dict__`, and what closures hold."""
+"""Tell whose code a module runs: the `forward` in its `__dict__`, and what closures hold."""
 
 import functools
 import sys
