@@ -1,18 +1,384 @@
-"""Tell whose code a module runs: the `forward` in its `__dict__`, and what closures hold."""
+"""Tell whose code runs: the host's, or that of another pack.
 
+A CUDA graph does again what code did once. It is known what ComfyUI's own code depends on. Of other code that cannot be told,
+as a closure, an object or a wrapper may keep anything anywhere. So no module of this pack looks into other code: what lies in
+a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`).
+
+`foreign_code` names the first foreign thing in a call of a network:
+
+1. in what the prompt hands to the model: patches, overrides, wrappers, callbacks (`foreign_in_options`);
+2. on the stack, between ComfyUI's sampler and the call: wrappers of any kind, samplers, guiders (`foreign_around`);
+3. in the network (`Survey`): classes, methods replaced in a class or on an object, hooks, attributes, and the functions that
+   the network's code names in Python modules.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
 import functools
+import os
 import sys
+import sysconfig
 import types
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
+
+from .per_model import Same
+from .torch_compat import private
+from .torch_settings import original
+
+# Packages beside ComfyUI whose code counts as the host's, and why.
+TRUSTED = {
+    "torch": "what others exchange in it is found where the network's code names it",
+    "torchvision": "functions of tensors",
+    "triton": "launches kernels",
+    "numpy": "functions of arrays",
+    "scipy": "functions of arrays",
+    "psutil": "tells how much memory is free",
+    "safetensors": "reads files",
+    "tqdm": "shows progress",
+    "einops": "functions of tensors",
+    "comfy_kitchen": "ComfyUI's kernels",
+    "comfy_aimdo": "ComfyUI's memory manager",
+    "sageattention": "kernels that ComfyUI calls with --use-sage-attention",
+    "sageattn3": "the same for Blackwell",
+    "flash_attn": "kernels that ComfyUI calls with --use-flash-attention",
+    "xformers": "kernels that ComfyUI calls where they are installed",
+}
+# Parts of packs' names, and why they count as the host's.
+TRUSTED_PACKS = {"gguf": "layers of ComfyUI-GGUF and its forks keep weights and LoRA on tensors, whose addresses are compared"}
+# File and name of the host's wrappers around the network inside which the network is as it is without them.
+TRUSTED_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper"): "decides around the network whether it is called"}
+_OURS = tuple(os.path.normcase(Path(__file__).parent.parent / room) + os.sep for room in ("engine", "nodes"))
+_LIBRARY = os.path.normcase(os.path.join(sysconfig.get_path("stdlib"), "os.py"))
+_INSTALLED = ("site-packages", "dist-packages")
+# Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
+# memory for their transfers.
+_OF_PAGES = frozenset(
+    {"weight_lowvram_function", "bias_lowvram_function", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
+)
+# Of these `repr` says all, also the sign of a zero, which `==` does not see.
+PLAIN = frozenset(
+    {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
+    | {torch.dtype, torch.device, torch.layout, torch.memory_format}
+)
+_CONTAINERS = dict | list | tuple | set | frozenset | collections.deque
+_HOLDERS = types.SimpleNamespace | argparse.Namespace
+_WRAPPERS: Mapping[type, tuple[str, ...]] = {
+    functools.partial: ("func", "args", "keywords"),
+    types.MethodType: ("__func__", "__self__"),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+    property: ("fget",),
+    functools.cached_property: ("func",),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools._lru_cache_wrapper: ("__wrapped__",),
+}
+# Of attributes that this pack sets on modules.
+_PREFIX = "torch_compile_kit"
+# How many names in code deep functions are followed.
+DEPTH = 4
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
+# Hooks that PyTorch calls for all modules.
+GLOBAL_HOOKS = [
+    table for name, table in vars(torch.nn.modules.module).items() if name.endswith("_hooks") and isinstance(table, dict)
+]
+_NOWHERE = "code without a module"
 
 
 class OwnForward(functools.partial):
     """A forward of ours that stays in a block; `given_forward` ignores it."""
+
+
+@functools.cache
+def pack_of_file(file: str) -> str | None:
+    """The pack that a file of code is from: its folder in custom_nodes, its package, or the file's name; None: the host's."""
+    path = os.path.normcase(os.path.abspath(file))
+    if path.startswith(_host_roots()) or os.path.dirname(path) == _comfy_folder():
+        return None
+    if path.startswith(os.path.dirname(_LIBRARY) + os.sep) and not any(f"{folder}{os.sep}" in path for folder in _INSTALLED):
+        return None
+    name = _name_in(file)
+    return None if any(part in name.lower() for part in TRUSTED_PACKS) else name
+
+
+def _name_in(file: str) -> str:
+    parts = Path(file).parts
+    for folder in ("custom_nodes", *_INSTALLED):
+        if folder in parts[:-1]:
+            return parts[len(parts) - parts[::-1].index(folder)]
+    return parts[-2] if parts[-1] == "__init__.py" and len(parts) > 1 else parts[-1]
+
+
+def _host_roots() -> tuple[str, ...]:
+    """Beginnings of paths; those of ComfyUI are comfy, comfy_extras and so on, not its other folders: a venv, custom_nodes."""
+    places = [place for name in TRUSTED for place in getattr(sys.modules.get(name), "__path__", ())]
+    comfy = _comfy_folder()
+    return (*_OURS, *(os.path.normcase(p) + os.sep for p in places), *((os.path.join(comfy, "comfy"),) if comfy else ()))
+
+
+def _comfy_folder() -> str | None:
+    place = next(iter(getattr(sys.modules.get("comfy"), "__path__", ())), None)
+    return None if place is None else os.path.normcase(os.path.dirname(os.path.abspath(place)))
+
+
+def _file_of_module(name: str) -> str:
+    """Where a Python module is from; of one that is nowhere, or was made by hand, its name."""
+    top = (name or _NOWHERE).partition(".")[0]
+    places = (getattr(sys.modules.get(module), "__file__", None) for module in (name, top) if module)
+    return next(filter(None, places), None) or (_LIBRARY if top in sys.stdlib_module_names else _torch_or(name or _NOWHERE))
+
+
+def _torch_or(name: str) -> str:
+    return torch.__file__ if name.partition(".")[0] in TRUSTED else name  # operators have modules without a file
+
+
+def file_of(value: Any) -> str:
+    """The file of a function's or class's code; of other objects that of their class."""
+    if isinstance(value, types.FunctionType):
+        return _file_of_code(value.__code__, value.__globals__)
+    if isinstance(value, types.BuiltinFunctionType):
+        return _file_of_module(value.__module__ or "builtins")
+    return _file_of_module((value if isinstance(value, type) else type(value)).__module__)
+
+
+def _file_of_code(code: types.CodeType, module: dict) -> str:
+    if not code.co_filename.startswith("<"):
+        return code.co_filename
+    name = module.get("__name__") or ""  # of code made by `exec`, as methods of dataclasses and named tuples are
+    return _LIBRARY if name.startswith("namedtuple_") else _file_of_module(name)
+
+
+def pack_of(value: Any) -> str | None:
+    """The pack that a function or class is from, or the class of another object; None: the host's."""
+    return pack_of_file(file_of(value))
+
+
+def is_ours(value: Any) -> bool:
+    """Whether code is this pack's: that of a function, of a partial's, or of an object's class."""
+    while isinstance(value, functools.partial):
+        value = value.func
+    return _is_our_file(file_of(value))
+
+
+@functools.cache
+def _is_our_file(file: str) -> bool:
+    return os.path.normcase(os.path.abspath(file)).startswith(_OURS)
+
+
+def foreign_code(network: nn.Module, options: Mapping) -> str | None:
+    """The pack of the first code in a call of `network` that is not the host's; None: all of it is.
+
+    Args:
+        options: the `transformer_options` of the call.
+    """
+    return foreign_in_options(options) or foreign_around() or survey_of(network).pack
+
+
+def survey_of(network: nn.Module) -> Survey:
+    """Also of the hooks that PyTorch calls for all modules."""
+    return Survey((*network.modules(), *GLOBAL_HOOKS))
+
+
+def foreign_in_options(options: Mapping) -> str | None:
+    """The first pack in what a prompt hands to the model (`transformer_options`, or a patcher's `model_options`).
+
+    Patches, an attention override and wrappers around the network run inside the network, keep state there, and are told the
+    step: of these the host's count as well.
+    """
+    inside = [
+        *_leaves((options.get("patches"), options.get("patches_replace"), options.get("optimized_attention_override"))),
+        *_leaves(options.get("wrappers", {}).get("diffusion_model")),
+    ]
+    for value in inside:
+        if not is_ours(value) and not _is_trusted_wrapper(value):
+            return Survey((value,), inside=False).pack or _name_of(value)
+    return Survey(_leaves(options), inside=False).pack
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested containers, but plain ones."""
+    if isinstance(value, Mapping):
+        value = [*value.values()]
+    if isinstance(value, list | tuple | set):
+        for item in value:
+            yield from _leaves(item)
+    elif type(value) not in PLAIN and not isinstance(value, torch.Tensor):
+        yield value
+
+
+def _is_trusted_wrapper(value: Any) -> bool:
+    code = getattr(value, "__code__", None)
+    return code is not None and pack_of(value) is None and (Path(code.co_filename).name, code.co_name) in TRUSTED_WRAPPERS
+
+
+def _name_of(value: Any) -> str:
+    """The file of code of the host."""
+    function = value
+    while isinstance(function, functools.partial | types.MethodType):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    return Path(file_of(function)).stem
+
+
+def foreign_around() -> str | None:
+    """The first pack with a function on the stack between ComfyUI's sampler and here."""
+    samplers, packs, found = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), [], None
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        pack = pack_of_file(_file_of_code(frame.f_code, frame.f_globals))
+        if pack is not None:
+            packs.append(pack)
+        elif found is None and packs and os.path.normcase(frame.f_code.co_filename) == samplers:
+            found = packs[0]
+        frame = frame.f_back
+    return found
+
+
+class Survey:
+    """One walk through what values consist of, hold and call; it ends at the first thing that is foreign.
+
+    Args:
+        roots: modules, functions, classes, other objects, and containers of them.
+        inside: look also into objects and classes, and at what code names; else only at what `roots` contain and close over.
+
+    Attributes:
+        pack: what is foreign, or None.
+        values: what code of the host depends on beside its arguments and weights: plain values that objects, classes and Python
+            modules hold, and addresses of tensors, in an order that is the same each time.
+        tensors: attributes that hold tensors, or may get some: (attributes of the owner, name).
+    """
+
+    def __init__(self, roots: Iterable[object], inside: bool = True):
+        self.pack: str | None = None
+        self.values: list[Hashable] = []
+        self.tensors: list[tuple[dict, str]] = []
+        self._inside, self._seen = inside, set[int]()
+        waiting = [(root, 0) for root in roots]
+        while waiting and self.pack is None:
+            waiting += self._look_at(*waiting.pop())
+
+    def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
+        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold."""
+        cls = type(value)
+        if cls in PLAIN:
+            self.values.append((cls, repr(value)))
+            return ()
+        if id(value) in self._seen:
+            return ()
+        self._seen.add(id(value))
+        if isinstance(value, _CONTAINERS):
+            items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
+            return [(cls, DEPTH + 1), *((item, depth) for item in items)]
+        if cls in _WRAPPERS:
+            return [(getattr(value, name, None), depth) for name in _WRAPPERS[cls]]
+        file = file_of(value)
+        self.pack = pack_of_file(file)
+        if self.pack is not None or _is_our_file(file):
+            return ()
+        if isinstance(value, torch.Tensor):
+            self.values.append(address_of(value))
+            return [(item, depth) for item in getattr(value, "__dict__", {}).values()]
+        if isinstance(value, types.FunctionType):
+            self.values.append(Same(value))
+            held = (*contents_of(value), value.__defaults__, value.__kwdefaults__, vars(value))
+            return [*((item, depth) for item in held), *(self._named(value, depth) if self._inside else ())]
+        if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or _is_comfys(cls))):
+            self.values.append(Same(value))
+            return [*self._attributes(value), (cls, depth)]
+        return self._members(value, depth) if self._inside and isinstance(value, type) else ()
+
+    def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
+        """What an object holds; sorted, as the host removes attributes of a layer and puts them back."""
+        entries = vars(owner)
+        for name in sorted(entries):
+            value = entries[name]
+            if name in _OF_EVERY_MODULE and isinstance(owner, nn.Module):
+                if name in ("_parameters", "_buffers"):
+                    yield from ((type(tensor), DEPTH) for tensor in value.values() if type(tensor) not in _PLAIN_TENSORS)
+                elif value and (name == "_modules" or name.endswith("_hooks")):
+                    yield value, 0
+            elif name not in _OF_PAGES and not name.startswith(_PREFIX):
+                is_cache = isinstance(value, dict) and not value
+                if is_cache or (isinstance(value, torch.Tensor | _CONTAINERS) and any(addresses_in(value))):
+                    self.tensors.append((entries, name))
+                yield value, 0
+
+    def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
+        """The methods of a class and of its bases, and values that a class of the host holds."""
+        is_comfys = _is_comfys(cls)
+        if depth > DEPTH or (depth and not is_comfys):
+            return
+        yield from ((base, depth) for base in cls.__mro__[1:])
+        for name, member in [*vars(cls).items()]:
+            is_method = isinstance(member, types.FunctionType) or type(member) in _WRAPPERS
+            if is_method or (is_comfys and not name.startswith("__")):
+                yield member, depth
+
+    def _named(self, function: types.FunctionType, depth: int) -> Iterator[tuple[object, int]]:
+        """What the code of a function of the host, or of a layer of PyTorch, names in Python modules."""
+        module = function.__globals__.get("__name__", "")
+        is_layers = module.startswith("torch.nn.modules.") and module != nn.Module.__module__ and not depth
+        if depth > DEPTH or not (is_layers or module.partition(".")[0] not in (*TRUSTED, *sys.stdlib_module_names)):
+            return
+        for code in _codes_in(function.__code__):
+            modules = [function.__globals__]
+            for entries in modules:
+                for name in code.co_names:
+                    value = entries.get(name)
+                    if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
+                        if not any(vars(value) is other for other in modules):
+                            modules.append(vars(value))
+                    elif type(value) in (bool, int, float, str):
+                        self.values.append((name, repr(value)))
+                    elif isinstance(value, types.FunctionType | type) or type(value) in _WRAPPERS:
+                        yield original(value), depth + 1
+                    elif value is not None:
+                        yield type(value), DEPTH + 1
+
+
+def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            yield from _codes_in(const)
+
+
+def _is_comfys(cls: type) -> bool:
+    return cls.__module__.startswith("comfy")
+
+
+def addresses_in(value: Any) -> Iterator[Hashable]:
+    """Those of the tensors in nested containers."""
+    if isinstance(value, torch.Tensor):
+        yield address_of(value)
+    elif isinstance(value, _CONTAINERS):
+        for item in [*value.values()] if isinstance(value, dict) else value:
+            yield from addresses_in(item)
+
+
+def address_of(tensor: Any) -> Hashable:
+    """What a CUDA graph keeps of a tensor: where its data is, or that of its parts if it is quantised, and the layout; the
+    number, if PyTorch passes that to kernels. Tensors of GGUF may also hold a LoRA."""
+    if type(tensor) not in _PLAIN_TENSORS:
+        if hasattr(tensor, "__tensor_flatten__"):
+            return tuple(address_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+        return Same(tensor), *map(_identity, vars(tensor).values())
+    with suppress(RuntimeError):  # it has no data: sparse, or made while tracing
+        number = repr(tensor.item()) if tensor.ndim == 0 and tensor.device.type == "cpu" else None
+        return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, number
+    return Same(tensor)
+
+
+def _identity(value: object) -> object:
+    return tuple(map(_identity, value)) if isinstance(value, list | tuple) else Same(value)
 
 
 def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
@@ -21,9 +387,6 @@ def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
     The host leaves such a method there when it takes back a patch (weight_adapter/bypass.py, object patches).
     """
     return getattr(value, "__self__", None) is module and value.__func__ is getattr(type(module), name, None)
-
-
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 def callables_of(module: nn.Module) -> list[tuple[str, object]]:
@@ -47,6 +410,14 @@ def given_forward(module: nn.Module) -> object | None:
     return None if ours else forward
 
 
+def is_compiled_elsewhere(module: object) -> bool:
+    """Whether another node compiles the module itself (`torch.compile`, `Module.compile`), or runs something else in its place
+    (ComfyUI_TensorRT)."""
+    if not isinstance(module, nn.Module):
+        return True
+    return isinstance(module, private.OptimizedModule) or module._compiled_call_impl is not None
+
+
 TORCH_COMPILE = "torch.compile"
 
 
@@ -58,10 +429,8 @@ def named_origin(function: Any) -> str:
         return TORCH_COMPILE
     function = getattr(function, "func", function)  # of functools.partial
     named = function if hasattr(function, "__qualname__") else type(function)
-    name, place = named.__qualname__.rpartition("<locals>.")[2], named.__module__ or "?"  # None: made by `exec`
-    parts = Path(getattr(sys.modules.get(place), "__file__", None) or place).parts
-    pack = parts[parts.index("custom_nodes") + 1] if "custom_nodes" in parts[:-1] else parts[-1]
-    return f"{name} ({pack})"
+    file = file_of(getattr(function, "__func__", function))
+    return f"{named.__qualname__.rpartition('<locals>.')[2]} ({_name_in(file)})"
 
 
 @contextmanager
