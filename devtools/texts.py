@@ -18,7 +18,15 @@ REPORT = "report.json"
 KEPT = ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "auto", "true")
 # Sentences that may be the same in any language: they hold nothing but other sentences.
 FRAMES = ("cure", "or", "details", "phase", "limit", "inEnglish", "cacheSaved")
-ROOMS = ("nodes", "engine/notices", "engine/host/nodes", "engine/host/vae", "engine/host/model", "engine/benchmark")
+ROOMS = (
+    "nodes",
+    "engine/notices",
+    "engine/host/nodes",
+    "engine/host/vae",
+    "engine/host/model",
+    "engine/host/graphs",
+    "engine/benchmark",
+)
 
 
 def keys_said(code, function="say"):

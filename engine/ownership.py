@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import types
 import uuid
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -37,20 +38,21 @@ from .torch_settings import original
 # Packages beside ComfyUI whose code counts as the host's, and why.
 TRUSTED = {
     "torch": "what others exchange in it is found where the network's code names it",
-    "torchvision": "functions of tensors",
     "triton": "launches kernels",
-    "numpy": "functions of arrays",
-    "scipy": "functions of arrays",
-    "psutil": "tells how much memory is free",
-    "safetensors": "reads files",
-    "tqdm": "shows progress",
-    "einops": "functions of tensors",
     "comfy_kitchen": "ComfyUI's kernels",
     "comfy_aimdo": "ComfyUI's memory manager",
     "sageattention": "kernels that ComfyUI calls with --use-sage-attention",
     "sageattn3": "the same for Blackwell",
     "flash_attn": "kernels that ComfyUI calls with --use-flash-attention",
     "xformers": "kernels that ComfyUI calls where they are installed",
+    **dict.fromkeys(
+        (
+            *("av", "cv2", "einops", "kornia", "numpy", "PIL", "psutil", "safetensors", "scipy", "sentencepiece", "spandrel"),
+            *("tokenizers", "torchaudio", "torchsde", "torchvision", "torch_directml", "torch_mlu", "torch_npu", "tqdm"),
+            *("transformers", "trimesh", "typing_extensions", "yaml"),
+        ),
+        "files of ComfyUI import it, so that code names it",
+    ),
 }
 # Parts of packs' names, and why they count as the host's.
 TRUSTED_PACKS = {"gguf": "layers of ComfyUI-GGUF and its forks keep weights and LoRA on tensors, whose addresses are compared"}
@@ -62,7 +64,7 @@ _INSTALLED = ("site-packages", "dist-packages")
 # Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
 # memory for their transfers.
 _OF_PAGES = frozenset(
-    {"weight_lowvram_function", "bias_lowvram_function", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
+    {"weight_lowvram_function", "bias_lowvram_function", "_v", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
 )
 # Of these `repr` says all, also the sign of a zero, which `==` does not see.
 PLAIN = frozenset(
@@ -79,7 +81,7 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     property: ("fget",),
     functools.cached_property: ("func",),
     functools.partialmethod: ("func", "args", "keywords"),
-    functools._lru_cache_wrapper: ("__wrapped__",),
+    type(functools.cache(len)): ("__wrapped__",),
 }
 # Of attributes that this pack sets on modules.
 _PREFIX = "torch_compile_kit"
@@ -120,9 +122,11 @@ def _name_in(file: str) -> str:
 
 def _host_roots() -> tuple[str, ...]:
     """Beginnings of paths; those of ComfyUI are comfy, comfy_extras and so on, not its other folders: a venv, custom_nodes."""
-    places = [place for name in TRUSTED for place in getattr(sys.modules.get(name), "__path__", ())]
+    modules = [module for name in TRUSTED if (module := sys.modules.get(name)) is not None]
+    folders = [os.path.join(folder, "") for module in modules for folder in getattr(module, "__path__", ())]
+    files = [file for module in modules if not hasattr(module, "__path__") and (file := getattr(module, "__file__", None))]
     comfy = _comfy_folder()
-    return (*_OURS, *(os.path.normcase(p) + os.sep for p in places), *((os.path.join(comfy, "comfy"),) if comfy else ()))
+    return (*_OURS, *map(os.path.normcase, folders + files), *((os.path.join(comfy, "comfy"),) if comfy else ()))
 
 
 def _comfy_folder() -> str | None:
@@ -184,8 +188,8 @@ def foreign_code(network: nn.Module, options: Mapping) -> str | None:
 
 
 def survey_of(network: nn.Module) -> Survey:
-    """Also of the hooks that PyTorch calls for all modules."""
-    return Survey((*network.modules(), *GLOBAL_HOOKS))
+    """Also of what PyTorch calls for all modules and tensors: hooks, modes, methods of tensors."""
+    return Survey((*network.modules(), *GLOBAL_HOOKS, torch.Tensor, *private.function_modes(), *private.dispatch_modes()))
 
 
 def foreign_in_options(options: Mapping) -> str | None:
@@ -196,11 +200,11 @@ def foreign_in_options(options: Mapping) -> str | None:
     """
     inside = [
         *_leaves((options.get("patches"), options.get("patches_replace"), options.get("optimized_attention_override"))),
-        *_leaves(options.get("wrappers", {}).get("diffusion_model")),
+        *_leaves((options.get("wrappers") or {}).get("diffusion_model")),
     ]
     for value in inside:
-        if not is_ours(value) and not _is_trusted_wrapper(value):
-            return Survey((value,), inside=False).pack or _name_of(value)
+        if not is_ours(value) and not is_trusted_wrapper(value):
+            return pack_or_file(value)
     return Survey(_leaves(options), inside=False).pack
 
 
@@ -215,13 +219,15 @@ def _leaves(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _is_trusted_wrapper(value: Any) -> bool:
+def is_trusted_wrapper(value: Any) -> bool:
     code = getattr(value, "__code__", None)
     return code is not None and pack_of(value) is None and (Path(code.co_filename).name, code.co_name) in TRUSTED_WRAPPERS
 
 
-def _name_of(value: Any) -> str:
-    """The file of code of the host."""
+def pack_or_file(value: Any) -> str:
+    """The pack that a function, or what it holds, is from; the file of code that is the host's."""
+    if pack := Survey((value,), inside=False).pack:
+        return pack
     function = value
     while isinstance(function, functools.partial | types.MethodType):
         function = function.func if isinstance(function, functools.partial) else function.__func__
@@ -253,13 +259,13 @@ class Survey:
         pack: what is foreign, or None.
         values: what code of the host depends on beside its arguments and weights: plain values that objects, classes and Python
             modules hold, and addresses of tensors, in an order that is the same each time.
-        tensors: attributes that hold tensors, or may get some: (attributes of the owner, name).
+        tensors: attributes that hold tensors, or may get some: (a function that returns the owner, name).
     """
 
     def __init__(self, roots: Iterable[object], inside: bool = True):
         self.pack: str | None = None
         self.values: list[Hashable] = []
-        self.tensors: list[tuple[dict, str]] = []
+        self.tensors: list[tuple[Callable[[], Any], str]] = []
         self._inside, self._seen = inside, set[int]()
         waiting = [(root, 0) for root in roots]
         while waiting and self.pack is None:
@@ -278,6 +284,8 @@ class Survey:
             items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             return [(cls, DEPTH + 1), *((item, depth) for item in items)]
         if cls in _WRAPPERS:
+            if cls is functools.partial and is_ours(value):
+                return ()
             return [(getattr(value, name, None), depth) for name in _WRAPPERS[cls]]
         file = file_of(value)
         self.pack = pack_of_file(file)
@@ -290,13 +298,13 @@ class Survey:
             self.values.append(Same(value))
             held = (*contents_of(value), value.__defaults__, value.__kwdefaults__, vars(value))
             return [*((item, depth) for item in held), *(self._named(value, depth) if self._inside else ())]
-        if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or _is_comfys(cls))):
+        if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or not _is_library(cls.__module__))):
             self.values.append(Same(value))
             return [*self._attributes(value), (cls, depth)]
         return self._members(value, depth) if self._inside and isinstance(value, type) else ()
 
     def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
-        """What an object holds; sorted, as the host removes attributes of a layer and puts them back."""
+        """What an object holds that does not repeat its class; sorted, as the host removes attributes and puts them back."""
         entries = vars(owner)
         for name in sorted(entries):
             value = entries[name]
@@ -305,28 +313,28 @@ class Survey:
                     yield from ((type(tensor), DEPTH) for tensor in value.values() if type(tensor) not in _PLAIN_TENSORS)
                 elif value and (name == "_modules" or name.endswith("_hooks")):
                     yield value, 0
-            elif name not in _OF_PAGES and not name.startswith(_PREFIX):
+            elif name not in _OF_PAGES and not name.startswith(_PREFIX) and getattr(type(owner), name, entries) is not value:
                 is_cache = isinstance(value, dict) and not value
                 if is_cache or (isinstance(value, torch.Tensor | _CONTAINERS) and any(addresses_in(value))):
-                    self.tensors.append((entries, name))
+                    self.tensors.append((_reference(owner), name))
                 yield value, 0
 
     def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
         """The methods of a class and of its bases, and values that a class of the host holds."""
-        is_comfys = _is_comfys(cls)
-        if depth > DEPTH or (depth and not is_comfys):
+        is_library = _is_library(cls.__module__)
+        if depth > DEPTH or (depth and is_library):
             return
         yield from ((base, depth) for base in cls.__mro__[1:])
         for name, member in [*vars(cls).items()]:
             is_method = isinstance(member, types.FunctionType) or type(member) in _WRAPPERS
-            if is_method or (is_comfys and not name.startswith("__")):
+            if is_method or not (is_library or name.startswith("__")):
                 yield member, depth
 
     def _named(self, function: types.FunctionType, depth: int) -> Iterator[tuple[object, int]]:
         """What the code of a function of the host, or of a layer of PyTorch, names in Python modules."""
         module = function.__globals__.get("__name__", "")
         is_layers = module.startswith("torch.nn.modules.") and module != nn.Module.__module__ and not depth
-        if depth > DEPTH or not (is_layers or module.partition(".")[0] not in (*TRUSTED, *sys.stdlib_module_names)):
+        if depth > DEPTH or (_is_library(module) and not is_layers):
             return
         for code in _codes_in(function.__code__):
             modules = [function.__globals__]
@@ -351,26 +359,35 @@ def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _codes_in(const)
 
 
-def _is_comfys(cls: type) -> bool:
-    return cls.__module__.startswith("comfy")
+def _reference(owner: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(owner)
+    except TypeError:  # a plain namespace
+        return lambda: owner
 
 
-def addresses_in(value: Any) -> Iterator[Hashable]:
-    """Those of the tensors in nested containers."""
+def _is_library(module: str) -> bool:
+    """Whether code from a module of the host's is Python's or a package's of TRUSTED: what it holds is not looked at."""
+    top = module.partition(".")[0]
+    return top in TRUSTED or top in sys.stdlib_module_names
+
+
+def addresses_in(value: Any, depth: int = 0) -> Iterator[Hashable]:
+    """Those of the tensors in containers, which may be nested to a depth of ten."""
     if isinstance(value, torch.Tensor):
         yield address_of(value)
-    elif isinstance(value, _CONTAINERS):
+    elif isinstance(value, _CONTAINERS) and depth < 10:
         for item in [*value.values()] if isinstance(value, dict) else value:
-            yield from addresses_in(item)
+            yield from addresses_in(item, depth + 1)
 
 
 def address_of(tensor: Any) -> Hashable:
     """What a CUDA graph keeps of a tensor: where its data is, or that of its parts if it is quantised, and the layout; the
     number, if PyTorch passes that to kernels. Tensors of GGUF may also hold a LoRA."""
-    if type(tensor) not in _PLAIN_TENSORS:
+    if type(tensor) not in _PLAIN_TENSORS or tensor.is_meta:
         if hasattr(tensor, "__tensor_flatten__"):
             return tuple(address_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-        return Same(tensor), *map(_identity, vars(tensor).values())
+        return Same(tensor), None if tensor.is_meta else tensor.data_ptr(), *map(_identity, vars(tensor).values())
     with suppress(RuntimeError):  # it has no data: sparse, or made while tracing
         number = repr(tensor.item()) if tensor.ndim == 0 and tensor.device.type == "cpu" else None
         return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device, number

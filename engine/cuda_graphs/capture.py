@@ -4,14 +4,15 @@ PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and c
 outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay needs no Python and
 launches no kernels one by one. Small models are bound by those; large ones gain little.
 
-1. `drop_if_stale` has `ModelState.look_at` note, once a sampling run, where the weights are and what the layers run; graphs of
-   a model that has changed are dropped.
+1. `drop_if_stale` has `ModelState.look_at` note, once a sampling run and after changes, where the weights are and what the
+   layers hold; graphs of a model that has changed are dropped. All code in a call is the host's (ownership.py).
 2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
    the call counts as none: that code has never run, and a capture can neither trace nor load kernels. Shapes of the result
    are noted.
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
    under the same lock. The graph is then replayed, which gives the result of this call.
-4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output.
+4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output. A check (`_checked`), after
+   a capture and in some runs, compares a replay with a plain call. The model gets no graphs any more if they differ.
 5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
    never replayed. A call that cannot be captured is remembered with the reason, and runs without.
 6. Out of memory drops all graphs and their pool. A call that failed in a capture in another way, or keeps memory that it has
@@ -286,6 +287,24 @@ def _kind(tensor: torch.Tensor) -> tuple:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
+# By so much of its norm a replay may differ from a plain call, in which cuBLAS and cuDNN may choose other kernels: TF32 has ten
+# bits; of smaller numbers four times the last bit.
+_ROUNDING = 4e-3
+
+
+def _differ(one: object, other: object) -> bool:
+    """Whether two results of a call differ by more than rounding."""
+    pairs = [[leaf for leaf in private.pytree.tree_flatten(r)[0] if isinstance(leaf, torch.Tensor)] for r in (one, other)]
+    if [_kind(tensor) for tensor in pairs[0]] != [_kind(tensor) for tensor in pairs[1]]:
+        return True
+    for a, b in zip(*pairs, strict=True):
+        limit = max(_ROUNDING, 4 * torch.finfo(b.dtype).eps) if b.is_floating_point() else 0.0
+        a, b = (torch.nan_to_num(t.float(), posinf=0.0, neginf=0.0) for t in (a, b))
+        if (a - b).norm() > limit * b.norm():
+            return True
+    return False
+
+
 # Keeps the weights in place; yields whether all are where the graphs expect them.
 Keep = Callable[[], AbstractContextManager[bool]]
 
@@ -300,6 +319,9 @@ class ModelGraphs:
         failures: why a call is not captured.
         _functions_of_failures: for failures that do not pass when the weights move, what the layers ran.
         plain_calls: calls without a graph since the last replay.
+        is_check_due: the next replay is to be compared with a plain call.
+        checks: how many were.
+        differences: how many replays differed.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -310,6 +332,9 @@ class ModelGraphs:
     plain_calls: int = 0
     captures: int = 0
     replays: int = 0
+    is_check_due: bool = False
+    checks: int = 0
+    differences: int = 0
     _pool: object = None
     _functions_of_failures: dict[Hashable, list | None] = field(default_factory=dict)
     _never_replayed: set[Hashable] = field(default_factory=set)
@@ -373,11 +398,13 @@ class ModelGraphs:
                         if are_held:
                             self._make_room()
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
+                            self.is_check_due = True
                         if key in self.graphs:
                             self._never_replayed.add(key)
                 if captured is not None:
                     try:
-                        return captured.replay(tensors)
+                        replayed = captured.replay(tensors)
+                        return self._checked(replayed, functools.partial(forward, *args, **kwargs, **fixed))
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
@@ -391,6 +418,27 @@ class ModelGraphs:
         if self.code == before or not ran_uncompiled():  # else there is code now that has never run
             _remember(self.seen, key, _without_data(result))
         return result
+
+    def _checked(self, replayed: object, run: Callable[[], object]) -> object:
+        """What was replayed; where a check is due, the result of the plain call `run` if that is another one."""
+        if not self.is_check_due:
+            return replayed
+        self.is_check_due, device = False, self.model.device
+        try:
+            # The replay has drawn the random numbers of this call.
+            with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
+                expected = run()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            return replayed
+        self.checks += 1
+        if not _differ(replayed, expected):
+            return replayed
+        self.differences += 1
+        self.drop()
+        logger.warning("a CUDA graph gave another result than the model itself: CUDA graphs are off for this model")
+        return expected
 
     def _drop_if_code_is_new(self, code: Hashable) -> None:
         if code != self.code:

@@ -1,23 +1,21 @@
-"""Tell whether the weights are where a CUDA graph expects them, and whether layers still run the same functions."""
+"""Tell whether a model is as it was when its CUDA graphs were captured."""
 
-import weakref
+from __future__ import annotations
+
+import itertools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
-from ..blocks.state import methods_of
-from ..compile.binding import is_ours
-from ..ownership import is_of_class
+from ..ownership import GLOBAL_HOOKS, address_of, addresses_in, is_ours, survey_of
 from ..per_model import Same
-from .keys import OF_THE_HOST, HeldValues, value_key
 
 # Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
 # and those of layers that it does not page, again for each run.
 SMALL = 2**20
-# Packages whose layers hold no state that a call changes.
-_KNOWN_PACKAGES = ("torch", "comfy")
 
 
 @dataclass
@@ -26,35 +24,21 @@ class ModelState:
 
     Args:
         obstacle: why layers forbid replays in this sampling run, or None.
-        functions: what the layers run in this sampling run.
+        foreign: the first pack whose code is in the network in this sampling run, or None.
+        functions: what the layers run.
     """
 
     device: torch.device | None = None
     obstacle: str | None = None
+    foreign: str | None = None
     functions: list | None = None
-    _checked: bool = False
-    _foreign: list[weakref.ref[nn.Module]] = field(default_factory=list)
-    _held: Hashable = None
-    _values: HeldValues = field(default_factory=HeldValues)
+    _glance: _Glance | None = None
     _known: list | None = None
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        """At the start of a sampling run: weights may have moved."""
-        self._checked = False
-        self.obstacle = self._held = None
-
-    def held(self) -> Hashable:
-        """A key of what layers hold beside weights; NoKey if changes of it cannot be seen.
-
-        Some nodes set the step on layers of theirs before each call (DyPE): an obstacle.
-        """
-        foreign = [module for reference in self._foreign if (module := reference()) is not None]
-        held = value_key([{k: v for k, v in vars(m).items() if not k.startswith("_") and k != "forward"} for m in foreign])
-        if self._held is not None and held != self._held:
-            self.obstacle = "a layer of another node changes from call to call"
-        self._held = held
-        return held, self._values.key()
+        """At the start of a sampling run, and at its end: weights may have moved. The glance refers to layers."""
+        self._glance = self.obstacle = self.foreign = None
 
     def forget(self) -> None:
         """Called when all graphs were dropped."""
@@ -64,25 +48,24 @@ class ModelState:
     def look_at(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
-        """Once a sampling run; `forget` is called if the model has changed.
+        """Before each call; all is looked at once a sampling run, and again where a glance shows a change.
 
         Args:
             places: gives where the host pages the weights of a layer, None for other layers. A host that pages weights
                 allocates small ones again for each run; they are copied to where the graphs expect them.
+            forget: called if the model has changed.
         """
-        if self._checked:
+        if self.foreign is not None or (self._glance is not None and self._glance.shows_no_change()):
             return
-        self._checked, self.device = True, device
-        addresses: list[object] = [device]
-        functions: list[object] = []
+        self.device, survey = device, survey_of(model)
+        self.foreign = survey.pack
+        if self.foreign is not None:  # graphs are for a later run without that code
+            return
+        now: list[Hashable] = [device, *survey.values]
         copies: dict[tuple[str, str], torch.Tensor] = {}
-        others, self._foreign = [], []
         for path, module in model.named_modules():
-            if not (module._parameters or module._buffers) and type(module).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
-                self._foreign.append(weakref.ref(module))
-            else:
-                others.append(module)
             place = places(module) if places is not None else None
+            now += [Same(module), place]
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is None or tensor.is_meta or place is not None:
@@ -91,28 +74,43 @@ class ModelState:
                         self.obstacle = self.obstacle or "a layer's weights are elsewhere"
                     if places is not None and tensor.nbytes <= SMALL and type(tensor) in (torch.Tensor, nn.Parameter):
                         tensor = copies[path, name] = _replaced(table, name, tensor, self._copies.get((path, name)))
-                    addresses += _addresses(tensor)
-            addresses += [Same(module), place]
-            functions += [*methods_of([type(module)]), *functions_of(module)]
-            addresses += [*module._forward_hooks, *module._forward_pre_hooks]  # the numbers of their handles
-            if module._forward_hooks or module._forward_pre_hooks:
-                self.obstacle = "a layer has a forward hook"
-        self.functions = functions
-        if not self._values.are_of(others):  # to list their values takes 20 times as long as to look at them
-            self._values = HeldValues(others)
-        now = addresses + functions
+                    now.append(address_of(tensor))
+        self.functions = [value for value in survey.values if isinstance(value, Same)]
         if self._known != now:
             forget()
             self._known, self._copies = now, copies
+        self._glance = _Glance(model, survey.tensors)
 
 
-def functions_of(module: nn.Module) -> list[tuple[str, Same, Same]]:
-    """What other nodes have put in the module's `__dict__` that can be called: (name, function, `self` of the method)."""
-    return [
-        (name, Same(getattr(value, "__func__", value)), Same(getattr(value, "__self__", None)))
-        for name, value in module.__dict__.items()
-        if callable(value) and name not in OF_THE_HOST and not is_ours(value) and not is_of_class(module, name, value)
-    ]
+class _Glance:
+    """What shows at little cost that a network may have changed: its modules and weights, how many attributes each module has,
+    hooks, methods of the network's own, and tensors beside weights."""
+
+    def __init__(self, model: nn.Module, tensors: list[tuple[Callable, str]]):
+        self._own, *self._entries = (vars(module) for module in model.modules())
+        kinds = "_modules", "_parameters", "_buffers"
+        tables = [entries[name] for entries in (self._own, *self._entries) for name in kinds]
+        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are none
+        names = "_forward_hooks", "_forward_pre_hooks"
+        self._hooks = [*(entries[name] for entries in (self._own, *self._entries) for name in names), *GLOBAL_HOOKS]
+        self._tensors = tensors
+        self._handles, self._count = RemovableHandle.next_id, sum(map(len, self._hooks))
+        self._seen = self._look()
+
+    def shows_no_change(self) -> bool:
+        return not self._are_hooks_new() and self._look() == self._seen
+
+    def _are_hooks_new(self) -> bool:
+        before, self._handles = self._handles, RemovableHandle.next_id  # of the last hook in this process
+        return before != self._handles and sum(map(len, self._hooks)) != self._count
+
+    def _look(self) -> list:
+        return [
+            *map(len, self._entries),
+            *map(id, itertools.chain.from_iterable(map(dict.values, self._tables))),
+            *(name for name, value in [*self._own.items()] if callable(value) and not is_ours(value)),
+            *(address for owner, name in self._tensors for address in addresses_in(getattr(owner(), name, None))),
+        ]
 
 
 def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor | None) -> torch.Tensor:
@@ -128,16 +126,3 @@ def _replaced(table: dict, name: str, tensor: torch.Tensor, copy: torch.Tensor |
 
 def _layout(tensor: torch.Tensor) -> tuple:
     return tensor.shape, tensor.stride(), tensor.dtype, tensor.device, tensor.is_inference()
-
-
-def _addresses(tensor: torch.Tensor) -> list[object]:
-    """The addresses of a tensor's data, or of its parts if it is quantised. Tensors of GGUF may also hold a LoRA."""
-    if type(tensor) in (torch.Tensor, nn.Parameter):
-        return [tensor.data_ptr()]
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor.data_ptr(), *map(_identity, vars(tensor).values())]
-    return [address for name in tensor.__tensor_flatten__()[0] for address in _addresses(getattr(tensor, name))]
-
-
-def _identity(value: object) -> object:
-    return tuple(map(_identity, value)) if isinstance(value, list | tuple) else Same(value)

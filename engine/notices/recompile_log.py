@@ -47,6 +47,7 @@ class Watch:
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
     left: bool = False  # another node compiles the model (host/model/wrapper.py)
+    foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
     put_off: int | None = None  # compiling begins with this prompt (host/model/payback.py)
     gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)

@@ -243,7 +243,9 @@ class Status(Line):
             put_off = watch_of(network).put_off
             return News() if put_off is None else News("unclear", told("putOff", put_off))
         state, steps = self._compared()
-        return News(state, told("readyBut", steps) if steps else told("ready"))
+        says = told("readyBut", steps) if steps else told("ready")
+        pack = watch_of(network).foreign
+        return News(state, says if pack is None else [says, told("graphsOff", pack)])
 
     def _compared(self) -> tuple[str, list]:
         """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these

@@ -57,6 +57,7 @@ _NO_REPLACEMENTS = "inductor does not fuse ComfyUI's own kernels"
 _ONE_PASS = "norms of long rows take two passes"
 _PROCESS_WIDE = "compiling in the background may change a setting under another node"
 _NO_GRAPHS = "models with such kernels get no CUDA graphs"
+_MODES = "CUDA graphs do not notice a mode that another node has entered"
 _SHARE = "compiling in the background slows sampling more"
 _CACHE = "the first compilation of a start takes some seconds longer"
 _SHARED = "compiled code is not shared between machines"
@@ -110,6 +111,8 @@ NAMES = {
     "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", "the order of attention kernels may change", _nothing),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
+    "function_modes": PrivateName("torch.overrides:_get_current_function_mode_stack", _MODES, list),
+    "dispatch_modes": PrivateName("torch.utils._python_dispatch:_get_current_dispatch_mode_stack", _MODES, list),
     # Modules of settings. A setting that is missing is not set.
     "dynamo_config": PrivateName("torch._dynamo.config"),
     "shape_config": PrivateName("torch.fx.experimental._config", _RECOMPILES),

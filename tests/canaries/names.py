@@ -163,6 +163,8 @@ TORCH = {
     "torch.fx.experimental.symbolic_shapes.DimDynamic.DYNAMIC": READ,
     "torch.fx.experimental.symbolic_shapes.ShapeEnv": called(),
     "torch.nn.attention._cur_sdpa_kernel_backends": called(),
+    "torch.overrides._get_current_function_mode_stack": called(),
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": called(),
     "torch.utils._sympy.numbers.int_oo": READ,
     # The rest.
     "torch.cuda._sleep": READ,

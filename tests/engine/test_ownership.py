@@ -143,6 +143,7 @@ FOREIGN = {
     "a static method": on_class(nn.LayerNorm, "made", staticmethod(foreign)),
     "a property": on_class(nn.LayerNorm, "made", property(foreign)),
     "a function that a layer names": on_class(nn.functional, "layer_norm", foreign),
+    "a method of tensors": on_class(torch.Tensor, "made", foreign),
     "a tensor's class": lambda net, _: setattr(net.blocks[1], "weight", nn.Parameter(torch.ones(4, 4).as_subclass(Mine))),
     "a tensor that is held": on_layer("mask", torch.ones(4).as_subclass(type("Mine", (torch.Tensor,), {}))),
 }
@@ -168,6 +169,16 @@ def test_a_hook_for_all_modules_is_foreign(engine):
         assert engine("ownership").survey_of(net()).pack == HERE
     finally:
         handle.remove()
+
+
+class Mode(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_mode_is_foreign(engine):
+    with Mode():
+        assert engine("ownership").survey_of(net()).pack == HERE
 
 
 def test_what_the_hosts_code_holds_is_told_by_value(engine):

@@ -3,17 +3,14 @@
 Life cycle of a call within `graphed`:
 
 1. `_run_inside` finds the function to capture: the network's forward, or `_forward` where a cache of steps wraps it.
-2. `_obstacle` and `value_key` decide whether the call can have a graph, and name the graph by all that the call depends on:
-   settings, options that the code reads, inputs, values on the modules. Without a key the call runs block by block.
+2. `_obstacle` says why the call can have no graph: code of another pack (ownership.py), options that the model reads at each
+   step. `value_key` names the graph by settings, options and inputs. Without a key the call runs block by block.
 3. `ModelGraphs.call` runs the call plainly, captures it, or replays it. A plain call or a capture binds the blocks
    (`run_bound`); a replay runs no Python of the model.
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
 
-Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when memory is short (`_pinned`), and when the host
-unloads the model (`watch_unloading`).
-
-Not seen: methods that another node replaces on an object that is an attribute of a layer, numbers that it sets in a Python
-module, and values on an object that its attention override names there. A graph captured before replays without them.
+Graphs go when weights or modules change (`ModelGraphs.drop_if_stale`), when a replay and a plain call differ
+(`ModelGraphs.check`), when memory is short (`_pinned`), and when the host unloads the model (`watch_unloading`).
 """
 
 from __future__ import annotations
@@ -21,10 +18,9 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import comfy.model_patcher
@@ -33,21 +29,21 @@ from torch import nn
 
 from ...blocks.channels_last import run_channels_last
 from ...blocks.convolutions import is_convolutional
-from ...compile.binding import Binding, is_ours, modules_at, plan_for
+from ...compile.binding import Binding, modules_at, plan_for
 from ...compile.call_shapes import copied_containers
 from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
-from ...cuda_graphs.model_state import functions_of
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
-from ...options.code import NamedFunctions, codes_of
+from ...notices.recompile_log import watch_of
+from ...notices.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
-from ...options.outside import OVERRIDE
-from ...ownership import exchanged
-from ...per_model import PerModel, Same
+from ...ownership import exchanged, foreign_around, foreign_code, foreign_in_options, is_ours, is_trusted_wrapper, pack_or_file
+from ...per_model import PerModel
 from ...torch_settings import modes, numerics
+from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
 from .policy import note
@@ -55,56 +51,57 @@ from .policy import note
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # Of consecutive calls that run without a CUDA graph, each of the first PLAIN_CALLS holds the worker for up to CALL_SECONDS.
 PLAIN_CALLS = 3
+# In one run of so many the first replay is compared with a plain call.
+RUNS_A_CHECK = 10
 # Entries that no code below `apply_model` can depend on but through the patcher's machinery.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
-# File and name of wrappers that change nothing of what the host runs inside them: no hook, no method, nothing set on a layer.
-_HARMLESS_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper")}
 
 
 @contextmanager
-def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: list[str]) -> Iterator[None]:
-    """A context in which calls of `network` are captured and replayed; `notes` gets the reason where a call cannot be."""
+def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None]:
+    """A context in which calls of the network are captured and replayed; `notes` gets the reason where a call cannot be."""
     watch_unloading()
-    # Also a method that the network's forward calls, replaced for the length of a call (TeaCache).
-    if not binding.plain or any(hasattr(type(network), name) for name, *_ in functions_of(network)):
-        note(notes, "CUDA graphs are off: weights move, or another node replaces parts of the model.")
+    network, device = loaded.network, loaded.device
+    if not binding.plain:
+        if state_of(network).told_in != code_of(network).runs:
+            state_of(network).told_in = code_of(network).runs
+            _say_off(network, foreign_code(network, {}), "weights move, or a block runs something else", notes)
         with binding.bound():
             yield
         return
-    graphs, state = graphs_of(network), state_of(network)
-    pages = state.pages
-
-    def look() -> bool:
-        graphs.drop_if_stale(network, device, address_of if pages else None)
-        state.read.look(network, graphs.model.functions)
-        return True
-
-    if not code_of(network).look(network, look, False):
-        graphs.model.obstacle = "the model cannot be looked at"
-    pinned = functools.partial(_pinned, state, graphs) if pages else lambda: nullcontext(True)
+    graphs, state, code = graphs_of(network), state_of(network), code_of(network)
+    model_options = getattr(getattr(loaded.model, "current_patcher", None), "model_options", {})
+    pinned = functools.partial(_pinned, state, graphs) if state.pages else lambda: nullcontext(True)
 
     def graphed_call(forward, args, kwargs, wrapped=False):
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
         options = fixed.get("transformer_options", {})
-        reason, key = _obstacle(network, options, wrapped), None
-        code, convolutional = code_of(network), has_convolutions(network)
+        convolutional = has_convolutions(network)
         generation = functools.partial(code.generation, convolutional and norm_kernels.ready)
         # Part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
-        if reason is None:
+
+        def look():
+            foreign = _foreign_beside(options, model_options, wrapped)
+            if foreign is None:
+                graphs.drop_if_stale(network, device, address_of if state.pages else None)
+                foreign = graphs.model.foreign
+            reason = _obstacle(network) if foreign is None else None
+            if foreign is not None or reason is not None:
+                return foreign, reason, None
             try:
-                held = graphs.model.held()
                 options_key, inputs_key = value_key(kept_options(network, options)), value_key((args, kwargs), inputs=True)
-                key = binding.settings, modes(), numerics(), fast, held, state.read.named, options_key, inputs_key
-                reason = graphs.model.obstacle
             except NoKey as error:
-                reason = f"the call depends on {error}, which may change unseen"
-        if reason:
-            note(notes, f"CUDA graphs are off: {reason}.")
+                return None, f"the call depends on {error}, which may change unseen", None
+            return None, None, (binding.settings, modes(), numerics(), fast, options_key, inputs_key)
+
+        foreign, reason, key = code.look(network, look, (None, "the model cannot be looked at", None))
+        if key is None:
+            _say_off(network, foreign, reason, notes)
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
-        if pages:
-            forward = functools.partial(_fetching, pages, forward)
+        if state.pages:
+            forward = functools.partial(_fetching, state.pages, forward)
             options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
 
         def run_bound(*args, **kwargs):
@@ -124,8 +121,9 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
     hosts_forward = network.forward
 
     def forward(*args, **kwargs):
-        bound = network.__dict__.get("forward")  # compiled, if the model is one block
-        return (bound if is_ours(bound) else hosts_forward)(*args, **kwargs)
+        bound: Any = network.__dict__.get("forward")  # compiled, if the model is one block
+        is_block = is_ours(bound) and bound.func is not _run_inside
+        return (bound if is_block else hosts_forward)(*args, **kwargs)
 
     calls = [graphed_call]
     try:
@@ -133,6 +131,23 @@ def graphed(network: nn.Module, binding: Binding, device: torch.device, notes: l
             yield
     finally:
         calls.clear()
+
+
+def _foreign_beside(options: Mapping, model_options: Mapping, wrapped: bool) -> str | None:
+    """The first pack whose code is in a call but not in the network; `wrapped`: the network's wrappers make the call."""
+    around = [] if wrapped else _wrappers(options)
+    return (
+        foreign_in_options(options)
+        or next(map(pack_or_file, around), None)
+        or foreign_in_options(model_options)
+        or foreign_around()
+    )
+
+
+def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: list[str]) -> None:
+    watch_of(network).foreign = pack
+    text = f"CUDA graphs are off: {reason}" if pack is None else in_words(told("graphsOff", pack), ENGLISH)
+    note(notes, f"{text}.")
 
 
 def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
@@ -144,7 +159,7 @@ def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *a
     (call,) = calls
     kind: Any = type(network)
     wrappers = _wrappers(kwargs.get("transformer_options") or {})
-    names = _inner_names(kind) if wrappers and all(map(_is_harmless, wrappers)) else None
+    names = _inner_names(kind) if wrappers and all(map(is_trusted_wrapper, wrappers)) else None
     if names is None:
         return call(forward, args, kwargs)
     inner = getattr(network, INNER)
@@ -170,14 +185,9 @@ def _inner_names(kind: Any) -> tuple[str, ...] | None:
     return tuple(p.name for p in parameters if p.kind is not p.VAR_KEYWORD)
 
 
-def _wrappers(options: dict) -> list[Any]:
+def _wrappers(options: Mapping) -> list[Any]:
     """Wrappers of other nodes around the model."""
     return [wrapper for some in options.get("wrappers", {}).get("diffusion_model", {}).values() for wrapper in some]
-
-
-def _is_harmless(wrapper: object) -> bool:
-    code = getattr(wrapper, "__code__", None)
-    return code is not None and (Path(code.co_filename).name, code.co_name) in _HARMLESS_WRAPPERS
 
 
 @contextmanager
@@ -279,6 +289,8 @@ def new_run(network: nn.Module) -> None:
     """A sampling run begins: the host has loaded the model, weights may have moved since the last run."""
     graphs = graphs_of(network)
     graphs.model.new_run()
+    graphs.is_check_due = code_of(network).runs % RUNS_A_CHECK == 0
+    watch_of(network).foreign = None
     if any(getattr(m, "weight_function", None) or getattr(m, "bias_function", None) for m in network.modules()):
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
@@ -293,54 +305,27 @@ def graphs_summary(network: nn.Module) -> list[str]:
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
 
-def _obstacle(network: nn.Module, options: dict, inside: bool) -> str | None:
-    """Why a replay might not do what a call does; `inside`: the model's wrappers make the call."""
-    if _wrappers(options) and not inside:
-        return "another node wraps the model"
-    if any(options.get("patches", {}).values()) or any(options.get("patches_replace", {}).values()):
-        return "the model is patched"
-    override = options.get(OVERRIDE)
-    if not (override is None or getattr(override, "reads_no_options", False)):
-        return "another node's attention may read the step"
-    keys = state_of(network).read.keys
-    if keys == BOOKKEEPING:
-        return "the model has code of another pack, which may read the step"
-    read = keys & {"sigmas", "sample_sigmas", "uuids"}
-    if read:
+def _obstacle(network: nn.Module) -> str | None:
+    """Why a replay might not do what a call does, of a network with no code of others."""
+    graphs, state = graphs_of(network), state_of(network)
+    if graphs.differences:
+        return "a replay gave another result than the model itself"
+    if state.functions != graphs.model.functions:
+        ours = network.__dict__.pop(INNER, None)  # of `_run_inside`
+        try:
+            state.functions, state.keys = graphs.model.functions, keys_read(network)
+        finally:
+            if ours is not None:
+                network.__dict__[INNER] = ours
+    if read := state.keys & {"sigmas", "sample_sigmas", "uuids"}:
         return f"the model reads {', '.join(sorted(read))}"
-    return graphs_of(network).model.obstacle
+    return graphs.model.obstacle
 
 
 def kept_options(network: nn.Module, options: dict) -> dict:
     """The options that a call depends on."""
-    ignored = _MACHINERY | (BOOKKEEPING - state_of(network).read.keys)
+    ignored = _MACHINERY | (BOOKKEEPING - state_of(network).keys)
     return {name: value for name, value in options.items() if name not in ignored}
-
-
-@dataclass
-class Read:
-    """What the code of a network depends on.
-
-    Args:
-        functions: whose code that is.
-        named: what the code names of Python modules. Other nodes exchange functions there (`comfy.ldm.flux.layers.attention`).
-        keys: the options that the code reads.
-    """
-
-    functions: list | None = None
-    named: tuple[Same, ...] = ()
-    keys: frozenset[str] = BOOKKEEPING
-    _named: NamedFunctions | None = None
-
-    def look(self, network: nn.Module, functions: list | None) -> None:
-        """Read the code again if a function was replaced. Must not be called while blocks are bound."""
-        if functions != self.functions or self._named is None or not self._named.are_current():
-            self.functions, self.keys, self._named = (
-                functions,
-                keys_read(network),
-                NamedFunctions(codes_of(network, network.modules())),
-            )
-            self.named = self._named.functions
 
 
 @dataclass
@@ -348,15 +333,20 @@ class NetworkState:
     """What is kept of a network beside its graphs.
 
     Args:
+        functions: what the layers ran when their code was read for `keys`.
+        keys: the options that the network's code reads.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         crowded: the paged weights do not all fit into memory.
+        told_in: the sampling run in which it was said that blocks are not as the host made them.
     """
 
     pages: AllPages
-    read: Read = field(default_factory=Read)
+    functions: list | None = None
+    keys: frozenset[str] = BOOKKEEPING
     missed_calls: int = 0
     crowded: bool = False
     channels_last_fails: bool = False
+    told_in: int = -1
 
 
 state_of = PerModel(lambda network: NetworkState(AllPages(network)))

@@ -13,6 +13,7 @@ from ...background.thread import compiler
 from ...compile.binding import Binding
 from ...compile.registry import code_of
 from ...compile.session import watching
+from ...cuda_graphs.capture import graphs_of
 from ...inductor.kitchen import products_as_operators
 from ...notices.recompile_log import is_warming
 from ...notices.status import Status
@@ -59,7 +60,7 @@ class NetworkCalls:
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
-                    scopes.enter_context(graphed(network, binding, loaded.device, self.notes))
+                    scopes.enter_context(graphed(loaded, binding, self.notes))
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
@@ -96,6 +97,7 @@ def end_run(base_model: nn.Module) -> None:
     """A sampling run of the patcher's model is over, also one that failed."""
     release_buffers()
     forget_weights(base_model)
+    graphs_of(getattr(base_model, "diffusion_model", base_model)).model.new_run()
 
 
 def raise_if_interrupted() -> None:

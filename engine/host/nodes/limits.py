@@ -16,10 +16,11 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
 from ...inductor.attention_kernels import KERNELS, in_words
+from ...notices.recompile_log import watch_of
 from ...notices.report import given_in_words, groups_for
 from ...notices.words import say
 from ...options.outside import OVERRIDE
-from ...ownership import named_origin
+from ...ownership import named_origin, pack_of
 from ...settings import CompileSettings
 from ..model.attach import KEY, diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel
@@ -93,8 +94,8 @@ class Cures:
         caches = self._wrappers(*_AROUND_MODEL)
         if times.skipped or any("cache" in name.lower() for name in caches):
             lines.append(say("limitStepCache", ", ".join(caches), times.skipped, times.steps))
-        if self._obstacles and (wrappers := self._wrappers(WrappersMP.DIFFUSION_MODEL)):
-            lines.append(say("limitWrapped", ", ".join(wrappers)))
+        if (pack := watch_of(self._network).foreign) is not None:
+            lines.append(say("limitWrapped", pack))
         _, misfits = preflight_here(self._patcher.load_device.type != "cpu")
         return lines + misfits
 
@@ -102,7 +103,7 @@ class Cures:
         override = self._patcher.model_options.get("transformer_options", {}).get(OVERRIDE)
         replaced = override or host_attention.optimized_attention
         chosen = chosen_kernel(self._network, self._settings.attention)
-        if override is not None or not str(getattr(replaced, "__module__", "")).startswith("comfy."):
+        if override is not None or pack_of(replaced) is not None:
             return say("limitAttentionNode", named_origin(replaced))
         if chosen in KERNELS:
             return say("limitAttentionOurs", in_words(chosen))

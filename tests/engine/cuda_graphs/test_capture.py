@@ -54,6 +54,7 @@ def test_a_capture_is_put_off_only_while_code_is_tried_on_its_own_device(graphs,
 
 def test_one_model_is_captured_at_a_time_on_whatever_gpu(graphs, engine, monkeypatch):
     kind, seen = engine("cuda_graphs.capture").ModelGraphs, []
+    monkeypatch.setattr(kind, "_checked", lambda _graphs, replayed, _run: replayed)  # of tensors without data
     other, capture, x = kind(), kind._capture, torch.ones(2, device="meta")
     other.model.device = x.device
 
@@ -136,7 +137,7 @@ def test_a_call_that_cannot_be_captured_is_not_tried_at_each_unloading(engine, m
     assert run() == 1
     net.weight = torch.nn.Parameter(net.weight.clone())
     assert run() == 1, "the weights have moved"
-    net.forward = lambda x: x
+    net.others = [torch.relu, torch.nn.functional.silu]
     assert run() == 2, "it runs other functions"
 
 
@@ -198,3 +199,53 @@ def test_what_is_remembered_of_calls_has_an_end(engine, graphs, monkeypatch):
     for key in range(60):
         call(graphs, key), call(graphs, key)
     assert len(graphs.seen) <= 20 and len(graphs.failures) <= 20 and len(graphs._never_replayed) <= module.MAX_GRAPHS
+
+
+RESULTS = {
+    "the same": (torch.ones(4), True),
+    "rounded": (torch.ones(4) * 1.003, True),
+    "another": (torch.ones(4) * 1.01, False),
+    "not finite": (torch.tensor([torch.inf, 1, 1, 1]), False),
+    "of another size": (torch.ones(5), False),
+    "in a tuple": ((torch.ones(4), 2), True),
+    "nothing where the other has nothing": (torch.zeros(4), True),
+}
+
+
+@pytest.mark.parametrize("replayed, is_right", RESULTS.values(), ids=RESULTS)
+def test_a_replay_is_compared_with_a_plain_call_after_its_capture(graphs, monkeypatch, replayed, is_right):
+    right = torch.zeros(4) if isinstance(replayed, torch.Tensor) and not replayed.any() else torch.ones(4)
+    expected = (right, 2) if isinstance(replayed, tuple) else right
+    monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: replayed)
+    calls = []
+
+    def call():
+        state = torch.random.get_rng_state()
+        result = graphs.call("key", lambda _x: (calls.append(torch.rand(1)), expected)[1], (torch.ones(2),), {}, {})
+        return result, torch.equal(state, torch.random.get_rng_state())
+
+    call()
+    result, draws_nothing = call()
+    assert draws_nothing, "numbers of the second call of the two are drawn beside the others"
+    assert result is (replayed if is_right else expected) and (graphs.checks, graphs.differences) == (1, not is_right)
+    assert len(calls) == 2
+    call()
+    assert len(calls) == (2 if is_right else 3), "only once; or it runs plainly"
+    if is_right:
+        graphs.is_check_due = True
+        call()
+        assert len(calls) == 3 and graphs.checks == 2
+
+
+def test_without_memory_for_a_check_the_replay_is_the_result(graphs, monkeypatch):
+    replayed, calls = torch.ones(2), []
+    monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: replayed)
+
+    def forward(x):
+        if calls:
+            raise torch.OutOfMemoryError("no room")
+        calls.append(1)
+        return x
+
+    graphs.call("key", forward, (replayed,), {}, {})
+    assert graphs.call("key", forward, (replayed,), {}, {}) is replayed and graphs.graphs and graphs.checks == 0

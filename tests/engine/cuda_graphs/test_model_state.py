@@ -1,17 +1,36 @@
 """What CUDA graphs know of a model."""
 
-import dataclasses
 import gc
+import types
 import weakref
 
 import pytest
 import torch
+from capturing import trust
 from support import Net
 from torch import nn
 
 
-def test_a_model_of_another_packs_class_is_freed(engine):
-    """Such classes are looked at in each call, the network's own if it has no weights beside its layers."""
+@pytest.fixture
+def looked_at(engine, monkeypatch):
+    """A network of the host's, and a function: whether graphs go when the network is looked at, in a new run or in the same."""
+    trust(engine, monkeypatch, "support.py", "test_model_state.py")
+    state, net, dropped = engine("cuda_graphs.model_state").ModelState(), Net().eval(), []
+    net.entry.scales, net.entry.params, net.entry.mask = {"a": 1.0}, types.SimpleNamespace(theta=1.0), torch.zeros(3)
+
+    def drops(is_new_run=True):
+        if is_new_run:
+            state.new_run()
+        state.look_at(net, torch.device("cpu"), None, lambda: dropped.append(1))
+        found = bool(dropped)
+        dropped.clear()
+        return found
+
+    assert drops() and not drops() and not drops(False)
+    return net, drops, state
+
+
+def test_a_model_is_freed(engine):
     graphs_of = engine("cuda_graphs.capture").graphs_of
     net = Net()
     graphs_of(net).drop_if_stale(net, torch.device("cpu"))
@@ -21,64 +40,88 @@ def test_a_model_of_another_packs_class_is_freed(engine):
     assert gone() is None
 
 
-@dataclasses.dataclass
-class Params:
-    theta: float = 1.0
-    names: tuple = ("a",)
-    axes: list = dataclasses.field(default_factory=lambda: [1, 2])
-
-
-class Holding(nn.Linear):
-    """A layer of another pack, with weights, and what its node sets on it."""
-
-    def __init__(self, *sizes):
-        super().__init__(*sizes)
-        self.strength, self.mode, self.params, self._calls = 1.0, None, Params(), 0
-        self.scales, self.unkeyable = {"a": 1.0}, [object()]
-
-
-CHANGES = {
-    "a number": lambda layer: setattr(layer, "strength", 0.2),
-    "another type": lambda layer: setattr(layer, "strength", 1),
-    "the sign of a zero": lambda layer: setattr(layer, "strength", -0.0),
-    "nothing becomes a text": lambda layer: setattr(layer, "mode", "on"),
-    "nothing becomes a tensor": lambda layer: setattr(layer, "mode", torch.zeros(1)),
-    "a number of a dataclass": lambda layer: setattr(layer.params, "theta", 2.0),
-    "a tuple of a dataclass": lambda layer: setattr(layer.params, "names", ("a", "b")),
-    "a list of a dataclass, in place": lambda layer: layer.params.axes.append(3),
-    "a dict, in place": lambda layer: layer.scales.update(a=2.0),
-    "another attribute": lambda layer: setattr(layer, "added", True),
-    "one less": lambda layer: delattr(layer, "mode"),
-    "what PyTorch keeps": lambda layer: layer.train(),
+BETWEEN_RUNS = {
+    "a number": lambda net: setattr(net.entry, "strength", 0.2),
+    "a private one": lambda net: setattr(net.entry, "_strength", 0.2),
+    "a number of an object": lambda net: setattr(net.entry.params, "theta", 2.0),
+    "another object": lambda net: setattr(net.entry, "params", types.SimpleNamespace(theta=1.0)),
+    "a dict, in place": lambda net: net.entry.scales.update(a=2.0),
+    "a weight elsewhere": lambda net: setattr(net.entry, "weight", nn.Parameter(net.entry.weight.clone())),
+    "another layer": lambda net: setattr(net, "entry", nn.Linear(8, 8)),
+    "a number of a class": lambda net: setattr(type(net), "factor", getattr(type(net), "factor", 0) + 1),
+}
+BETWEEN_CALLS = {
+    "another tensor": lambda net: setattr(net.entry, "mask", torch.zeros(3)),
+    "a tensor in a cache": lambda net: net.entry.cache.update(k=torch.zeros(1)),
+    "an attribute more": lambda net: setattr(net.entry, "added", True),
+    "another weight": lambda net: setattr(net.entry, "weight", nn.Parameter(net.entry.weight.clone())),
+    "a layer more": lambda net: net.blocks.append(nn.Linear(8, 8)),
 }
 
 
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_graph_depends_on_plain_values_that_a_layer_holds(engine, change):
-    net = Net().eval()
-    net.entry = layer = Holding(8, 8).eval()
-    state = engine("cuda_graphs.model_state").ModelState()
-    state.look_at(net, torch.device("cpu"), None, lambda: None)
-    if "zero" in next(name for name, value in CHANGES.items() if value is change):
-        layer.strength = 0.0
-    before, initial = state.held(), dict(vars(layer), params=Params(), scales={"a": 1.0})
-    assert state.held() == before and hash(state.held()) == hash(before)
-    layer._calls, layer.unkeyable = 1, [object()]
-    assert state.held() == before, "what is private, or cannot be compared, does not count"
-    change(layer)
-    assert state.held() != before
-    vars(layer).clear()
-    vars(layer).update(initial)
-    state.new_run()
-    state.look_at(net, torch.device("cpu"), None, lambda: None)
-    assert state.held() == before and hash(state.held()) == hash(before)
+@pytest.mark.parametrize("change", [*BETWEEN_RUNS.values(), *BETWEEN_CALLS.values()], ids=[*BETWEEN_RUNS, *BETWEEN_CALLS])
+def test_graphs_go_when_the_model_has_changed_between_two_runs(looked_at, change, monkeypatch):
+    net, drops, _ = looked_at
+    net.entry.cache = {}
+    drops()
+    kept = net.entry, net.entry.weight, net.entry.mask, net.entry.params  # else another may get the same address
+    monkeypatch.setattr(type(net), "factor", 0, raising=False)
+    drops()
+    change(net)
+    assert kept and drops() and not drops()
 
 
-def test_values_that_are_set_anew_in_each_call_cost_no_new_key(engine):
-    net = Net()
-    net.entry = layer = Holding(8, 8)
-    state = engine("cuda_graphs.model_state").ModelState()
-    state.look_at(net, torch.device("cpu"), None, lambda: None)
-    _, before = state.held()
-    layer.strength, layer.params.theta = float("1"), float("1")
-    assert state.held()[1] is before
+@pytest.mark.parametrize("change", BETWEEN_CALLS.values(), ids=BETWEEN_CALLS)
+def test_and_between_two_calls(looked_at, change):
+    net, drops, _ = looked_at
+    net.entry.cache, kept = {}, (net.entry.mask, net.entry.weight)
+    drops()
+    change(net)
+    assert kept and drops(False) and not drops(False)
+
+
+FOREIGN = {
+    "a hook": lambda net, function: net.blocks[0].register_forward_hook(function),
+    "a hook before": lambda net, function: net.blocks[0].register_forward_pre_hook(function),
+    "a hook for all": lambda _net, function: nn.modules.module.register_module_forward_hook(function),
+    "a forward": lambda net, function: setattr(net.entry, "forward", function),
+    "a method": lambda net, function: setattr(net, "method", function),
+}
+
+
+@pytest.mark.parametrize("put", FOREIGN.values(), ids=FOREIGN)
+def test_code_of_another_pack_that_comes_between_two_calls(looked_at, put):
+    net, drops, state = looked_at
+    code = compile("def function(*_args): pass", "/x/custom_nodes/a_pack/nodes.py", "exec")
+    names: dict = {}
+    exec(code, names)  # noqa: S102
+    handle = put(net, names["function"])
+    try:
+        assert not drops(False) and state.foreign == "a_pack"
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+def test_the_hosts_pages_and_our_own_attributes_do_not_count(looked_at):
+    net, drops, _ = looked_at
+    net.entry.weight_lowvram_function, net.entry.torch_compile_kit_number = (lambda weight: weight), 7
+    assert not drops()
+    net.entry.weight_lowvram_function, net.entry.torch_compile_kit_number = None, 8
+    assert not drops()
+    net.entry.mask.fill_(1.0)
+    assert not drops(), "nor what is in a tensor"
+    net.training_mode = net.training
+    assert drops()
+    del net.training_mode
+    net.entry.in_features = net.entry.in_features
+    assert drops() and not drops()
+
+
+def test_a_number_on_the_cpu_is_seen_by_value(looked_at):
+    """PyTorch passes it to kernels by value."""
+    net, drops, _ = looked_at
+    net.entry.scale = torch.tensor(1.0)
+    drops()
+    net.entry.scale.fill_(2.0)
+    assert drops()

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 import zoo
+from capturing import trust
 from paging import paged
 from reference_kernels import Reference
 from support import TESTS, Block, CompiledNet, Net, compile_settings, eager_blocks, relative_error
@@ -25,6 +26,7 @@ UNETS = ["sd15", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sd
 def reference(engine, monkeypatch):
     """Graphs are on, calls run again instead of being captured, and fp32 counts as a dtype for tensor cores."""
     reference = Reference()
+    trust(engine, monkeypatch, "test_channels_last.py", "reference_kernels.py", "paging.py")
     graphing, graphs = engine("host.graphs.replay"), engine("cuda_graphs.capture")
     monkeypatch.setattr(graphing, "kernels", lambda: reference)
     monkeypatch.setattr(engine("blocks.channels_last"), "DTYPES", {torch.float32})

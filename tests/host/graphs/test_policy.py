@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from capturing import capture_again
+from capturing import capture_again, trust
 from patching import Runs
 from support import compile_settings
 from torch import nn
@@ -29,6 +29,7 @@ class Machine:
 
     def __init__(self, engine, monkeypatch, cache=None):
         self.engine, self.now, self.backlog, self.launched = engine, 0.0, 0.1, False
+        trust(engine, monkeypatch, "test_policy.py")
         policy = engine("host.graphs.policy")
         monkeypatch.setattr(policy, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(policy, "current", lambda: cache)

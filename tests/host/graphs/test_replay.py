@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from capturing import capture_again
+from capturing import capture_again, trust
 from compiled_runs import CompiledRuns
 from paging import paged
 from patching import Runs
@@ -123,7 +123,7 @@ def test_weights_changed_on_the_way_are_not_captured(flux, compiled, engine):
 
     expected = flux.run(half_as_much_more(flux.patcher))
     assert check(flux, half_as_much_more(compiled), expected) == (0, 0)
-    assert any("on their way" in note for note in engine("host.model.attach").notes_about(compiled))
+    assert "CUDA graphs are off: test_replay.py is in this run." in engine("host.model.attach").notes_about(compiled)
     assert check(flux, compiled, flux.run(flux.patcher)) == (1, 1)
 
 
@@ -151,6 +151,7 @@ def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, 
 
 def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, pages, engine, monkeypatch):
     """A larger image may need their room."""
+    trust(engine, monkeypatch, "test_replay.py")
     check(flux, compiled)
     found, pinned = graphs_of(flux), []
     found.graphs.clear()
@@ -215,10 +216,12 @@ class TestWhatGraphsKnow:
         layer[1] = nn.SiLU()
         assert not check()
 
-    def test_a_hook(self, checked):
+    def test_code_of_another_pack(self, checked):
         graphs, layer, check = checked
-        layer[0].register_forward_hook(lambda *_: None)
-        assert not check() and "hook" in graphs.model.obstacle
+        handle = layer[0].register_forward_hook(lambda *_: None)
+        assert check() and graphs.model.foreign == "test_replay.py", "the graph is for a later run"
+        handle.remove()
+        assert check() and graphs.model.foreign is None
 
     def test_weights_that_are_not_where_the_model_computes(self, checked):
         graphs, _, check = checked
@@ -241,6 +244,7 @@ class OneBlock(nn.Module):
 @pytest.mark.parametrize("when", ["in background", "before first image"])
 def test_a_model_that_is_one_block_is_compiled_and_captured(engine, monkeypatch, when, patches):
     capture_again(engine, monkeypatch)
+    trust(engine, monkeypatch, "test_replay.py")
     network, x = OneBlock().requires_grad_(False), torch.ones(2, 4)
     runs, loaded = CompiledRuns(), engine("host.weights.blocks").Loaded(network, network, x.dtype, x.device)
     expected, host_calls = network(x), engine("host.model.network_calls")
@@ -288,6 +292,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
     """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
     capture_again(engine, monkeypatch)
     graphing, calls = engine("host.graphs.replay"), []
+    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, _run: replayed)
     monkeypatch.setattr(graphing.norm_kernels, "ready", False)
     monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: None)
 

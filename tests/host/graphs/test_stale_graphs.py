@@ -5,11 +5,8 @@ import functools
 import pytest
 import torch
 import zoo
-from capturing import capture_again
-from comfy.ldm.flux import layers
-from comfy.patcher_extension import WrappersMP
+from capturing import capture_again, trust
 from patch_kinds.conditions import cached
-from patch_kinds.options import overridden, passed_on
 from patching import Runs, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from sampling import sample
@@ -46,176 +43,6 @@ def with_object_patch(patcher, name, value):
     clone = patcher.clone()
     clone.add_object_patch(f"diffusion_model.{name}", value)
     return clone
-
-
-def with_function_wrapper(patcher, wrapper):
-    clone = patcher.clone()
-    clone.set_model_unet_function_wrapper(wrapper)
-    return clone
-
-
-def with_wrapper(patcher, wrapper):
-    clone = patcher.clone()
-    clone.add_wrapper_with_key(WrappersMP.DIFFUSION_MODEL, "test", wrapper)
-    return clone
-
-
-def notes(flux, compiled):
-    return " ".join(flux.engine("host.model.attach").notes_about(compiled))
-
-
-def louder(forward, factor, *args, **kwargs):
-    return forward(*args, **kwargs) * factor
-
-
-def test_a_partial_of_another_pack_is_not_ours(flux, counts, compiled):
-    layer = flux.patcher.model.diffusion_model.img_in
-    for factor in (1.5, 2.5):
-        layer.forward = functools.partial(louder, type(layer).forward.__get__(layer), factor)
-        flux.run(compiled)
-        assert counts() == (0, 0), "a callable of this kind may read anything"
-        same(flux.run(compiled), flux.run(flux.patcher))
-    del layer.forward
-    flux.run(compiled)
-    assert counts() == (1, 1)
-
-
-def test_our_own_partials_are(engine):
-    binding = engine("compile.binding")
-    assert binding.is_ours(functools.partial(binding._run_block, None, None))
-    assert not binding.is_ours(functools.partial(louder, print, 1.0)) and not binding.is_ours(print)
-
-
-def test_a_forward_that_is_patched_later_and_reads_the_step(flux, counts, compiled, monkeypatch):
-    block = flux.patcher.model.diffusion_model.single_blocks[0]
-    own = type(block.linear1).forward
-
-    def by_step(self, x, transformer_options={}):  # noqa: B006
-        steps = transformer_options.get("sigmas")
-        return own(self, x) * (1.0 if steps is None else 1.0 + steps[0].item())
-
-    monkeypatch.setattr(type(block.linear1), "forward", by_step)
-    flux.run(compiled)
-    assert counts() == (0, 0) and "code of another pack, which may read the step" in notes(flux, compiled)
-    monkeypatch.undo()
-
-
-def test_a_method_that_is_replaced_for_the_length_of_a_call(flux, counts, compiled):
-    """As TeaCache does with `forward_orig`, from a wrapper around each call."""
-    network, plain = flux.patcher.model.diffusion_model, flux.run(flux.patcher)
-
-    def wrapper(apply_model, given):
-        network.forward_orig = lambda *args, **kwargs: type(network).forward_orig(network, *args, **kwargs) * 2
-        try:
-            return apply_model(given["input"], given["timestep"], **given["c"])
-        finally:
-            del network.forward_orig
-
-    expected = flux.run(with_function_wrapper(flux.patcher, wrapper))
-    assert not torch.allclose(expected, plain, rtol=1e-2)
-    same(flux.run(with_function_wrapper(compiled, wrapper)), expected)
-    assert counts() == (0, 0)
-
-
-class Recorded:
-    """Stands in for a captured graph, which knows nothing of what has changed since."""
-
-    def replay(self, tensors):
-        return torch.zeros_like(tensors[0])
-
-
-@pytest.fixture(params=["in background", "before first image"])
-def see(flux, counts, request):
-    """see(changes, patch): no graph that was captured before a change is replayed after the change; yields after each."""
-
-    def see(changes, patch=lambda patcher: patcher):
-        compiled = patch(flux.attach(flux.patcher, compile_when=request.param))
-        graphs = flux.engine("cuda_graphs.capture").graphs_of(flux.patcher.model.diffusion_model).graphs
-
-        def run():
-            result = flux.run(compiled)
-            assert flux.engine("background.thread").compiler.wait(120)
-            return result
-
-        run(), run(), counts()
-        before = run()
-        assert counts() == (0, 3)
-        for change in changes:
-            graphs.update(dict.fromkeys(graphs, Recorded()))
-            change()
-            expected = flux.run(patch(flux.patcher))
-            assert not torch.allclose(expected, before, rtol=1e-2), "it does nothing; this proves nothing"
-            for _ in range(3):
-                same(run(), expected)
-            before = expected
-            yield
-
-    return see
-
-
-def test_a_function_that_is_exchanged_in_a_python_module(counts, see, monkeypatch):
-    hosts = layers.apply_mod
-
-    def stronger(tensor, scale, shift=None, dims=None):
-        return hosts(tensor * 1.5, scale, shift, dims)
-
-    for _ in see(functools.partial(monkeypatch.setattr, layers, "apply_mod", function) for function in (stronger, hosts)):
-        assert counts()[1], "it is captured and replayed again"
-
-
-class Louder:
-    """Can be called and is no function; its node sets the factor."""
-
-    def __init__(self, factor, layer=None):
-        self.factor, self.layer = factor, layer
-
-    def __call__(self, x):
-        return (x if self.layer is None else type(self.layer).forward(self.layer, x)) * self.factor
-
-
-@pytest.mark.parametrize("path", ["img_in", "single_blocks.0.linear1"])
-def test_an_object_over_the_forward_of_a_layer(flux, counts, see, path):
-    layer = flux.patcher.model.diffusion_model.get_submodule(path)
-    for _ in see(functools.partial(setattr, layer, "forward", Louder(factor, layer)) for factor in (1.5, 2.5)):
-        assert counts() == (0, 0), "a callable of this kind may read anything"
-    del layer.forward
-
-
-class Calling(torch.nn.Linear):
-    """A layer of another pack with weights, and an object that its node has put there."""
-
-    def forward(self, x):
-        return self.louder(super().forward(x))
-
-
-def test_an_object_that_a_layer_of_another_pack_calls(flux, counts, see):
-    layer = like(flux.patcher.model.diffusion_model.img_in, Calling)
-    layer.louder = Louder(1.0)
-    changes = [lambda: setattr(layer.louder, "factor", 0.2), lambda: setattr(layer, "louder", Louder(0.5))]
-    for _ in see(changes, lambda patcher: with_object_patch(patcher, "img_in", layer)):
-        assert counts()[1], "it is captured and replayed again"
-
-
-def test_a_function_that_is_exchanged_and_may_read_the_step(flux, counts, compiled, monkeypatch):
-    def stronger(q, *args, transformer_options, **kwargs):
-        return hosts(q * 1.5, *args, transformer_options=transformer_options, **kwargs)
-
-    hosts = layers.attention
-    monkeypatch.setattr(layers, "attention", stronger)
-    same(flux.run(compiled), flux.run(flux.patcher))
-    assert counts() == (0, 0) and "which may read the step" in notes(flux, compiled)
-
-
-def test_a_method_that_is_replaced_on_the_class(flux, counts, compiled, monkeypatch):
-    kind = type(flux.patcher.model.diffusion_model)
-    own = kind.forward_orig
-    for factor in (2.0, 3.0):
-        with monkeypatch.context() as patch:
-            patch.setattr(kind, "forward_orig", lambda *args, factor=factor, **kwargs: own(*args, **kwargs) * factor)
-            same(flux.run(compiled), flux.run(flux.patcher))
-            assert counts() == (0, 0), "code of this kind may read anything"
-    same(flux.run(compiled), flux.run(flux.patcher))
-    assert counts() == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -264,48 +91,10 @@ def test_what_waiting_calls_have_captured_is_replayed_by_the_others(flux, counts
     assert counts() == (0, 3)
 
 
-class Holder:
-    """An option whose text is the same whatever it holds."""
-
-    def __init__(self, factor):
-        self.factor = factor
-
-    def __repr__(self):
-        return "Holder()"
-
-
 def with_option(patcher, name, value):
     clone = patcher.clone()
     clone.model_options["transformer_options"][name] = value
     return clone
-
-
-@pytest.fixture
-def scaled_by_option(flux, monkeypatch):
-    """A model that multiplies by what an option holds."""
-    network = type(flux.patcher.model.diffusion_model)
-    own = network.forward
-
-    def forward(self, *args, transformer_options={}, **kwargs):  # noqa: B006
-        return own(self, *args, transformer_options=transformer_options, **kwargs) * transformer_options["louder"].factor
-
-    monkeypatch.setattr(network, "forward", forward)
-
-
-def test_an_object_that_may_change_in_place_is_never_replayed(flux, counts):
-    compiled = with_option(flux.attach(flux.patcher), "louder", Holder(1.0))
-    same(flux.run(compiled), flux.run(flux.patcher))
-    assert counts() == (0, 0) and "Holder, which may change unseen" in notes(flux, compiled)
-
-
-def test_a_model_with_code_of_another_pack_is_never_replayed(flux, counts, scaled_by_option):
-    holder = Holder(1.0)
-    compiled = with_option(flux.attach(flux.patcher), "louder", holder)
-    eager = with_option(flux.patcher, "louder", holder)
-    for factor in (1.0, 2.0):
-        holder.factor = factor
-        same(flux.run(compiled), flux.run(eager))
-    assert counts() == (0, 0) and "code of another pack, which may read the step" in notes(flux, compiled)
 
 
 def test_equal_options_are_replayed_and_others_are_not(flux, counts):
@@ -351,145 +140,21 @@ def test_a_cache_of_steps_skips_as_many_and_the_others_are_replayed(name, tiny, 
     same(runs.run(runs.attach(runs.patcher)), runs.run(runs.patcher), "without the cache")
 
 
-@pytest.mark.parametrize("where", ["a block", "the model"])
-def test_a_wrapper_that_replaces_parts_for_the_length_of_a_call(flux, counts, compiled, where):
-    network = flux.patcher.model.diffusion_model
-    target, method = (network.single_blocks[1], "forward") if where == "a block" else (network, "forward_orig")
-
-    def wrapper(executor, *args, **kwargs):
-        own = getattr(type(target), method)
-        setattr(target, method, lambda *given, **more: own(target, *given, **more) * 1.5)
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            delattr(target, method)
-
-    plain, expected = flux.run(flux.patcher), flux.run(with_wrapper(flux.patcher, wrapper))
-    assert not torch.allclose(expected, plain, rtol=1e-2)
-    same(flux.run(with_wrapper(compiled, wrapper)), expected)
-    assert counts() == (0, 0)
-    same(flux.run(compiled), plain, "without the wrapper")
-    assert counts()[1] > 0
-
-
-def test_a_wrapper_that_hooks_layers_is_not_replayed_around(flux, counts):
-    """As packs do that apply a LoRA for the length of a call."""
-    compiled, factors = flux.attach(flux.patcher), [1.5, 3.0]
-
-    def wrapper(executor, *args, **kwargs):
-        handle = executor.class_obj.img_in.register_forward_hook(lambda _layer, _given, result: result * factors[0])
-        try:
-            return executor(*args, **kwargs)
-        finally:
-            handle.remove()
-
-    results = []
-    while factors:
-        results.append(flux.run(with_wrapper(flux.patcher, wrapper)))
-        same(flux.run(with_wrapper(compiled, wrapper)), results[-1])
-        factors.pop(0)
-    assert counts() == (0, 0) and "another node wraps the model" in notes(flux, compiled)
-    assert not torch.allclose(*results, rtol=1e-2)
-
-
-class Positions(torch.nn.Module):
-    """A layer of another pack over one of the model's (DyPE): a wrapper tells it the step before each call."""
-
-    def __init__(self, own):
-        super().__init__()
-        self.own, self.scale = own, 1.0
-
-    def forward(self, ids):
-        return self.own(ids) * self.scale
-
-
-def test_a_layer_of_another_node_that_is_told_the_step(flux, counts):
-    compiled, changes = flux.attach(flux.patcher), True
-
-    def wrapper(apply_model, given):
-        layer.scale = float(given["timestep"][0]) if changes else 2.0
-        return apply_model(given["input"], given["timestep"], **given["c"])
-
-    layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
-
-    def patched(patcher):
-        return with_function_wrapper(with_object_patch(patcher, "pe_embedder", layer), wrapper)
-
-    for _ in range(3):
-        same(flux.run(patched(compiled)), flux.run(patched(flux.patcher)))
-    # The first call may be replayed, with what the layer held for it; the rest of a run is plain.
-    assert counts()[1] <= 2 and "a layer of another node changes from call to call" in notes(flux, compiled)
-    changes = False
-    flux.run(patched(compiled))
-    flux.run(patched(compiled))
-    assert counts()[1] >= 3, "what stays as it is does not forbid it"
-
-
 def test_an_object_patch_of_a_plain_value(flux, counts):
-    """As core's Flux KV Cache makes one."""
+    """As core's Flux KV Cache makes one: values of layers are compared once a run."""
     compiled = flux.attach(flux.patcher)
-    for expected in ((1, 1), (0, 3)):
-        for patcher in (compiled, with_object_patch(compiled, "params.default_ref_method", "uxo")):
+    for patcher in (compiled, with_object_patch(compiled, "params.default_ref_method", "uxo")):
+        for expected in ((1, 1), (0, 3)):
             flux.run(patcher)
             assert counts() == expected
 
 
-def like(layer, kind):
-    """A layer of another class with the same weights."""
-    with torch.inference_mode(False):
-        made = kind(layer.in_features, layer.out_features, bias=layer.bias is not None).requires_grad_(False)
-    made.load_state_dict(layer.state_dict())
-    return made
-
-
-class Scaled(torch.nn.Linear):
-    """A layer of another pack with weights, and a strength that its node sets."""
-
-    strength = 1.0
-
-    def forward(self, x):
-        return super().forward(x) * self.strength
-
-
-def test_a_strength_of_another_packs_layer(flux, counts):
-    layer = like(flux.patcher.model.diffusion_model.img_in, Scaled)
-    compiled, results = flux.attach(flux.patcher), []
-    for strength in (1.0, 0.2):
-        layer.strength = strength
-        results.append(flux.run(with_object_patch(flux.patcher, "img_in", layer)))
-        same(flux.run(with_object_patch(compiled, "img_in", layer)), results[-1])
-        assert counts() == (1, 1)
-    assert not torch.allclose(*results, rtol=1e-2)
-
-
-class Offset(torch.nn.Linear):
-    """A layer of another pack with weights, and a tensor that its node sets."""
-
-    def forward(self, x):
-        return super().forward(x) + self.offset
-
-
-def test_a_tensor_of_another_packs_layer(flux, counts):
-    layer = like(flux.patcher.model.diffusion_model.img_in, Offset)
-    compiled, results = flux.attach(flux.patcher), []
-    for offset in torch.randn(2, layer.out_features):
-        layer.offset = offset
-        results.append(flux.run(with_object_patch(flux.patcher, "img_in", layer)))
-        same(flux.run(with_object_patch(compiled, "img_in", layer)), results[-1])
-        assert counts() == (1, 1)
-    assert not torch.allclose(*results, rtol=1e-2)
-
-
-def test_one_that_holds_what_cannot_be_compared(flux, counts):
-    layer = Positions(flux.patcher.model.diffusion_model.pe_embedder)
-    layer.holder = Holder(1.0)
-    compiled = with_object_patch(flux.attach(flux.patcher), "pe_embedder", layer)
-    flux.run(compiled)
-    assert counts() == (0, 0) and "Holder, which may change unseen" in notes(flux, compiled)
-
-
-def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, compiled):
+def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, engine, monkeypatch):
     """A VAE of a ControlNet may need their room; the host then loads them again."""
+    trust(engine, monkeypatch, "test_stale_graphs.py")
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    assert counts() == (1, 1)
     layer, steps = flux.patcher.model.diffusion_model.img_in, []
 
     def wrapper(apply_model, given):
@@ -499,45 +164,10 @@ def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, comp
             compiled.load(torch.device("cpu"), full_load=True)
         return apply_model(given["input"], given["timestep"], **given["c"])
 
-    flux.run(with_function_wrapper(compiled, wrapper))
+    wrapped = compiled.clone()
+    wrapped.set_model_unet_function_wrapper(wrapper)
+    flux.run(wrapped)
     assert counts() == (1, 1), "replayed; all dropped and run; captured"
-
-
-STEP = {"number": 0}
-
-
-def by_sigma(func, *args, **kwargs):
-    return func(*args, **kwargs) * (1 + 0.1 * kwargs["transformer_options"]["sigmas"][0])
-
-
-def by_count(func, *args, **kwargs):
-    STEP["number"] += 1
-    return func(*args, **kwargs) * (1 + 0.01 * STEP["number"])
-
-
-@pytest.mark.parametrize("override", [by_sigma, by_count])
-def test_an_attention_of_another_node_that_differs_in_each_step(flux, counts, override):
-    def patched(patcher):
-        clone = patcher.clone()
-        overridden(override)(clone)
-        STEP["number"] = 0
-        return clone
-
-    compiled = flux.attach(flux.patcher)
-    flux.run(compiled)
-    assert counts() == (1, 1)
-    expected = flux.run(patched(flux.patcher))
-    same(flux.run(patched(compiled)), expected)
-    assert counts() == (0, 0) and "another node's attention" in notes(flux, compiled)
-    flux.run(compiled)
-    assert counts()[1] > 0, "without it the model is replayed again"
-
-
-def test_with_an_attention_of_another_node_there_are_no_graphs(flux, counts):
-    compiled = flux.attach(flux.patcher)
-    overridden(passed_on)(compiled)
-    flux.run(compiled)
-    assert counts() == (0, 0) and "another node's attention" in notes(flux, compiled)
 
 
 def test_kernels_for_convolutions_get_ready_while_a_model_has_none(flux, counts, engine, monkeypatch):

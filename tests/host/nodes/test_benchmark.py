@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import zoo
-from capturing import capture_again
+from capturing import capture_again, trust
 from paging import paged
 from patch_kinds.weights import load_partly
 from patching import Runs
@@ -45,6 +45,7 @@ def benchmarked(tiny, engine):
 def test_nothing_is_captured_while_it_is_timed(benchmarked, engine, monkeypatch):
     """Nor while CUDA graphs and attention are chosen, in a model that has not run yet."""
     capture_again(engine, monkeypatch)
+    trust(engine, monkeypatch, "test_benchmark.py")
     settings = engine("settings").CompileSettings
     monkeypatch.setattr(settings, "wants_graphs", False)  # but measures whether they pay
     monkeypatch.setattr(settings, "may_have_graphs", True)

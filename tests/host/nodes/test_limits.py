@@ -151,15 +151,10 @@ def test_launching_is_told_with_what_keeps_cuda_graphs_off(limited):
     (wrapper,) = runs.compiled.get_wrappers("apply_model", runs.engine("host.model.attach").KEY)
     wrapper.notes.append("CUDA graphs are off: another node wraps the model.")
     assert "launching: the GPU waits for the CPU. CUDA graphs are off: another node" in runs.said(seconds)[1]
-    runs.compiled.add_wrapper_with_key("diffusion_model", "a node", wrapping)
-    assert "CUDA graphs are off because of another node: wrapping (test_limits.py). Bypass it to have them." in runs.said(
-        seconds
-    )
+    watch = runs.engine("notices.recompile_log").watch_of(runs.patcher.model.diffusion_model)
+    watch.foreign = "a_pack"
+    assert "CUDA graphs are off because of another node: a_pack. Bypass it to have them." in runs.said(seconds)
     wrapper.notes.clear()
-
-
-def wrapping(executor, *args, **kwargs):
-    return executor(*args, **kwargs)
 
 
 @pytest.mark.parametrize("kind", ["EasyCache", "LazyCache"])
@@ -217,7 +212,7 @@ def test_code_without_a_module_is_named(limited):
     block.forward = namespace["scaled"].__get__(block)
     try:
         runs.run(runs.compiled)
-        assert "1 blocks run code of another node: scaled (?)" in "\n".join(runs.said({"products": 1.0}))
+        assert "1 blocks run code of another node: scaled (code without a module)" in "\n".join(runs.said({"products": 1.0}))
     finally:
         del block.forward
 

@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from capturing import trust
 from patch_kinds.gguf_pack import GGMLTensor, Kind, packed
 from patch_kinds.packed import PackedLinear, StubbornLinear, pack
 from patching import Runs
@@ -121,7 +122,8 @@ def test_what_is_elsewhere_arrives_as_packed_as_it_is(engine):
     assert not here.move and here.resolve() == []
 
 
-def test_a_cuda_graph_knows_what_a_packed_tensor_carries(engine):
+def test_a_cuda_graph_knows_what_a_packed_tensor_carries(engine, monkeypatch):
+    trust(engine, monkeypatch, "packed.py")
     state = engine("cuda_graphs.model_state").ModelState()
     layer, forgotten = PackedLinear(64, 8), []
     layer.weight = packed(layer.weight, Kind.OVER)
