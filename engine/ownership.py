@@ -146,7 +146,9 @@ def _torch_or(name: str) -> str:
 
 
 def file_of(value: Any) -> str:
-    """The file of a function's or class's code; of other objects that of their class."""
+    """The file of the code of a function, of a partial's, of a method or of a class; of other objects that of their class."""
+    while isinstance(value, functools.partial | types.MethodType):
+        value = value.func if isinstance(value, functools.partial) else value.__func__
     if isinstance(value, types.FunctionType):
         return _file_of_code(value.__code__, value.__globals__)
     if isinstance(value, types.BuiltinFunctionType):
@@ -162,14 +164,12 @@ def _file_of_code(code: types.CodeType, module: dict) -> str:
 
 
 def pack_of(value: Any) -> str | None:
-    """The pack that a function or class is from, or the class of another object; None: the host's."""
+    """The pack that the code of a value is from, see `file_of`; None: the host's."""
     return pack_of_file(file_of(value))
 
 
 def is_ours(value: Any) -> bool:
-    """Whether code is this pack's: that of a function, of a partial's, or of an object's class."""
-    while isinstance(value, functools.partial):
-        value = value.func
+    """Whether the code of a value is this pack's, see `file_of`."""
     return _is_our_file(file_of(value))
 
 
@@ -226,12 +226,7 @@ def is_trusted_wrapper(value: Any) -> bool:
 
 def pack_or_file(value: Any) -> str:
     """The pack that a function, or what it holds, is from; the file of code that is the host's."""
-    if pack := Survey((value,), inside=False).pack:
-        return pack
-    function = value
-    while isinstance(function, functools.partial | types.MethodType):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    return Path(file_of(function)).stem
+    return Survey((value,), inside=False).pack or Path(file_of(value)).stem
 
 
 def foreign_around() -> str | None:
@@ -444,9 +439,8 @@ def named_origin(function: Any) -> str:
         return ""
     if hasattr(function, "_torchdynamo_orig_callable"):  # another node compiles; PyTorch does not tell which
         return TORCH_COMPILE
-    function = getattr(function, "func", function)  # of functools.partial
+    file, function = file_of(function), getattr(function, "func", function)  # of functools.partial
     named = function if hasattr(function, "__qualname__") else type(function)
-    file = file_of(getattr(function, "__func__", function))
     return f"{named.__qualname__.rpartition('<locals>.')[2]} ({_name_in(file)})"
 
 

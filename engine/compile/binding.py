@@ -173,11 +173,6 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
         return group(block, state, run.call, args, kwargs, run.effort)
 
 
-def is_ours(forward: object) -> bool:
-    """Whether a module's `forward` is one that `Binding` has put there."""
-    return isinstance(forward, functools.partial) and forward.func is _run_block
-
-
 @contextmanager
 def _placed(weights: Any) -> Iterator[None]:
     try:

@@ -31,7 +31,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import COMPILED_ELSEWHERE, BlockCompiler, install_apply, is_compiled_elsewhere, uninstall_apply
+from .wrapper import COMPILED_ELSEWHERE, BlockCompiler, install_apply, is_left, uninstall_apply
 
 KEY = "torch-compile-kit"
 
@@ -82,7 +82,7 @@ def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> tuple
         return words, f"PyTorch {torch.__version__} has no {lacking}"
     if (switch := private.switched_off()) is not None:
         return told("leftAsIs", switch), f"{switch} switches PyTorch's compiler off"
-    if network is not None and is_compiled_elsewhere(network, wrappers):
+    if network is not None and is_left(network, wrappers):
         return told("leftAsIs", told("compiledElsewhere")), COMPILED_ELSEWHERE
     return None
 

@@ -19,6 +19,7 @@ from ...log import logger
 from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
 from ...notices.report import stats_for
 from ...notices.status import Status
+from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
@@ -58,13 +59,13 @@ class BlockCompiler:
         options = args[OPTIONS_AT]
         inputs = str(x.shape), shapes_of(args[2:4], kwargs), control is not None, _patches_in(options)
         self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
-        before, waits = (code.eager_calls, monitor.compilations, graphs.captures), compiler.awaited
+        before, waits = (code.eager_calls, monitor.compilations, graphs.captures + graphs.checks), compiler.awaited
         try:
             result = self._call(executor, *args, **kwargs)
         except BaseException:
             self.status.stopped()
             raise
-        eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures
+        eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures + graphs.checks
         # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
         beside = eager_calls > before[0] and x.device.type == "cpu"
         self.status.ends(eager_calls > before[0], waits or beside or tuple(other) != before[1:])
@@ -78,7 +79,7 @@ class BlockCompiler:
         forwards, up to its limit."""
         options = args[OPTIONS_AT]
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
-        before, watch.left = watch.left, is_compiled_elsewhere(base_model.diffusion_model, options.get("wrappers", {}))
+        before, watch.left = watch.left, is_left(base_model.diffusion_model, options.get("wrappers", {}))
         if watch.left and not before:
             logger.warning("%s is left as it is: %s", type(base_model).__name__, COMPILED_ELSEWHERE)
         if self.status is not None:
@@ -132,12 +133,9 @@ class BlockCompiler:
             report_compilation(network, type(base_model).__name__, info, added, settings, node)
 
 
-def is_compiled_elsewhere(network: Any, wrappers: Mapping[str, Mapping]) -> bool:
+def is_left(network: object, wrappers: Mapping[str, Mapping]) -> bool:
     """Whether another node compiles the network or some of its blocks; `wrappers` by kind and key."""
-    if not isinstance(network, torch.nn.Module):  # as ComfyUI_TensorRT's node makes a model
-        return True
-    by_torch = unwrapped(network) is not network or network._compiled_call_impl is not None
-    return by_torch or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
+    return is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
 
 
 def _is_copy_for_another_device(base_model) -> bool:

@@ -25,8 +25,7 @@ from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
 from ...notices.status import Line
 from ...notices.words import told
-from ...ownership import is_of_class
-from ...torch_compat import private
+from ...ownership import is_compiled_elsewhere, is_of_class
 from ..adapter import forbids_threads, set_callbacks
 from ..graphs.norm_kernels import kernels, norm_kernels
 
@@ -236,4 +235,4 @@ def left_alone(vae: Any) -> list | None:
 
 def _is_compiled(network: Any) -> bool:
     modules = network.modules() if isinstance(network, nn.Module) else ()
-    return any(isinstance(m, private.OptimizedModule) or m._compiled_call_impl is not None for m in modules)
+    return any(map(is_compiled_elsewhere, modules))

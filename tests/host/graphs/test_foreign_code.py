@@ -9,7 +9,7 @@ import comfy.samplers
 import pytest
 import torch
 from capturing import record
-from comfy.patcher_extension import WrappersMP
+from comfy.patcher_extension import CallbacksMP, WrappersMP
 from patch_kinds.conditions import cached
 from patch_kinds.options import overridden
 from patch_kinds.weights import bypass_lora, lora, scheduled_lora, two_loras
@@ -241,6 +241,19 @@ def later(m):
     m.set_model_sampler_post_cfg_function(after_step)
 
 
+def called_back(m):
+    """Before each step, but back to what it was after the run."""
+
+    def change(patcher, *_args):
+        layer = patcher.model.diffusion_model.img_in
+        layer.forward = lambda x: louder(type(layer).forward(layer, x))
+
+    m.add_callback_with_key(CallbacksMP.ON_PREPARE_STATE, "test", change)
+    m.add_callback_with_key(
+        CallbacksMP.ON_CLEANUP, "test", lambda patcher: vars(patcher.model.diffusion_model.img_in).pop("forward")
+    )
+
+
 class Attention:
     def __call__(self, function, *args, transformer_options, **kwargs):
         return louder(function(*args, transformer_options=transformer_options, **kwargs))
@@ -260,6 +273,7 @@ IN_PROMPT = {
     "a wrapper of weights": lambda m: m.add_weight_wrapper("diffusion_model.img_in.weight", louder),
     "a cfg function": lambda m: m.set_model_sampler_post_cfg_function(lambda args: louder(args["denoised"])),
     "what a cfg function changes later": later,
+    "what a callback changes": called_back,
     **{
         f"{name}, for the length of a call ({kind or 'function wrapper'})": changing_layers(kind, change)
         for kind in (WrappersMP.DIFFUSION_MODEL, WrappersMP.APPLY_MODEL, WrappersMP.PREDICT_NOISE, None)
