@@ -318,7 +318,6 @@ class ModelGraphs:
         seen: keys of calls that have run without a graph, and so have compiled code; with what their result is like.
         failures: why a call is not captured.
         _functions_of_failures: for failures that do not pass when the weights move, what the layers ran.
-        plain_calls: calls without a graph since the last replay.
         is_check_due: the next replay is to be compared with a plain call.
         checks: how many were.
         differences: how many replays differed.
@@ -329,7 +328,6 @@ class ModelGraphs:
     failures: dict[Hashable, str] = field(default_factory=dict)
     model: ModelState = field(default_factory=ModelState)
     code: Hashable = None
-    plain_calls: int = 0
     captures: int = 0
     replays: int = 0
     is_check_due: bool = False

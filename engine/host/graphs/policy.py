@@ -26,8 +26,6 @@ from ...torch_compat import private
 
 # Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
 MAX_BACKLOG = 0.3
-# A measured call holds the worker, beside which launching is slow, for so long at most.
-CALL_SECONDS = 2.0
 
 
 class Way(enum.Enum):

@@ -49,8 +49,6 @@ from .norm_kernels import kernels, norm_kernels
 from .policy import note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
-# Of consecutive calls that run without a CUDA graph, each of the first PLAIN_CALLS holds the worker for up to CALL_SECONDS.
-PLAIN_CALLS = 3
 # In one run of so many the first replay is compared with a plain call.
 RUNS_A_CHECK = 10
 # Entries that no code below `apply_model` can depend on but through the patcher's machinery.
@@ -114,9 +112,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
 
-        result = graphs.call(key, run_bound, args, kwargs, fixed, pinned, generation, lambda: binding.call.uncompiled)
-        graphs.plain_calls = 0 if key in graphs.graphs else graphs.plain_calls + 1
-        return result
+        return graphs.call(key, run_bound, args, kwargs, fixed, pinned, generation, lambda: binding.call.uncompiled)
 
     hosts_forward = network.forward
 
