@@ -236,7 +236,7 @@ class _Reader:
                 target, args, kwargs = rest
                 args, kwargs = self._value(args), self._value(kwargs)
                 if op == "call_function":
-                    target = find_function(target)
+                    target = find_class(target) if isinstance(target, list) else find_function(target)
                 node = graph.output(args[0]) if op == "output" else graph.create_node(op, target, args, kwargs)
             self._nodes.append(node)
         module = fx.GraphModule(torch.nn.Module(), graph)

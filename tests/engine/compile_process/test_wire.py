@@ -527,6 +527,13 @@ class TestTheKey:
         assert json.loads(there.stdout.splitlines()[-1]) == json.loads(json.dumps(what_is_named(engine)))
 
 
+def test_a_class_that_a_graph_calls(engine, wire):
+    """A block that asks for the shape of a view has `torch.Size` among its calls."""
+    graph = graph_of(("call_function", torch.Size, ([2, 3],), {}))
+    loaded, _inputs, _mode = wire.loads(json.loads(json.dumps(wire.dumps(graph, [fake(2)]))))
+    assert [node.target for node in loaded.graph.nodes if node.op == "call_function"] == [torch.Size]
+
+
 def test_a_size_that_turned_out_to_be_constant_is_none_of_those_that_guards_are_asked_for(engine, wire):
     def split(x, count):
         count = count + 0
