@@ -99,7 +99,7 @@ def test_a_clone_with_and_one_without(flux):
         same(flux.run(plain), expected)
         same(flux.run(patched), expected_patched)
         assert flux.graphs == before
-    assert flux.graphs == 4
+    assert flux.graphs == 6
 
 
 def dual_guider(positive_model, negative_model, runs, cfg=3.0):
