@@ -17,7 +17,9 @@ from __future__ import annotations
 import argparse
 import collections
 import functools
+import inspect
 import os
+import re
 import sys
 import sysconfig
 import types
@@ -62,10 +64,13 @@ _OURS = tuple(os.path.normcase(Path(__file__).parent.parent / room) + os.sep for
 _LIBRARY = os.path.normcase(os.path.join(sysconfig.get_path("stdlib"), "os.py"))
 _INSTALLED = ("site-packages", "dist-packages")
 # Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
-# memory for their transfers.
-_OF_PAGES = frozenset(
+# memory for their transfers. Other objects are there in each run, and some in each step.
+OF_PAGES = frozenset(
     {"weight_lowvram_function", "bias_lowvram_function", "_v", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
+    | {"_prefetch"}
 )
+# The host's memory management, which packs replace at import and which counts what it has pinned: no kernel depends on it.
+_MEMORY = re.compile(r"comfy\.\w*(_management|_memory|_prefetch)")
 # Of these `repr` says all, also the sign of a zero, which `==` does not see.
 PLAIN = frozenset(
     {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
@@ -138,7 +143,14 @@ def _file_of_module(name: str) -> str:
     """Where a Python module is from; of one that is nowhere, or was made by hand, its name."""
     top = (name or _NOWHERE).partition(".")[0]
     places = (getattr(sys.modules.get(module), "__file__", None) for module in (name, top) if module)
-    return next(filter(None, places), None) or (_LIBRARY if top in sys.stdlib_module_names else _torch_or(name or _NOWHERE))
+    place = next(filter(None, places), "")
+    return _LIBRARY if _is_of_python(top, place) else place or _torch_or(name or _NOWHERE)
+
+
+def _is_of_python(top: str, file: str) -> bool:
+    """Whether code of a module, whose name begins with `top`, is the standard library's: that may lie in a zip file, whose code
+    has relative paths (Windows portable)."""
+    return top in sys.stdlib_module_names and not any(f"{folder}{os.sep}" in file for folder in ("custom_nodes", *_INSTALLED))
 
 
 def _torch_or(name: str) -> str:
@@ -157,9 +169,10 @@ def file_of(value: Any) -> str:
 
 
 def _file_of_code(code: types.CodeType, module: dict) -> str:
+    name = module.get("__name__") or ""
     if not code.co_filename.startswith("<"):
-        return code.co_filename
-    name = module.get("__name__") or ""  # of code made by `exec`, as methods of dataclasses and named tuples are
+        return _LIBRARY if _is_of_python(name.partition(".")[0], code.co_filename) else code.co_filename
+    # of code made by `exec`, as methods of dataclasses and named tuples are
     return _LIBRARY if name.startswith("namedtuple_") else _file_of_module(name)
 
 
@@ -232,7 +245,7 @@ def pack_or_file(value: Any) -> str:
 def foreign_around() -> str | None:
     """The first pack with a function on the stack between ComfyUI's sampler and here."""
     samplers, packs, found = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), [], None
-    frame: types.FrameType | None = sys._getframe(1)
+    frame: types.FrameType | None = inspect.currentframe()
     while frame is not None:
         pack = pack_of_file(_file_of_code(frame.f_code, frame.f_globals))
         if pack is not None:
@@ -308,7 +321,7 @@ class Survey:
                     yield from ((type(tensor), DEPTH) for tensor in value.values() if type(tensor) not in _PLAIN_TENSORS)
                 elif value and (name == "_modules" or name.endswith("_hooks")):
                     yield value, 0
-            elif name not in _OF_PAGES and not name.startswith(_PREFIX) and getattr(type(owner), name, entries) is not value:
+            elif name not in OF_PAGES and not name.startswith(_PREFIX) and getattr(type(owner), name, entries) is not value:
                 is_cache = isinstance(value, dict) and not value
                 if is_cache or (isinstance(value, torch.Tensor | _CONTAINERS) and any(addresses_in(value))):
                     self.tensors.append((_reference(owner), name))
@@ -334,6 +347,8 @@ class Survey:
         for code in _codes_in(function.__code__):
             modules = [function.__globals__]
             for entries in modules:
+                if _MEMORY.fullmatch(str(entries.get("__name__"))):
+                    continue
                 for name in code.co_names:
                     value = entries.get(name)
                     if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
@@ -342,7 +357,8 @@ class Survey:
                     elif type(value) in (bool, int, float, str):
                         self.values.append((name, repr(value)))
                     elif isinstance(value, types.FunctionType | type) or type(value) in _WRAPPERS:
-                        yield original(value), depth + 1
+                        if not _MEMORY.fullmatch(str(getattr(original(value), "__module__", None))):
+                            yield original(value), depth + 1
                     elif value is not None:
                         yield type(value), DEPTH + 1
 
@@ -406,7 +422,7 @@ def callables_of(module: nn.Module) -> list[tuple[str, object]]:
     return [
         (name, value)
         for name, value in [*vars(module).items()]
-        if (value is None or callable(value)) and name != "forward" and name not in _OF_EVERY_MODULE
+        if (value is None or callable(value)) and name != "forward" and name not in _OF_EVERY_MODULE | OF_PAGES
     ]
 
 

@@ -169,9 +169,8 @@ def _forms_of_calls(engine, network):
     Of tensors the number of dimensions, and whether contiguous: CogVideoX gives its first block slices of one tensor.
     """
     found, structure_of = set(), engine("cache.structure").structure_of
-    groups = {
-        (key[0], key[1]) for key, group in engine("compile.registry").code_of(network).groups.items() if group.code.compiles
-    }
+    kept = engine("compile.registry").code_of(network).groups
+    groups = {(group.forward, key[0]) for key, group in kept.items() if group.code.compiles}
     blocks = [m for m in network.modules() if any(type(m).forward is forward for forward, _ in groups)]
 
     def form(value):

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ownership import callables_of, contents_of, given_forward, is_of_class
+from ..ownership import OF_PAGES, callables_of, contents_of, given_forward, is_of_class
 from ..per_model import Key, Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
@@ -123,7 +123,7 @@ class Methods:
         members = _methods_in(cls)
         self._cls = weakref.ref(cls)
         self._size = len(vars(cls))
-        self._get: Callable[[Any], tuple] = operator.itemgetter(*members, "__module__", "__module__")
+        self._get: Callable[[Any], tuple] = operator.itemgetter(*members, "__module__", "__module__")  # a tuple in any case
         self._ids = [*map(id, self._get(vars(cls)))]
         self._freed: list[weakref.ref] = []
         functions = (function for member in members.values() for function in _functions_in(member))
@@ -148,7 +148,7 @@ _methods: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
 def methods_of(classes: Iterable[type]) -> list[Methods]:
     """The methods of the classes and of their bases; the earlier objects where they are the same."""
     found = []
-    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if base is not object):
+    for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _has_methods(base)):
         methods = _methods.get(base)
         if methods is None or not methods.are_current():
             methods = _methods[base] = Methods(base)
@@ -156,6 +156,12 @@ def methods_of(classes: Iterable[type]) -> list[Methods]:
     return found
 
 
+def _has_methods(cls: type) -> bool:
+    """Whether methods of a class can be replaced: not of those written in C, some of which say no module (`ctypes`, `str`)."""
+    return bool(cls.__flags__ & _MADE_BY_PYTHON) and "__module__" in vars(cls)
+
+
+_MADE_BY_PYTHON = 1 << 9  # Py_TPFLAGS_HEAPTYPE of Include/object.h
 Code = types.CodeType | type | Same
 
 
@@ -274,7 +280,8 @@ def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:
 
 # A longer list or dict is data.
 _LONGEST = 64
-_OF_EVERY_MODULE = {"forward", _SHARED, *vars(nn.Module())}
+# Objects that the host keeps on layers for their weights come and go in a run.
+_OF_EVERY_MODULE = {"forward", _SHARED, *vars(nn.Module()), *OF_PAGES, "weight_function", "bias_function"}
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
 
 

@@ -159,6 +159,7 @@ class SharedCacheOff(TorchCompileKitError):
 class _Configured:
     where: tuple = ()
     cache: SharedCache | None = None
+    lock = threading.Lock()
 
 
 def configured() -> SharedCache | None:
@@ -171,6 +172,11 @@ def configure(folder: Path) -> None:
     Never one that a setting of ComfyUI's page names: pages of other sites can write those, and old files are deleted there.
     """
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
+    with _Configured.lock:
+        _configure(where, folder)
+
+
+def _configure(where: tuple, folder: Path) -> None:
     if where == _Configured.where:  # the log may have asked to write a file, or to close one to others
         return
     _Configured.where, _Configured.cache = where, None

@@ -280,6 +280,15 @@ def _registered() -> list[tuple[Owner, str, Line]]:
     return [(*ref.key, line) for ref in refs if (line := ref()) is not None]
 
 
+def forget_line(node: str | None) -> None:
+    """A node of the prompt that runs has nothing to say any more."""
+    owner = owner_now()
+    for lines in (_last_news, statuses):
+        lines.pop((owner, str(node)), None)
+    for listener in listeners if node is not None else ():
+        listener(owner, node, News())
+
+
 def live_lines() -> list[Line]:
     return list(dict.fromkeys(line for _owner, _node, line in _registered()))
 

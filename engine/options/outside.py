@@ -98,7 +98,12 @@ class Patch:
             raise
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_patch"], name)
+        if "_patch" not in self.__dict__:  # of a copy that is being made
+            raise AttributeError(name)
+        return getattr(self._patch, name)
+
+    def __deepcopy__(self, _memo: dict) -> Patch:
+        return self
 
 
 _OF_A_PATCH = "torch_compile_kit_patch"

@@ -578,7 +578,7 @@ def test_the_panel_tells_what_is_compiled_and_clears_the_cache(page, prompt):
         r"Torch Compile\s+Blocks are the repeated parts.*?\s+Check this machine\s+Models in memory", panel.inner_text()
     )
     panel.get_by_role("button", name="Check this machine").click()
-    panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*Everything that compiling needs is here", re.S)).wait_for()
+    panel.get_by_text(re.compile(r"PyTorch [0-9.]+ \(tested\),.*PyTorch sees no GPU", re.S)).wait_for()
     panel.get_by_role("button", name="Clear").click()
     page.window.get_by_role("button", name="Confirm").click()
     panel.get_by_text("Removed:").wait_for()
@@ -866,7 +866,7 @@ def test_a_page_that_is_opened_anew_in_japanese_shows_japanese_and_keeps_its_val
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
     set_and_reopen(page, "default", 3972, Locale="ja")
     page.window.get_by_text("Torch Compile ウォームアップ").first.wait_for()
-    assert page.text("Warmup") == "ここに状態が表示されます。"
+    assert page.text("Warmup") == "実行すると状態が表示されます。"
     page.js("() => app.queuePrompt(0)")
     page.until_shown("Warmup", "^128x128 の準備ができました")
     page.until_shown("Model", "^準備完了")

@@ -18,7 +18,7 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import attention_kernels
 from ...log import logger
-from ...notices.status import Line, Status, tell_all
+from ...notices.status import Line, Status, forget_line, tell_all
 from ...notices.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ...torch_compat import private
@@ -45,6 +45,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         InvalidSetting: the machine lacks what a setting needs, or a pattern of `only_blocks` matches nothing.
     """
     if not settings.enabled:
+        forget_line(node)
         return patcher
     why = _obstacle_of(patcher)
     if why is not None:

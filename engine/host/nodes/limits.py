@@ -97,7 +97,7 @@ class Cures:
         if (pack := watch_of(self._network).foreign) is not None:
             lines.append(say("limitWrapped", pack))
         _, misfits = preflight_here(self._patcher.load_device.type != "cpu")
-        return lines + misfits
+        return lines + [say("inEnglish", misfit) for misfit in misfits]
 
     def _attention(self) -> str:
         override = self._patcher.model_options.get("transformer_options", {}).get(OVERRIDE)

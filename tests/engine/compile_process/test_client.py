@@ -85,7 +85,10 @@ def shared(engine, tmp_path_factory):
 
 
 @pytest.fixture
-def process(shared):
+def process(shared, engine, monkeypatch):
+    # Code that is kept is not asked for.
+    monkeypatch.setattr(engine("cache.code_store")._Current, "opened", True)
+    monkeypatch.setattr(engine("cache.code_store")._Current, "store", None)
     shared.orders()
     yield shared
     assert not (shared.folder / "orders").read_text().strip(), "it was not asked so often"
@@ -271,9 +274,8 @@ def test_code_that_cannot_be_loaded(process, net, order):
 def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, tmp_path, monkeypatch, caplog):
     assert engine("background.thread").compiler.wait(120), "a job of a test before"
     code_store = engine("cache.code_store")
-    monkeypatch.setattr(code_store._Current, "opened", False)
-    monkeypatch.setattr(code_store._Current, "store", None)
-    store = code_store.open_store(tmp_path / "store")
+    store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
+    monkeypatch.setattr(code_store._Current, "store", store)
     process.orders("garbage")
     first_call(net)
     net.wait()

@@ -41,9 +41,10 @@ def check(engine, counted):
 
     Args:
         pieces: graphs of a block that use its weights: two around an operation that cannot be traced.
+        patched: likewise, of blocks with a patch: others have one.
     """
 
-    def check(runs, patcher, mode, expected, pieces=1):
+    def check(runs, patcher, mode, expected, pieces=1, patched=1):
         settings = engine("settings").CompileSettings(backend="eager", compile_when=mode)
         compiled = engine("host.model.attach").attach(patcher, settings)
         assert relative_error(runs.run(compiled), expected) < 1e-5, "while code is made"
@@ -53,7 +54,8 @@ def check(engine, counted):
         assert relative_error(runs.run(compiled), expected) < 1e-5, "once it is made"
         by_block = counted.by_block(patcher.model.diffusion_model, BLOCKS[runs.name])
         assert by_block, "no blocks"
-        assert by_block == dict.fromkeys(by_block, pieces * runs.steps), f"{counted.graphs - graphs} graphs more"
+        wanted = {pieces * runs.steps, patched * pieces * runs.steps}
+        assert set(by_block.values()) <= wanted, f"{by_block}, {counted.graphs - graphs} graphs more"
         wait_until_compiled(engine)
         assert counted.graphs == graphs, "compiled in the second prompt or after it"
 
@@ -280,7 +282,8 @@ def test_each_call_of_a_patched_block_runs_compiled_code(model, patch, mode, tin
     runs = Runs(tiny, engine, model, cfg=1.0)
     clone = runs.patcher.clone()
     patched = patch(clone) or clone
-    check(runs, patched, mode, runs.run(patched))
+    # A patch inside of some blocks is called between two graphs.
+    check(runs, patched, mode, runs.run(patched), patched=2 if patch is PATCHES["image prompts"][1] else 1)
 
 
 @pytest.mark.parametrize("mode", [BACKGROUND, pytest.param(AT_ONCE, marks=pytest.mark.rest)])

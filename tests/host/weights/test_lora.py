@@ -50,7 +50,7 @@ def test_hooks_with_a_schedule(flux):
 
 
 def test_hooks_that_bring_patches_and_objects(flux):
-    assert flux.check(conditions.unpatched, positive=weights.hooked_patch(flux)) == 2
+    assert flux.check(conditions.unpatched, positive=weights.hooked_patch(flux)) == 4, "two pieces of each kind of block"
 
 
 @pytest.mark.parametrize("ratio", [pytest.param(0.0, marks=pytest.mark.rest), 0.4])
