@@ -282,10 +282,12 @@ def _registered() -> list[tuple[Owner, str, Line]]:
 
 def forget_line(node: str | None) -> None:
     """A node of the prompt that runs has nothing to say any more."""
+    if node is None:
+        return
     owner = owner_now()
-    for lines in (_last_news, statuses):
-        lines.pop((owner, str(node)), None)
-    for listener in listeners if node is not None else ():
+    _last_news.pop((owner, node), None)
+    statuses.pop((owner, node), None)
+    for listener in listeners:
         listener(owner, node, News())
 
 
