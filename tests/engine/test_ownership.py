@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import logging
 import os
 import sys
 import sysconfig
@@ -237,3 +238,14 @@ def test_a_module_that_another_node_compiles(engine):
     layer, other = nn.Linear(1, 1), nn.Linear(1, 1)
     other.compile()
     assert [is_compiled(value) for value in (layer, other, torch.compile(layer), object())] == [False, True, True, True]
+
+
+def test_pythons_own_library_may_lie_in_a_zip_file(engine, monkeypatch):
+    """As in Windows portable: code has relative paths, and modules are inside of an archive."""
+    ownership = engine("ownership")
+    code = logging.warning.__code__.replace(co_filename=os.path.join("logging", "__init__.py"))
+    assert ownership.pack_of(types.FunctionType(code, vars(logging))) is None
+    monkeypatch.setattr(logging, "__file__", r"C:\ComfyUI\python_embeded\python313.zip\logging\__init__.pyc")
+    assert ownership.pack_of(logging.Logger) is None
+    monkeypatch.setattr(logging, "__file__", os.path.join(os.sep, "ComfyUI", "custom_nodes", "pack", "logging.py"))
+    assert ownership.pack_of(logging.Logger) == "pack"

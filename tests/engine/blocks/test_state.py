@@ -1,8 +1,12 @@
 """What other nodes change in a block, or under it, is seen when the block is called next."""
 
+import ctypes
+import enum
 import functools
+import types
 import unittest.mock as mock
 
+import numpy as np
 import pytest
 import torch
 from support import Block
@@ -106,3 +110,36 @@ def test_a_method_that_is_made_anew_of_the_same_code_and_values_is_the_same(engi
         with mock.patch.object(Block, "forward", louder(torch.tensor(factor).item())):
             keys.append(key())
     assert keys[0] == keys[1] != keys[2] and key() not in keys
+
+
+class Kind(str, enum.Enum):
+    ONE = "one"
+
+
+@pytest.mark.parametrize(
+    "value",
+    [(ctypes.c_uint * 4)(), Kind.ONE, np.float64(2), types.SimpleNamespace(a=1)],
+    ids=["ctypes", "enum", "numpy", "plain"],
+)
+def test_a_block_may_hold_objects_of_classes_written_in_c(engine, value):
+    """Some of these say no module. The host keeps arrays of `ctypes` on its layers under dynamic VRAM."""
+    block = Block()
+    block.scale = value
+    state = engine("blocks.state").BlockState(block, {})
+    assert state.holds(block)
+
+
+def test_what_the_host_keeps_for_its_weights_is_no_part_of_a_block(engine):
+    """Other objects in each run, and from the second step on others than in the first."""
+
+    class LowVramPatch:
+        def __call__(self, weight):
+            return weight
+
+    state, block = engine("blocks.state").BlockState, Block()
+    layer = next(module for module in block.modules() if isinstance(module, nn.Linear))
+    layer.weight_function, layer.weight_lowvram_function, layer._v_signature = [], None, None
+    before = state(block, {})
+    layer.weight_function = [LowVramPatch()]
+    layer.weight_lowvram_function, layer._v_signature = LowVramPatch(), (ctypes.c_uint * 4)()
+    assert before.holds(block) and state(block, {}).methods == before.methods
