@@ -58,6 +58,8 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failure: why all calls run eager.
         limit_reached: calls with new shapes run eager.
+        is_patched: there are patches inside the block in this call.
+        breaks_alone: graph breaks of calls without patches.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
         must_be_inline: why all graphs must be.
@@ -83,6 +85,8 @@ class BlockCode:
     limit_reached: bool = False
     why_inline: str | None = None
     must_be_inline: str | None = None
+    is_patched: bool = False
+    breaks_alone: int = 0
     entries: set[str] = field(default_factory=set)
     _retries: int = 0
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
@@ -131,7 +135,7 @@ class BlockCode:
             compiled = private.run(self._function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
-        if self.stats.graph_breaks and self.writes_in_place:
+        if self.writes_in_place and (self.breaks_alone or (self.is_patched and self.stats.graph_breaks)):
             changed.keep()  # the first piece may have run, and written to them, when one behind it is traced or refused
         traces_for: set[tuple] = set()
         session = CompileSession(
@@ -178,7 +182,9 @@ class BlockCode:
                 self.compiles += 1
                 self.traces += 1
                 call.traced += session.seconds
-                self.stats.add(session.stats())
+                added = session.stats()
+                self.stats.add(added)
+                self.breaks_alone += 0 if self.is_patched else added.graph_breaks
 
     def _trace_begins(self, changed: Changed, call: ModelCall) -> None:
         changed.keep()

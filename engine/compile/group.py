@@ -90,6 +90,7 @@ class BlockGroup:
             self.code.raise_if_stopped(self.failure)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return self.forward(block, *args, **kwargs)
+        self.code.is_patched = bool(patches)
         with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])

@@ -296,3 +296,26 @@ def test_heads_of_rotary_embeddings_are_no_sizes_that_vary(compiled):
         assert step.wait() == 1
     ((_batch, tokens, *heads),) = shapes
     assert not tokens.isdecimal() and heads == ["2", "2", "2", "2"]
+
+
+class Writing(Block):
+    """As Flux's blocks do: `img += ...`."""
+
+    def forward(self, x, transformer_options={}):  # noqa: B006
+        y = super().forward(x, transformer_options=transformer_options)
+        y += 1
+        return y
+
+
+def test_after_a_patch_inputs_of_calls_without_one_are_not_copied(engine, monkeypatch):
+    """Copies in case that a piece behind a patch cannot be traced, when the piece before it has written."""
+    kept, changed, x = [], engine("compile.call_shapes").Changed, torch.randn(2, 4, 8)
+    keep = changed.keep
+    monkeypatch.setattr(changed, "keep", lambda self: kept.append(self) or keep(self))
+    step, patched = CompiledNet(engine, Net(block=Writing)), {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
+    counts = []
+    for options in (patched, patched, patched, {}, {}, {}):
+        kept.clear()
+        assert torch.equal(step.at_once(x, transformer_options=options), step.net(x, transformer_options=options))
+        counts.append(len(kept) > 0)
+    assert counts[2] and not counts[-1] and step.graph_breaks
