@@ -45,6 +45,7 @@ class BlockGroup:
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
     _seen: set[tuple] = field(default_factory=set)
+    _said: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         code = self.forward.__code__
@@ -110,12 +111,13 @@ class BlockGroup:
 
     def _check_patches(self, patches: list[str]) -> None:
         """With `fullgraph` a patched call fails, other calls do not."""
-        before, self.patched = self.patched, None
+        self.patched = None
         if patches and self.settings.fullgraph:
             reason = f"it has patches of other nodes ({', '.join(patches)}), which are called between two graphs."
             self.patched = Failure(self.class_name, reason, "Set fullgraph to false, or remove the patch.")
-            if self.patched != before:
-                logger.warning("%s", self.patched.message())
+            if (message := self.patched.message()) not in self._said:  # other blocks of the group may have no patch
+                self._said.add(message)
+                logger.warning("%s", message)
 
     def has_run(self, shapes: tuple) -> bool:
         """Whether the code of now has run with inputs of these shapes."""
