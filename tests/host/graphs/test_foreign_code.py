@@ -1,6 +1,7 @@
 """Code of another pack in a run, of every kind: no CUDA graph is used, and the pack is named; the host's code keeps graphs."""
 
 import functools
+import types
 from pathlib import Path
 
 import comfy.ldm.flux.layers
@@ -309,6 +310,31 @@ def check(flux, patch):
     assert (graphs.captures, graphs.replays) == before and OFF in notes(flux, compiled)
     assert not torch.allclose(images[0], plain, rtol=1e-2) and not torch.allclose(*images[:2], rtol=1e-2), "it does nothing"
     return compiled, plain
+
+
+def test_a_forward_that_a_wrapper_gives_a_block_in_the_first_call_of_a_run(flux):
+    """What runs compiled in this call was chosen before the wrapper ran."""
+    Strength.value, block = 1.5, network_of(flux).single_blocks[0]
+
+    def wrapper(executor, *args, **kwargs):
+        if "forward" not in vars(block):
+            own = block.forward
+            block.forward = types.MethodType(lambda _self, *given, own=own, **named: louder(own(*given, **named)), block)
+        return executor(*args, **kwargs)
+
+    def of(patcher):
+        clone = patcher.clone()
+        clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, "test", wrapper)
+        return clone
+
+    expected = flux.run(of(flux.patcher))
+    del block.forward
+    compiled = flux.attach(flux.patcher)
+    plain = flux.run(compiled)
+    same(flux.run(of(compiled)), expected)
+    vars(block).pop("forward", None)
+    same(flux.run(compiled), plain)
+    assert not torch.allclose(expected, plain, rtol=1e-2), "it does nothing"
 
 
 # Wrappers of other kinds than these two look the same from inside.
