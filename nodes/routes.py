@@ -5,6 +5,7 @@ import sys
 import threading
 
 from ..engine.background.thread import compiler
+from ..engine.compile.registry import live_models
 from ..engine.failures.machine import preflight_here
 from ..engine.host import adapter
 from ..engine.host.adapter import device_type
@@ -61,7 +62,8 @@ def register_routes() -> None:
         return web.json_response({"here": here, "missing": missing})
 
     async def wait(_body: dict) -> dict:
-        return {"waiting": compiler.have_awaited()}
+        pending = any(code.is_being_compiled for _, code in live_models())
+        return {"waiting": compiler.have_awaited(pending)}
 
     post(server.routes, "/torch-compile-kit/wait", wait)
 

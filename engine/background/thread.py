@@ -104,10 +104,11 @@ class Compiler:
         with self._changed:
             return self._thread is not None
 
-    def have_awaited(self) -> bool:
-        """Make sampling wait until the queue is empty; returns whether the queue has a job."""
+    def have_awaited(self, pending: bool = False) -> bool:
+        """Make sampling wait until the queue is empty; returns whether the queue has a job, or gets one when a call is over
+        (`pending`)."""
         with self._changed:  # else the queue may run empty in between, and stay awaited
-            self.awaited = self._thread is not None
+            self.awaited = pending or self._thread is not None
             return self.awaited
 
     def wait(self, seconds: float | None = None, poll: Callable[[], None] | None = None) -> bool:
@@ -118,6 +119,8 @@ class Compiler:
                 poll()
             with self._changed:
                 self._changed.wait(0.1)
+        if not self.busy:
+            self.awaited = False
         return not self.busy
 
     def finish(self, job: Job, poll: Callable[[], None]) -> None:
