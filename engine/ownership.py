@@ -70,6 +70,7 @@ OF_PAGES = frozenset(
     | {"_prefetch"}
 )
 # The host's memory management, which packs replace at import and which counts what it has pinned: no kernel depends on it.
+# The host puts another callback there for each prompt (execution.py, `execute_async`).
 _MEMORY = re.compile(r"comfy\.\w*(_management|_memory|_prefetch)")
 # Of these `repr` says all, also the sign of a zero, which `==` does not see.
 PLAIN = frozenset(
@@ -244,16 +245,16 @@ def pack_or_file(value: Any) -> str:
 
 def foreign_around() -> str | None:
     """The first pack with a function on the stack between ComfyUI's sampler and here."""
-    samplers, packs, found = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), [], None
+    samplers, packs, nearest = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), [], None
     frame: types.FrameType | None = inspect.currentframe()
     while frame is not None:
         pack = pack_of_file(_file_of_code(frame.f_code, frame.f_globals))
         if pack is not None:
             packs.append(pack)
-        elif found is None and packs and os.path.normcase(frame.f_code.co_filename) == samplers:
-            found = packs[0]
+        elif nearest is None and packs and os.path.normcase(frame.f_code.co_filename) == samplers:
+            nearest = packs[0]
         frame = frame.f_back
-    return found
+    return nearest
 
 
 class Survey:
@@ -345,22 +346,29 @@ class Survey:
         if depth > DEPTH or (_is_library(module) and not is_layers):
             return
         for code in _codes_in(function.__code__):
-            modules = [function.__globals__]
-            for entries in modules:
-                if _MEMORY.fullmatch(str(entries.get("__name__"))):
-                    continue
-                for name in code.co_names:
-                    value = entries.get(name)
-                    if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
-                        if not any(vars(value) is other for other in modules):
-                            modules.append(vars(value))
-                    elif type(value) in (bool, int, float, str):
-                        self.values.append((name, repr(value)))
-                    elif isinstance(value, types.FunctionType | type) or type(value) in _WRAPPERS:
-                        if not _MEMORY.fullmatch(str(getattr(original(value), "__module__", None))):
-                            yield original(value), depth + 1
-                    elif value is not None:
-                        yield type(value), DEPTH + 1
+            for _entries, name, value in named_by(code, function.__globals__):
+                if type(value) in (bool, int, float, str):
+                    self.values.append((name, repr(value)))
+                elif isinstance(value, types.FunctionType | type) or type(value) in _WRAPPERS:
+                    if not _MEMORY.fullmatch(str(getattr(original(value), "__module__", None))):
+                        yield original(value), depth + 1
+                else:
+                    yield type(value), DEPTH + 1
+
+
+def named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, object]]:
+    """What code names in Python modules but those of `_MEMORY`: (the module's dict, the name, the value)."""
+    modules = [module]
+    for entries in modules:
+        if _MEMORY.fullmatch(str(entries.get("__name__"))):
+            continue
+        for name in code.co_names:
+            value = entries.get(name)
+            if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
+                if not any(vars(value) is other for other in modules):
+                    modules.append(vars(value))
+            elif value is not None:
+                yield entries, name, value
 
 
 def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:

@@ -147,13 +147,13 @@ _methods: weakref.WeakKeyDictionary[type, Methods] = weakref.WeakKeyDictionary()
 
 def methods_of(classes: Iterable[type]) -> list[Methods]:
     """The methods of the classes and of their bases; the earlier objects where they are the same."""
-    found = []
+    current = []
     for base in dict.fromkeys(base for cls in classes for base in cls.__mro__ if _has_methods(base)):
         methods = _methods.get(base)
         if methods is None or not methods.are_current():
             methods = _methods[base] = Methods(base)
-        found.append(methods)
-    return found
+        current.append(methods)
+    return current
 
 
 def _has_methods(cls: type) -> bool:

@@ -95,7 +95,7 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
     try:
         with open(path, "rb") as file:  # read once: others could change it after it was checked
             data = _checked(path, file)
-        found = _parsed(path.name, data)
+        cache_file = _parsed(path.name, data)
     except OSError as error:
         raise CacheFileError(f"{path.name} cannot be read: {error}") from error
     except _UNREADABLE as error:  # its digest fits, so it is not damaged but of another origin
@@ -103,12 +103,12 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
         raise CacheFileError(
             f"{path.name} cannot be read as a file of Save Compile Cache. Do not use it. ({reason})"
         ) from error
-    for name, content in found.entries.items():
+    for name, content in cache_file.entries.items():
         if store.read(name) is None and not store.put(name, content):
             raise CacheFileError(f"{path.name} is not loaded: {store.folder} cannot be written; see the log.")
-    for structure, choices in found.choices.items():
+    for structure, choices in cache_file.choices.items():
         store.add_choices(structure, choices | store.choices(structure))
-    return found
+    return cache_file
 
 
 def _checked(path: Path, file: BinaryIO) -> bytes:

@@ -8,15 +8,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..ownership import callables_of, contents_of, given_forward
+from ..ownership import callables_of, contents_of, given_forward, named_by
 from ..per_model import Same, SameObjects
 from ..torch_settings import original
 
 # How many functions deep code is followed.
 DEPTH = 4
-
-# Nothing in it computes, and the host puts another callback there for each prompt (execution.py, `execute_async`).
-_MOVES_WEIGHTS = "comfy.memory_management"
 
 
 class NamedFunctions:
@@ -32,7 +29,7 @@ class NamedFunctions:
     def __init__(self, codes: Mapping[types.CodeType, dict]):
         places: dict[int, tuple[dict, dict[str, None]]] = {}
         for code, module in codes.items():
-            for entries, name, value in _named_by(code, module):
+            for entries, name, value in named_by(code, module):
                 if callable(value):
                     places.setdefault(id(entries), (entries, {}))[1][name] = None
         self._places = [(e, operator.itemgetter(*names, next(iter(names)))) for e, names in places.values()]
@@ -55,21 +52,6 @@ class NamedFunctions:
 
     def _now(self) -> list[object]:
         return [*itertools.chain.from_iterable(get(entries) for entries, get in self._places)]
-
-
-def _named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, object]]:
-    """What code names in Python modules: (the module's dict, the name, the value)."""
-    modules = [module]
-    for entries in modules:
-        if entries.get("__name__") == _MOVES_WEIGHTS:
-            continue
-        for name in code.co_names:
-            value = entries.get(name)
-            if isinstance(value, types.ModuleType):  # `comfy.ops.cast_to`
-                if not any(vars(value) is other for other in modules):
-                    modules.append(vars(value))
-            elif value is not None:
-                yield entries, name, value
 
 
 def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:
@@ -111,7 +93,7 @@ def _functions_in(
         if code in seen:
             continue
         seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
-        named = (value for _, _, value in _named_by(code, function.__globals__))
+        named = (value for _, _, value in named_by(code, function.__globals__))
         names = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}  # getattr(self, "attention")
         held = (value for name in names for value in attributes.get(name, {}).values())
         for target in [*named, *held, *contents_of(function)]:
