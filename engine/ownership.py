@@ -103,7 +103,7 @@ _NOWHERE = "code without a module"
 
 
 class OwnForward(functools.partial):
-    """A forward of ours that stays in a block; `given_forward` ignores it."""
+    """A forward of ours that may be there while blocks are bound; `given_forward` ignores it."""
 
 
 @functools.cache

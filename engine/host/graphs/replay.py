@@ -40,7 +40,16 @@ from ...failures.describe import in_one_line, never_swallowed
 from ...notices.recompile_log import watch_of
 from ...notices.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
-from ...ownership import exchanged, foreign_around, foreign_code, foreign_in_options, is_ours, is_trusted_wrapper, pack_or_file
+from ...ownership import (
+    OwnForward,
+    exchanged,
+    foreign_around,
+    foreign_code,
+    foreign_in_options,
+    is_ours,
+    is_trusted_wrapper,
+    pack_or_file,
+)
 from ...per_model import PerModel
 from ...torch_settings import modes, numerics
 from ..weights.blocks import Loaded
@@ -124,7 +133,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
 
     calls = [graphed_call]
     try:
-        with exchanged({network: functools.partial(_run_inside, network, calls, forward)}):
+        with exchanged({network: OwnForward(_run_inside, network, calls, forward)}):
             yield
     finally:
         calls.clear()
