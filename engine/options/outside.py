@@ -68,6 +68,8 @@ class HostOptions:
         result = patch(*(self._exchanged(value, written) for value in args), **given_by_name)
         for given, whole, before in written:  # what the patch wrote for later patches and blocks
             given.update({k: v for k, v in whole.items() if before.get(k, _ABSENT) is not v})
+            for removed in before.keys() - whole.keys():
+                given.pop(removed, None)
         return result
 
     def _exchanged(self, value: object, written: list[tuple[dict, dict, dict]]) -> object:

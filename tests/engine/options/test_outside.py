@@ -49,6 +49,20 @@ def test_it_gets_the_hosts_own_options(engine, block):
     assert host["optimized_attention_override"] is patch and "torch_compile_kit" not in host
 
 
+def test_what_it_removes_is_gone(engine, block):
+    host, put, patch = block
+    patch.__class__ = Removes
+    kept = put()
+    kept["optimized_attention_override"](1, transformer_options=kept)
+    engine("options.filter").OptionsFilter.write_back(host, kept)
+    assert "shared" not in host and "shared" not in kept
+
+
+class Removes(Told):
+    def __call__(self, *_args, transformer_options):
+        del transformer_options["shared"]
+
+
 def test_what_options_hold_does_not_outlive_the_call(engine, block):
     """Without a collection of garbage, which comes late: they hold models and tensors."""
     host, put, patch = block
