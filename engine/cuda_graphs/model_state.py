@@ -16,6 +16,9 @@ from ..per_model import Same
 # Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
 # and those of layers that it does not page, again for each run.
 SMALL = 2**20
+# How often a model is looked at in a run: LoRA that change within it move weights a few times, but some models keep tensors of
+# each call (Cosmos-Predict2), or are given other weights in each.
+MOST_LOOKS = 8
 
 
 @dataclass
@@ -34,11 +37,13 @@ class ModelState:
     functions: list | None = None
     _glance: _Glance | None = None
     _known: list | None = None
+    _looks: int = 0
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
         """At the start of a sampling run, and at its end: weights may have moved. The glance refers to layers."""
         self._glance = self.obstacle = self.foreign = None
+        self._looks = 0
 
     def forget(self) -> None:
         """Called when all graphs were dropped."""
@@ -55,7 +60,13 @@ class ModelState:
                 allocates small ones again for each run; they are copied to where the graphs expect them.
             forget: called if the model has changed.
         """
-        if self.foreign is not None or (self._glance is not None and self._glance.shows_no_change()):
+        if self.foreign is not None or self._looks > MOST_LOOKS:
+            return
+        if self._glance is not None and self._glance.shows_no_change():
+            return
+        self._looks += 1
+        if self._looks > MOST_LOOKS:
+            self.obstacle = "the model, or its weights, changes in each call"
             return
         self.device, survey = device, survey_of(model)
         self.foreign = survey.pack

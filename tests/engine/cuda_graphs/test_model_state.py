@@ -80,6 +80,17 @@ def test_and_between_two_calls(looked_at, change):
     assert kept and drops(False) and not drops(False)
 
 
+def test_a_model_that_changes_in_each_call_is_looked_at_a_few_times_in_a_run(looked_at, engine):
+    net, drops, state = looked_at
+    for _ in range(2):
+        state.new_run()
+        for _ in range(engine("cuda_graphs.model_state").MOST_LOOKS):
+            net.entry.mask = torch.zeros(3)
+            assert drops(False) and state.obstacle is None
+        net.entry.mask = torch.zeros(3)
+        assert not drops(False) and "changes in each call" in state.obstacle
+
+
 FOREIGN = {
     "a hook": lambda net, function: net.blocks[0].register_forward_hook(function),
     "a hook before": lambda net, function: net.blocks[0].register_forward_pre_hook(function),
