@@ -134,11 +134,17 @@ def unsplit(path: Path) -> Path:
     return Path(buffer.value, path.relative_to(there)) if is_done else path
 
 
+def _may_hold_code(place: Path) -> bool:
+    """Whether libraries can be written there and loaded: not where programs may not run (`mount -o noexec`)."""
+    if not place.is_dir() or not os.access(place, os.W_OK):
+        return False
+    return not hasattr(os, "statvfs") or not os.statvfs(place).f_flag & os.ST_NOEXEC
+
+
 def _private_folder() -> Path:
     """A new folder, if possible one whose path C++ compilers get in one piece."""
     places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
-    whole = [place for place in places if place.is_dir() and os.access(place, os.W_OK) and not is_split(place)]
-    place = next(iter(whole), places[0])
+    place = next((place for place in places if _may_hold_code(place) and not is_split(place)), places[0])
     for left in place.glob(f"{SCRATCH}*"):  # by servers that were killed
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
@@ -209,6 +215,7 @@ class CompileProcess:
         self._not_before = 0.0  # when one is tried for a graph that is not waited for
         self._running: _Running | None = None
         self._lock = threading.Lock()
+        self._making_scratch = threading.Lock()
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
 
@@ -234,10 +241,11 @@ class CompileProcess:
     @property
     def scratch(self) -> Path:
         """A private folder for what lives as long as this server: loaded kernels are read from files."""
-        if self._scratch is None:
-            folder = _private_folder()
-            self._scratch, self._scratch_lock = folder, locked(folder / LOCK)
-        return self._scratch
+        with self._making_scratch:
+            if self._scratch is None:
+                folder = _private_folder()
+                self._scratch, self._scratch_lock = folder, locked(folder / LOCK)
+            return self._scratch
 
     def start(self) -> None:
         """Start the process unless it runs: its imports take seconds, while a model is loaded."""

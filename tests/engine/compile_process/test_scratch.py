@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,20 @@ def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, mo
     assert not hasattr(os, "geteuid") or process.scratch.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="outside of its folder"):
         loading.load(client.Code(artefact, None, {"../kernel.so": b"library"}))
+
+
+@pytest.mark.skipif(not hasattr(os, "statvfs"), reason="this system has no such places")
+def test_it_is_not_where_programs_may_not_run(engine, monkeypatch, tmp_path):
+    client, statvfs = engine("compile_process.client"), os.statvfs
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    for folder in ("tmp", "home/.cache"):
+        (tmp_path / folder).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    flags = {tmp_path / "tmp": os.ST_NOEXEC}
+    monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_flag=flags.get(path, statvfs(path).f_flag)))
+    process = client.CompileProcess()
+    assert process.scratch.parent == tmp_path / "home" / ".cache"
+    process.stop()
 
 
 SERVER = """
