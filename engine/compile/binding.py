@@ -90,10 +90,14 @@ class Binding:
 
     @property
     def plain(self) -> bool:
-        """Whether the model is as the host made it: no foreign forward or hook in a block, weights that can stay in place."""
+        """Whether the model is as the host made it: no foreign forward or hook in a block, weights that stay in place."""
         hooked = any(block._forward_hooks or block._forward_pre_hooks for block in self._blocks)
         is_untouched = len(self._free) == len(self._blocks) and not hooked
-        return is_untouched and (self._weights is None or self._weights.may_stay)
+        return is_untouched and not self.weights_move
+
+    @property
+    def weights_move(self) -> bool:
+        return self._weights is not None and not self._weights.may_stay
 
     @property
     def paged(self) -> bool:

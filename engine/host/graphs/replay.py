@@ -72,8 +72,11 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
     if not binding.plain:
         if state_of(network).told_in != code_of(network).runs:
             state_of(network).told_in = code_of(network).runs
-            foreign = code_of(network).look(network, functools.partial(foreign_code, network, {}), None)
-            _say_off(network, foreign, "weights move, or a block runs something else", notes)
+            foreign, reason = None, "the weights move in each step"
+            if not binding.weights_move:
+                foreign = code_of(network).look(network, functools.partial(foreign_code, network, {}), None)
+                reason = "a block runs something else than its class"
+            _say_off(network, foreign, reason, notes)
         with binding.bound():
             yield
         return
