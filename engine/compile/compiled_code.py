@@ -58,7 +58,8 @@ class BlockCode:
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failure: why all calls run eager.
         limit_reached: calls with new shapes run eager.
-        is_patched: there are patches inside the block in this call.
+        patches: names of those inside the block in this call.
+        failed_with: why calls with patches of these names run eager: others may be compiled.
         breaks_alone: graph breaks of calls without patches.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
@@ -85,7 +86,8 @@ class BlockCode:
     limit_reached: bool = False
     why_inline: str | None = None
     must_be_inline: str | None = None
-    is_patched: bool = False
+    patches: tuple[str, ...] = ()
+    failed_with: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     breaks_alone: int = 0
     entries: set[str] = field(default_factory=set)
     _retries: int = 0
@@ -95,6 +97,10 @@ class BlockCode:
     _block: weakref.ref[nn.Module] | None = None
     _function: Callable | None = None
     _compiled: Callable | None = None
+
+    @property
+    def is_patched(self) -> bool:
+        return bool(self.patches)
 
     @property
     def is_being_lowered(self) -> bool:
@@ -256,12 +262,19 @@ class BlockCode:
         """Run the call in which compiling has failed with `error`, and give up."""
         failure = describe_failure(self.name, error)
         if self.settings.on_failure == "stop":
-            self.failure = failure
+            self._remember(failure)
             raise BlockCompileError(failure.message()) from error
         # An error of the model itself is raised again here, for the user to see, as without this pack.
         result = self.forward(block, *args, **kwargs)
-        self.give_up(failure)
+        self._remember(failure)
+        logger.warning("%s", failure.message())
         return result
+
+    def _remember(self, failure: Failure) -> None:
+        if self.patches:
+            self.failed_with[self.patches] = failure
+        else:
+            self.failure = failure
 
     def give_up(self, failure: Failure) -> None:
         self.failure = failure
@@ -273,6 +286,7 @@ class BlockCode:
         if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
             self._retries += 1
             self.failure = None
+        self.failed_with = {patches: failure for patches, failure in self.failed_with.items() if not failure.may_pass}
 
     def _reach_limit(self) -> None:
         """Run new shapes eager from now on."""

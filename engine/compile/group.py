@@ -59,7 +59,7 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
-        return self.code.failure or self.patched
+        return self.code.failure or self.patched or self.code.failed_with.get(self.code.patches)
 
     @property
     def limit_reached(self) -> bool:
@@ -78,6 +78,7 @@ class BlockGroup:
             at = self._options_at - 1
             all_options = args[at]
         options, patches = state.options(all_options) if all_options else (all_options, [])
+        self.code.patches = tuple(patches)
         self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
@@ -91,7 +92,6 @@ class BlockGroup:
             self.code.raise_if_stopped(self.failure)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return self.forward(block, *args, **kwargs)
-        self.code.is_patched = bool(patches)
         with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])

@@ -206,7 +206,7 @@ class ModelCode:
         key = (structure, state.methods, state.forwards, state.hooked, settings.settings_key())
         group = self._groups.get(key)
         other = _groups.get(key)
-        if group is None and other is not None and other.failure is None and not other.limit_reached:
+        if group is None and other is not None and other.code.failure is None and not other.limit_reached:
             group = other  # of another model, which may be gone
         if group is None:
             name = type(block).__name__

@@ -82,6 +82,19 @@ def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch
 
 
 @MODES
+def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, at_once):
+    net, x = Net(), torch.randn(2, 4, 8)
+    step, patched = CompiledNet(engine, net), {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
+    call(step, at_once, x)
+    with monkeypatch.context() as broken:
+        broken.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
+        for _ in range(2):
+            assert torch.allclose(call(step, at_once, x, transformer_options=patched), net(x, transformer_options=patched))
+    assert step.failures
+    assert torch.allclose(call(step, at_once, x), net(x)) and not step.failures and step.graphs == 1
+
+
+@MODES
 def test_an_input_whose_elements_share_memory_is_no_obstacle(engine, at_once):
     """It cannot be written to as it is; this one changes with the block's input."""
 
