@@ -276,9 +276,12 @@ class Survey:
         self.values: list[Hashable] = []
         self.tensors: list[tuple[Callable[[], Any], str]] = []
         self._inside, self._seen = inside, set[int]()
-        waiting = [(root, 0) for root in roots]
-        while waiting and self.pack is None:
-            waiting += self._look_at(*waiting.pop())
+        # By how many names in code led there, the fewest first: from there most is looked at.
+        waiting: list[list[object]] = [[*roots], *([] for _ in range(DEPTH + 1))]
+        for depth, values in enumerate(waiting):
+            while values and self.pack is None:
+                for value, names in self._look_at(values.pop(), depth):
+                    waiting[names].append(value)
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
         """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold."""
@@ -307,10 +310,12 @@ class Survey:
             self.values.append(Same(value))
             held = (*contents_of(value), value.__defaults__, value.__kwdefaults__, vars(value))
             return [*((item, depth) for item in held), *(self._named(value, depth) if self._inside else ())]
+        if isinstance(value, type):  # whatever its metaclass: pybind11 has one of its own
+            return self._members(value, depth) if self._inside else ()
         if isinstance(value, _HOLDERS) or (self._inside and (isinstance(value, nn.Module) or not _is_library(cls.__module__))):
             self.values.append(Same(value))
             return [*self._attributes(value), (cls, depth)]
-        return self._members(value, depth) if self._inside and isinstance(value, type) else ()
+        return ()
 
     def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
         """What an object holds that does not repeat its class; sorted, as the host removes attributes and puts them back."""
