@@ -367,6 +367,7 @@ class ModelGraphs:
         keep: Keep = lambda: nullcontext(True),
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
+        is_compiling: Callable[[], bool] = lambda: False,
     ) -> object:
         """Replay, capture or run the call, see the module.
 
@@ -376,6 +377,7 @@ class ModelGraphs:
             fixed: keyword arguments that are the same for equal keys.
             code: another value when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended.
+            is_compiling: whether code is being made for the model, which a plain call may run before `code` is another value.
         """
         self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
@@ -402,7 +404,8 @@ class ModelGraphs:
                 if captured is not None:
                     try:
                         replayed = captured.replay(tensors)
-                        return self._checked(replayed, functools.partial(forward, *args, **kwargs, **fixed))
+                        run = functools.partial(forward, *args, **kwargs, **fixed)
+                        return self._checked(replayed, run, lambda: is_compiling() or code() != self.code)
                     except RuntimeError as error:
                         if not is_out_of_memory(error):
                             raise
@@ -417,11 +420,15 @@ class ModelGraphs:
             _remember(self.seen, key, _without_data(result))
         return result
 
-    def _checked(self, replayed: object, run: Callable[[], object]) -> object:
-        """What was replayed; where a check is due, the result of the plain call `run` if that is another one."""
-        if not self.is_check_due:
+    def _checked(self, replayed: object, run: Callable[[], object], has_other_code: Callable[[], bool]) -> object:
+        """What was replayed; where a check is due, the result of the plain call `run` if that is another one.
+
+        Args:
+            has_other_code: whether a plain call may run other code than the graph: compiled, where the graph has operators.
+        """
+        if not self.is_check_due or has_other_code():
             return replayed
-        self.is_check_due, device = False, self.model.device
+        device = self.model.device
         try:
             # The replay has drawn the random numbers of this call.
             with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
@@ -429,7 +436,11 @@ class ModelGraphs:
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
+            self.is_check_due = False
             return replayed
+        if has_other_code():
+            return replayed
+        self.is_check_due = False
         self.checks += 1
         if not _differ(replayed, expected):
             return replayed

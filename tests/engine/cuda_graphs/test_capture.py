@@ -237,6 +237,34 @@ def test_a_replay_is_compared_with_a_plain_call_after_its_capture(graphs, monkey
         assert len(calls) == 3 and graphs.checks == 2
 
 
+@pytest.mark.parametrize("arrives", ["before the plain call", "in it"])
+def test_a_replay_is_not_compared_with_code_that_the_graph_lacks(graphs, monkeypatch, arrives):
+    """Captured while blocks were compiled, it has their operators, and rounds in other places."""
+    monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: torch.ones(4))
+    calls, state = [], {"is_compiling": False, "code": 1}
+
+    def forward(_x):
+        calls.append(1)
+        if len(calls) == 2 and arrives == "in it":
+            state["code"] = 2
+        return torch.ones(4) * 1.01
+
+    def call():
+        return graphs.call(
+            *("key", forward, (torch.ones(2),), {}, {}),
+            code=lambda: state["code"],
+            is_compiling=lambda: state["is_compiling"],
+        )
+
+    call()
+    state["is_compiling"] = arrives == "before the plain call"
+    assert torch.equal(call(), torch.ones(4)) and graphs.is_check_due and graphs.differences == 0
+    state["is_compiling"] = False
+    if arrives == "before the plain call":
+        call()
+        assert graphs.differences == 1, "the check comes later"
+
+
 def test_without_memory_for_a_check_the_replay_is_the_result(graphs, monkeypatch):
     replayed, calls = torch.ones(2), []
     monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: replayed)
