@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from capturing import capture_again
 from paging import paged
-from patching import Runs
+from patching import Runs, patched
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 
@@ -273,7 +274,12 @@ def test_the_host_fetches_no_block_ahead_that_we_fetch(flux, monkeypatch):
         flux.run(flux.patcher)
         assert wanted and all(wanted)
         wanted.clear()
-        with paged(monkeypatch, flux.patcher.model):
-            flux.run(flux.attach(flux.patcher))
-        assert wanted and not any(wanted)
+        foreign = patched(flux.patcher, lambda model: model.set_model_attn1_output_patch(lambda out, _options: out))
+        for model, are_there_graphs in ((flux.patcher, False), (flux.patcher, True), (foreign, True)):
+            if are_there_graphs:
+                capture_again(flux.engine, monkeypatch)
+            with paged(monkeypatch, flux.patcher.model):
+                flux.run(flux.attach(model))
+            assert wanted and not any(wanted)
+            wanted.clear()
     assert comfy.model_prefetch.PREFETCH_QUEUES == []

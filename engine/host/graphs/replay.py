@@ -52,6 +52,7 @@ from ...ownership import (
 )
 from ...per_model import PerModel
 from ...torch_settings import modes, numerics
+from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
@@ -77,7 +78,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
                 foreign = code_of(network).look(network, functools.partial(foreign_code, network, {}), None)
                 reason = "a block runs something else than its class"
             _say_off(network, foreign, reason, notes)
-        with binding.bound():
+        with without_prefetch(network) if binding.paged else nullcontext(), binding.bound():
             yield
         return
     graphs, state, code = graphs_of(network), state_of(network), code_of(network)
@@ -87,6 +88,8 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
     def graphed_call(forward, args, kwargs, wrapped=False):
         fixed = {"transformer_options": kwargs.pop("transformer_options") or {}} if "transformer_options" in kwargs else {}
         options = fixed.get("transformer_options", {})
+        if binding.paged or state.pages:
+            options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
         convolutional = has_convolutions(network)
         generation = functools.partial(code.generation, convolutional and norm_kernels.ready)
         # Part of the key: a kernel that has never run cannot be captured.
@@ -113,7 +116,6 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
                 return forward(*args, **fixed, **kwargs)
         if state.pages:
             forward = functools.partial(_fetching, state.pages, forward)
-            options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
 
         def run_bound(*args, **kwargs):
             with binding.bound():
@@ -125,7 +127,11 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
 
-        return graphs.call(key, run_bound, args, kwargs, fixed, pinned, generation, lambda: binding.call.uncompiled)
+        return graphs.call(
+            *(key, run_bound, args, kwargs, fixed, pinned, generation),
+            ran_uncompiled=lambda: binding.call.uncompiled,
+            is_compiling=lambda: code.is_being_compiled,
+        )
 
     hosts_forward = network.forward
 
