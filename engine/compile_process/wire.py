@@ -172,6 +172,8 @@ class _Writer:
         target: Any = node.target
         if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
             raise CannotTravel("it holds a constant or a graph")
+        if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is a number of this process
+            raise CannotTravel(f"it calls {node.target}, which PyTorch keeps in a table of its own")
         if node.op == "call_function":
             target = self._name_of(node.target)
         return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]

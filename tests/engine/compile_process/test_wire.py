@@ -356,6 +356,13 @@ def test_what_a_graph_may_not_hold(wire, value):
         wire.dumps(held(value), [fake(2)])
 
 
+def test_a_kernel_that_is_a_number_of_this_process(wire):
+    kernel = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
+    call = "call_function", kernel, (), {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)]}
+    with pytest.raises(wire.CannotTravel, match="triton_kernel_wrapper_mutation"):
+        wire.dumps(graph_of(call), [fake(2)])
+
+
 def test_a_module_that_is_called(wire):
     graph = fx.Graph()
     graph.output((graph.call_module("layer", (graph.placeholder("x"),)),))
