@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 
 from torch import nn
 
-from ..ownership import forward_of_class, given_forward
+from ..ownership import TRUSTED, forward_of_class, given_forward
 from .code import NamedFunctions, codes_of
 from .outside import HOLDER, OVERRIDE, HostOptions
 
@@ -41,8 +41,7 @@ UNET_ATTENTION = "comfy.ldm.modules.attention"
 # Names of arguments in which code is given the options.
 _BY_NAME = ("extra_options", "transformer_options")
 # The host, and libraries that it calls with tensors alone: no code of theirs reads options but by a literal key.
-_HOST = {"comfy", "comfy_extras", "comfy_kitchen", "torch", "torchvision", "einops", "sageattention", "flash_attn"}
-_NO_PACKS = _HOST.union(sys.stdlib_module_names)
+_NO_PACKS = {"comfy", "comfy_extras"}.union(TRUSTED, sys.stdlib_module_names)
 
 
 def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = None) -> frozenset[str]:
