@@ -75,9 +75,9 @@ class Lowering:
         for name in hello["modules"]:
             try:
                 importlib.import_module(name)
-            except OSError:  # the disk is full: another process may import it
-                raise
             except Exception as error:  # a graph that needs it says so
+                if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
+                    raise
                 sys.stderr.write(f"{name} cannot be imported: {error}\n")
         private.switch("init_gpu_context")[1](lambda *_args: None)
         self._settings = self._of_engine("compile_process.lowering_settings")
