@@ -2,7 +2,8 @@
 
 A step is over when the GPU has done it: the callback of the sampler is called as soon as the work is queued, so an event is
 recorded there, and its time is read after the prompt. The first step begins where the sampler does, after the host has
-loaded the model as far as it does that beforehand. Nothing is waited for, so the host runs ahead as it does without us.
+loaded the model as far as it does that beforehand. Nothing is waited for, so the host runs ahead as it does without us. No
+function of this file is on the stack while the model runs: with code of other packs there the model gets no CUDA graphs.
 """
 
 import gc
@@ -12,7 +13,9 @@ import os
 import sys
 import time
 
+import comfy.model_base
 import comfy.samplers
+import latent_preview
 import torch
 from aiohttp import web
 from server import PromptServer
@@ -41,22 +44,38 @@ def _seconds(before, after) -> float:
     return after - before if isinstance(before, float) else before.elapsed_time(after) / 1000
 
 
-_sample = comfy.samplers.KSAMPLER.sample
+_max_denoise = comfy.samplers.KSAMPLER.max_denoise
+_prepare_callback = latent_preview.prepare_callback
+_process_latent_out = comfy.model_base.BaseModel.process_latent_out
 
 
-def sample(self, model_wrap, sigmas, extra_args, callback, *args, **kwargs):
-    marks = [_mark()]
-    _samplings.append(marks)
+def max_denoise(*args):
+    """What a sampler asks first."""
+    _samplings.append([_mark()])
+    return _max_denoise(*args)
+
+
+def prepare_callback(*args, **kwargs):
+    """The callback that a sampler's node makes."""
+    callback = _prepare_callback(*args, **kwargs)
 
     def step_done(*arguments):
-        marks.append(_mark())
-        return callback(*arguments) if callback is not None else None
+        if _samplings:
+            _samplings[-1].append(_mark())
+        return callback(*arguments)
 
-    _latents[:] = [_sample(self, model_wrap, sigmas, extra_args, step_done, *args, **kwargs)]
-    return _latents[0]
+    return step_done
 
 
-comfy.samplers.KSAMPLER.sample = sample
+def process_latent_out(self, latent):
+    """Where a sampler's result goes."""
+    _latents[:] = [latent]
+    return _process_latent_out(self, latent)
+
+
+comfy.samplers.KSAMPLER.max_denoise = max_denoise
+latent_preview.prepare_callback = prepare_callback
+comfy.model_base.BaseModel.process_latent_out = process_latent_out
 
 
 @PromptServer.instance.routes.get("/session/steps")
