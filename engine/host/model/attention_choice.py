@@ -21,6 +21,8 @@ OPTIONS_AT = 5
 
 # Per model, what the input asked for -> the kernel. A kernel that changed with the length of the prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
+# The same, as measured in this process, by structure and input: ComfyUI may free a model after each prompt.
+_measured: dict[tuple[str, str], str] = {}
 # Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
 _preferences: PerModel[list[nn.Module]] = PerModel(
     lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
@@ -77,7 +79,9 @@ def _can_measure(device: torch.device) -> bool:
 
 
 def _recalled(wanted: str, network: nn.Module) -> str | None:
-    """The choice before a restart: for another choice all blocks would be compiled again."""
+    """The choice for an earlier model of the structure: for another choice all blocks would be compiled again."""
+    if (measured := _measured.get((name_of(network), wanted))) is not None:
+        return measured
     cache = current()
     choice = cache.recall(name_of(network), "attention") if cache is not None and _is_kept(wanted) else None
     return choice if isinstance(choice, str) and (choice == "comfyui" or override_for(choice) is not None) else None
@@ -92,7 +96,10 @@ def _choose(base_model, survey: AttentionSurvey) -> None:
     network, cache = base_model.diffusion_model, current()
     best = survey.best()
     _keep(base_model, survey.wanted, best)
-    if cache is not None and _is_kept(survey.wanted) and survey.complete:
+    if not survey.complete:
+        return
+    _measured[name_of(network), survey.wanted] = best
+    if cache is not None and _is_kept(survey.wanted):
         cache.remember(name_of(network), "attention", best)
 
 

@@ -17,6 +17,11 @@ def attention_pytorch(q, *_args, **_kwargs):
     return q
 
 
+@pytest.fixture(autouse=True)
+def nothing_measured(engine, monkeypatch):
+    monkeypatch.setattr(engine("host.model.attention_choice"), "_measured", {})
+
+
 class Model:
     """The host's model, as far as a wrapper of APPLY_MODEL knows it."""
 
@@ -55,6 +60,8 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
     found = choice.chosen_kernel(model.diffusion_model, "auto")
     again, after = choice.with_attention("auto", model, args)
     assert after is None and (OVERRIDE in again[5]) == (found == "cudnn")
+    _, after = choice.with_attention("auto", Model(), args)
+    assert (after is None) == (memory == "enough"), "ComfyUI may load the model anew for each prompt"
     if memory == "enough":
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
     else:
