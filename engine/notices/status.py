@@ -35,8 +35,10 @@ class News(NamedTuple):
     state: str = ""  # compiling, ready, faster, unclear, slower or failed; empty: there is no line
     says: list | tuple = ()  # of `words.told`, or several of these
     seconds: int | None = None  # that compiling has taken so far; the page goes on counting
+    begins: str | None = None  # what the page sends to have compiling begin now; None: it does, or did
 
 
+BEGINS_NEXT = News("unclear", told("beginsNext"))
 # The ids of the client whose prompt runs and of its workflow, or None. nodes/routes.py sets `owner_now`.
 Owner = tuple[str | None, str | None]
 owner_now: Callable[[], Owner] = lambda: (None, None)  # noqa: E731
@@ -54,7 +56,10 @@ class Steps:
     def add(self, seconds: float, eager: bool, watch: Watch) -> None:
         (self.uncompiled if eager else self.fast).append(seconds)
         if not eager and len(self.uncompiled) >= FEWEST:
-            watch.gained = (watch.gained or 0.0) + statistics.median(self.uncompiled) - seconds
+            before = statistics.median(self.uncompiled)
+            watch.gained = (watch.gained or 0.0) + before - seconds
+            if len(self.fast) >= FEWEST:
+                watch.saved = 1 - statistics.median(self.fast) / before
 
     def compared(self) -> tuple[str, list]:
         """The state of the line, and compiled steps beside uncompiled ones; empty where too few have run.
@@ -117,12 +122,7 @@ class Line:
 
     def _send(self, news: News) -> None:
         for owner in self._owners():
-            _last_news.pop((owner, str(self.node)), None)  # newest last
-            _last_news[owner, str(self.node)] = news
-            if len(_last_news) > MOST_KEPT:
-                _last_news.pop(next(iter(_last_news)), None)
-            for listener in listeners:
-                listener(owner, str(self.node), news)
+            _send(owner, str(self.node), news)
 
 
 class Status(Line):
@@ -240,8 +240,11 @@ class Status(Line):
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not any(group.stats.graphs for group in groups):
-            put_off = watch_of(network).put_off
-            return News() if put_off is None else News("unclear", told("putOff", put_off))
+            put_off = watch_of(network).put_off()
+            if put_off is None:
+                return News()
+            prompts, name = put_off
+            return News("unclear", told("putOff", prompts), begins=name) if prompts else BEGINS_NEXT
         state, steps = self._compared()
         says = told("readyBut", steps) if steps else told("ready")
         pack = watch_of(network).foreign
@@ -273,6 +276,15 @@ statuses: weakref.WeakValueDictionary[tuple[Owner, str], Line] = weakref.WeakVal
 
 # What each line said last.
 _last_news: dict[tuple[Owner, str], News] = {}
+
+
+def _send(owner: Owner, node: str, news: News) -> None:
+    _last_news.pop((owner, node), None)  # newest last
+    _last_news[owner, node] = news
+    if len(_last_news) > MOST_KEPT:
+        _last_news.pop(next(iter(_last_news)), None)
+    for listener in listeners:
+        listener(owner, node, news)
 
 
 def _registered() -> list[tuple[Owner, str, Line]]:
@@ -313,6 +325,14 @@ def tell_all() -> None:
     """When a trace begins, and on the worker after each job."""
     for line in live_lines():
         line.tell()
+
+
+def tell_begun(begins: str) -> None:
+    """After the user had compiling begin; ComfyUI may have freed the model, and with it the line."""
+    tell_all()
+    for (owner, node), news in list(_last_news.items()):
+        if news.begins == begins:
+            _send(owner, node, BEGINS_NEXT)
 
 
 on_trace.append(tell_all)

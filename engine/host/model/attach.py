@@ -151,10 +151,11 @@ def notes_about(patcher) -> list[str]:
     notes += code.eager_in_words()
     if code.eager[Eager.CONVOLUTIONS] and graphs_of(network).captures and runs_channels_last(network):
         notes.append("In CUDA graphs the blocks of convolutions run channels_last.")
-    if (put_off := payback_of(network).after) is not None:
+    if (after := payback_of(network).after) is not None:
         notes.append(
-            "Not compiled so far: with prompts this short that would take longer than it saves. It begins with prompt "
-            f"{put_off}; Torch Compile Warmup, or compile_when set to `before first image`, begins now."
+            "Not compiled so far: with prompts this short that would take longer than it saves. Compiling begins in about "
+            f"{after} prompts, or now: by the button on the Torch Compile node, by Torch Compile Warmup, or with compile_when "
+            "set to `before first image`."
         )
     elif code.eager_calls:
         notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")

@@ -87,7 +87,6 @@ def eager(network: nn.Module, run: Callable[[], object]) -> object:
 def begin_run(network: nn.Module, *statuses: Status | None) -> None:
     """A sampling run begins; `statuses` are the lines of its nodes."""
     code_of(network).new_run()
-    payback_of(network).new_run()
     new_run(network)
     for status in filter(None, statuses):
         status.new_run()
@@ -97,7 +96,9 @@ def end_run(base_model: nn.Module) -> None:
     """A sampling run of the patcher's model is over, also one that failed."""
     release_buffers()
     forget_weights(base_model)
-    graphs_of(getattr(base_model, "diffusion_model", base_model)).model.new_run()
+    network = getattr(base_model, "diffusion_model", base_model)
+    graphs_of(network).model.new_run()
+    payback_of(network).end_run(network)
 
 
 def raise_if_interrupted() -> None:

@@ -99,19 +99,15 @@ class BlockCompiler:
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             payback = payback_of(network)
-            worthwhile = call.synchronous or payback.is_worthwhile(network, args[0], args[OPTIONS_AT])
-            watch_of(network).put_off = payback.after
-            as_without_us = functools.partial(executor, *args, **kwargs)
-            if not worthwhile and not payback.may_choose_attention:
-                return eager(network, as_without_us)
+            watch_of(network).put_off = payback.put_off
+            if not call.synchronous and not payback.is_worthwhile(network, args[0], args[OPTIONS_AT]):
+                return eager(network, functools.partial(executor, *args, **kwargs))
             args, measure_attention = with_attention(self.settings.attention, base_model, args)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)
                 measure_attention()
                 return result
-            if not worthwhile:
-                return eager(network, as_without_us)
             loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
             return self._calls.run(loaded, call, args[0].numel(), run, self._told(base_model, args, kwargs, call.synchronous))
 

@@ -23,8 +23,9 @@ def store(engine, monkeypatch, tmp_path):
 def flux(engine, tiny, monkeypatch, store):
     """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
     payback, attachment = engine("host.model.payback"), engine("host.model.attach")
+    records = engine("host.model.structure_record")
     monkeypatch.setattr(payback, "may_wait", lambda _device: True)
-    monkeypatch.setattr(payback, "_freed", {})
+    monkeypatch.setattr(records, "_records", {})
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
@@ -40,7 +41,11 @@ def flux(engine, tiny, monkeypatch, store):
         return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
 
     run.conditioning = conditioning
-    run.cost = lambda seconds: monkeypatch.setattr(payback, "COST", seconds)
+
+    def cost(seconds):
+        monkeypatch.setattr(records, "TRACE", seconds / payback.FIRST_TIME)
+
+    run.cost = cost
     return run
 
 
@@ -56,7 +61,7 @@ def test_it_compiles_as_soon_as_it_would_pay_back(flux):
     """Also in the middle of a run: a longer one."""
     flux.cost(1e6)
     assert flux()[0] == 0
-    flux.cost(0.0)
+    flux.cost(1e-9)
     graphs, line, notes = flux()
     assert graphs == 2 and line.says[0].startswith("ready") and not any(note.startswith("Not compiled") for note in notes)
 
@@ -117,7 +122,7 @@ def test_what_unets_cost_is_counted_in_calls(flux, engine, a_call_takes, monkeyp
     monkeypatch.setattr(payback, "has_convolutions", lambda _network: True)
     choose = engine("host.model.wrapper").with_attention
     monkeypatch.setattr(engine("host.model.wrapper"), "with_attention", lambda *args: asked.append(1) or choose(*args))
-    flux.cost(0.0)
+    flux.cost(1e-9)
     assert flux(steps=5)[0] == 0 and not asked  # saves 20 calls in ten prompts, and costs 60
     assert flux(steps=30)[0] == 2 and asked
 
@@ -147,7 +152,7 @@ def test_a_batch_that_changes_in_the_first_steps_ends_no_prompt(flux):
 
 @pytest.mark.parametrize("steps", [2, 3, 4])
 def test_few_steps_are_measured_too(flux, steps):
-    flux.cost(0.0)
+    flux.cost(1e-9)
     flux(steps=steps)
     assert flux(steps=steps)[0] == 2
 
@@ -159,54 +164,158 @@ def test_who_waits_for_code_gets_it_and_others_use_it(flux):
     assert graphs == 2 and line.says[0].startswith("ready")
 
 
-def test_prompts_are_counted_though_the_model_is_freed_after_each(flux, engine, tiny, a_call_takes, monkeypatch):
+def sampled_once(engine, tiny, seed=1):
+    """The diffusion model that has sampled five steps, new to this pack."""
+    patcher, latent = tiny.build_patcher("flux"), tiny.empty_latent("flux")
+    settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
+    model = engine("host.model.attach").attach(patcher, settings, node="7")
+    sample(model, tiny.conditioning("flux"), latent, 1.0, seed=seed, steps=5)
+    assert engine("background.thread").compiler.wait(60)
+    return patcher.model.diffusion_model
+
+
+def graphs_of(engine, network):
+    return sum(group.stats.graphs for group in engine("compile.registry").code_of(network).groups.values())
+
+
+def test_runs_are_counted_though_the_model_is_freed_after_each(flux, engine, tiny, a_call_takes):
     """As under --cache-none: each prompt loads the model, which was new to this pack each time."""
-    payback = engine("host.model.payback")
-    flux.cost(1.5)  # 1 s is saved in ten prompts, 1.6 s in sixteen
+    payback_of = engine("host.model.payback").payback_of
+    flux.cost(1.55)  # 1 s is saved in ten prompts, 1.6 s in sixteen
     counts = []
     for seed in range(16):
-        patcher, latent = tiny.build_patcher("flux"), tiny.empty_latent("flux")
-        settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
-        model = engine("host.model.attach").attach(patcher, settings, node="7")
-        sample(model, tiny.conditioning("flux"), latent, 1.0, seed=seed, steps=5)
-        counts.append(payback.payback_of(patcher.model.diffusion_model).prompts)
-        assert engine("background.thread").compiler.wait(60)
-        compiled = payback.payback_of(patcher.model.diffusion_model)._is_decided
-        del patcher, model
+        record = payback_of(sampled_once(engine, tiny, seed)).record
+        counts.append((record.runs, record.is_decided))
         gc.collect()
-    assert counts == list(range(1, 17)) and compiled
+    assert counts == [(number, number == 16) for number in range(1, 17)]
 
 
-def test_two_models_of_one_structure_are_counted_apart_while_both_live(flux, engine, tiny):
-    """Wan 2.2 samples with two."""
+def test_they_are_counted_through_restarts(flux, engine, tiny, a_call_takes, monkeypatch):
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    monkeypatch.setattr(records, "TRACE", 0.1)
+    monkeypatch.setattr(payback, "FIRST_TIME", 15.5)
+    for seed in range(16):
+        record = payback.payback_of(sampled_once(engine, tiny, seed)).record
+        assert record.is_decided == (seed == 15)
+        gc.collect()
+        if seed % 4 == 3:
+            records._records.clear()
+
+
+def test_what_sessions_are_too_short_for_is_not_compiled(flux, engine, tiny, a_call_takes):
+    """Tracing would be paid in each."""
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    flux.cost(1.0)
+    record = records.Record("a" * 12, is_kept=True)
+    for record.sessions, is_decided in ((0, True), (2, True), (5, False)):
+        record.seconds, record.runs, record.session_runs, record.is_decided = 1.0, 1, record.sessions, False
+        payback.Payback(record, False)._decide_if_paid()
+        assert record.is_decided is is_decided  # 0.2 s in a run, and 0.5 s of tracing
+
+
+def test_two_models_of_one_structure_are_counted_together(flux, engine, tiny):
+    """Wan 2.2 samples with two, whose code is the same."""
     payback_of = engine("host.model.payback").payback_of
-    one, other = (tiny.build_patcher("flux").model.diffusion_model for _ in range(2))
-    payback_of(one).new_run()
-    assert payback_of(other).prompts == 0
+    one, other = (payback_of(tiny.build_patcher("flux").model.diffusion_model) for _ in range(2))
+    assert one is not other and one.record is other.record
 
 
-def test_what_was_decided_on_compiles_from_the_first_prompt_of_the_next_session(flux, engine, tiny, a_call_takes, store):
-    flux.cost(0.0)
+def test_what_was_compiled_is_traced_in_the_first_call_of_the_next_session(
+    flux, engine, tiny, a_call_takes, store, monkeypatch
+):
+    """Its code is kept, so that compiling costs a trace, however much more it cost before."""
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    flux.cost(0.9)
     assert flux()[0] == 2
-    flux.cost(1e6)
-    for expected in (True, False):
-        patcher, latent = tiny.build_patcher("flux"), tiny.empty_latent("flux")
-        settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
-        sample(engine("host.model.attach").attach(patcher, settings), tiny.conditioning("flux"), latent, 1.0, seed=1, steps=5)
-        assert engine("background.thread").compiler.wait(60)
-        groups = engine("compile.registry").code_of(patcher.model.diffusion_model).groups.values()
-        assert bool(sum(group.stats.graphs for group in groups)) is expected
-        del patcher, groups
-        gc.collect()
-        engine("host.model.payback")._freed.clear()
+    record = payback.payback_of(sampled_once(engine, tiny)).record
+    assert record.trace > 0
+    record.trace = 0.3  # on any machine
+    record.keep()
+    monkeypatch.setattr(payback, "FIRST_TIME", 1e6)
+    for is_kept in (True, False):
+        records._records.clear()
+        network = sampled_once(engine, tiny)
+        assert bool(graphs_of(engine, network)) is is_kept
+        assert payback.payback_of(network).record.runs == 1
         store.clear()
 
 
-def test_no_attention_is_measured_for_few_steps_that_may_never_be_compiled(flux, engine, a_call_takes, monkeypatch):
+def test_a_trace_that_takes_longer_than_all_it_saves_is_put_off_though_code_is_kept(flux, engine, tiny, a_call_takes):
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    flux.cost(0.9)
+    assert flux()[0] == 2
+    record = payback.payback_of(sampled_once(engine, tiny)).record
+    record.trace = 5.0
+    record.keep()
+    records._records.clear()
+    assert not payback.payback_of(network := sampled_once(engine, tiny)).record.is_decided
+    assert not graphs_of(engine, network)
+
+
+def test_what_others_took_to_trace_is_expected(flux, engine, tiny, monkeypatch):
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    network, other = torch.nn.Linear(1, 1), torch.nn.Linear(2, 1)
+
+    def seconds_to_pay(network):
+        one = payback.Payback(payback.payback_of(network).record, False)
+        one._decide_if_paid(0.1)
+        return one.after * 0.1 * payback.SAVED
+
+    assert seconds_to_pay(network) == pytest.approx(payback.FIRST_TIME * records.TRACE, rel=0.1)
+    payback.payback_of(other).record.add_trace(4 * records.TRACE)
+    assert seconds_to_pay(network) == pytest.approx(2 * payback.FIRST_TIME * records.TRACE, rel=0.1)
+    payback.payback_of(other).record.add_trace(records.TRACE)  # later in the session: another size
+    assert seconds_to_pay(other) == pytest.approx(5 * payback.FIRST_TIME * records.TRACE, rel=0.1)
+    assert seconds_to_pay(network) == pytest.approx(2 * payback.FIRST_TIME * records.TRACE, rel=0.1)
+
+
+def test_what_was_seen_to_be_saved_counts(flux, engine, a_call_takes):
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    network = torch.nn.Linear(1, 1)
+    flux.cost(2.0)
+    record = payback.payback_of(network).record
+    record.seconds, record.runs = 15.0, 10
+    engine("notices.recompile_log").watch_of(network).saved = 0.1
+    payback.payback_of(network)._calls = 5
+    payback.payback_of(network).end_run(network)
+    records._records.clear()
+    later = payback.Payback(records.Record.recalled(record.structure), False)
+    later._decide_if_paid()
+    assert later.record.share == 0.1 and not later.record.is_decided  # 1.5 s; with SAVED 3 s
+    later.record.seconds = 26.0
+    later._decide_if_paid()
+    assert later.record.is_decided
+
+
+@pytest.mark.parametrize(
+    "text", ["", "7", "[]", "[1, 2]", "[1, 2, NaN, 4, 5, 6]", '["a", 1, 1, 1, 1, 1]', "{}", "[null, 1, 1, 1, 1, -1]"]
+)
+def test_numbers_that_are_damaged_are_none(store, engine, text):
+    record = engine("host.model.structure_record").Record
+    store.add_choices("a" * 12, {"payback": text})
+    assert record.recalled("a" * 12) == record("a" * 12)
+
+
+def test_the_user_can_have_it_begin_now_and_in_later_sessions(flux, engine, tiny):
+    payback, records = engine("host.model.payback"), engine("host.model.structure_record")
+    flux.cost(1e6)
+    graphs, line, _ = flux()
+    assert graphs == 0 and payback.payback_of.items()
+    assert not payback.begin_now("b" * 12) and not payback.begin_now(["b"])
+    assert payback.begin_now(line.begins)
+    line = next(iter(engine("notices.status").lines_of().values()))
+    assert line.says == ["beginsNext"] and line.begins is None
+    graphs, line, _ = flux()
+    assert graphs == 2 and line.says[0].startswith("ready")
+    records._records.clear()
+    assert graphs_of(engine, sampled_once(engine, tiny))
+
+
+def test_no_attention_is_measured_before_compiling_is_decided_on(flux, engine, a_call_takes, monkeypatch):
     asked = []
     choose = engine("host.model.wrapper").with_attention
     monkeypatch.setattr(engine("host.model.wrapper"), "with_attention", lambda *args: asked.append(1) or choose(*args))
     flux.cost(1e6)
-    assert flux()[0] == 0 and not asked
-    flux.cost(0.0)
+    assert flux(steps=20)[0] == 0 and not asked
+    flux.cost(0.9)
     assert flux()[0] == 2 and asked
