@@ -61,15 +61,18 @@ function show(node, text) {
   putInPlace(node);
   const { torchCompileKitError: error, torchCompileKitLine: line } = node;
   element.style.color = colorOf(error ? "failed" : line?.state);
+  const begins = error ? null : line?.begins;
   const whole = error ?? [...(node.torchCompileKitWarnings ?? []), text ?? say("statusHere")].join("\n");
   const size = node.torchCompileKitSize;
-  if (node.torchCompileKitShown === `${size} ${whole}`) return;
-  node.torchCompileKitShown = `${size} ${whole}`;
+  const shown = `${size} ${begins} ${whole}`;
+  if (node.torchCompileKitShown === shown) return;
+  node.torchCompileKitShown = shown;
   const [above, ...details] = whole.split(RULE);
   const [first, ...rest] = above.split("\n");
   if (node.comfyClass === BENCHMARK && rest.length) element.replaceChildren(headline(first), rest.join("\n"));
   else element.textContent = above;
   if (size) element.append(adding(node, size));
+  if (begins) element.append(beginning(node, begins));
   if (details.length) element.append(folded(details.join(RULE), () => fit(node, widget)));
   delete node.torchCompileKitTextHeight;
   element.style.maxHeight = globalThis.LiteGraph?.vueNodesMode ? `${TALLEST}px` : ""; // in the classic renderer the node bounds it
@@ -93,19 +96,30 @@ function folded(text, changed) {
   return fold;
 }
 
-// A button that makes a size one of the warmup's.
-function adding(node, size) {
-  const button = document.createElement("button");
-  button.textContent = say("add", size);
-  button.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
-  button.onclick = () => {
-    const sizes = node.widgets.find((widget) => widget.name === "extra_sizes");
-    sizes.value = [sizes.value, size].filter(Boolean).join("\n");
-    sizes.callback?.(sizes.value);
-    offer(node, undefined);
-  };
-  return button;
+function button(text, press) {
+  const made = document.createElement("button");
+  made.textContent = text;
+  made.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
+  made.onclick = press;
+  return made;
 }
+
+// A button that makes a size one of the warmup's.
+const adding = (node, size) => button(say("add", size), () => {
+  const sizes = node.widgets.find((widget) => widget.name === "extra_sizes");
+  sizes.value = [sizes.value, size].filter(Boolean).join("\n");
+  sizes.callback?.(sizes.value);
+  offer(node, undefined);
+});
+
+// A button that ends the waiting until compiling pays (engine/host/model/payback.py).
+const beginning = (node, model) => button(say("beginNow"), async () => {
+  const sent = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify({ model }) };
+  const answer = await api.fetchApi("/torch-compile-kit/begin", sent);
+  if (!answer.ok || !(await answer.json()).begins || node.torchCompileKitLine?.begins !== model) return;
+  node.torchCompileKitLine = { ...node.torchCompileKitLine, says: ["beginsNext"], begins: null };
+  draw(node);
+});
 
 // A size that was compiled outside the warmup, to be added to it; none: no longer.
 export function offer(node, size) {

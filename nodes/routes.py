@@ -9,6 +9,7 @@ from ..engine.compile.registry import live_models
 from ..engine.failures.machine import preflight_here
 from ..engine.host import adapter
 from ..engine.host.adapter import device_type
+from ..engine.host.model.payback import begin_now
 from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.host.nodes import progress
 from ..engine.host.nodes.cache_files import pack_version
@@ -38,7 +39,8 @@ def register_routes() -> None:
     GET /torch-compile-kit/report (in ?language=), GET /torch-compile-kit/status (the lines by node, of all clients or those of
     ?client_id= and ?workflow=; what that client queues from then on reports in ?language=), GET /torch-compile-kit/machine
     (what compiling needs and this machine lacks), POST /torch-compile-kit/wait (the sampler waits for the code that is being
-    compiled), and the routes of `cache_routes.py`.
+    compiled), POST /torch-compile-kit/begin ({"model": what a line has as `begins`}: compile that model now), and the routes of
+    `cache_routes.py`.
 
     Does nothing where no server runs (tests, scripts).
     """
@@ -65,7 +67,11 @@ def register_routes() -> None:
         pending = any(code.is_being_compiled for _, code in live_models())
         return {"waiting": compiler.have_awaited(pending)}
 
+    async def begin(body: dict) -> dict:
+        return {"begins": await asyncio.to_thread(begin_now, body.get("model"))}
+
     post(server.routes, "/torch-compile-kit/wait", wait)
+    post(server.routes, "/torch-compile-kit/begin", begin)
 
     def prompt_now() -> tuple[dict, dict]:
         """The nodes by id of the prompt that runs, and its extra data."""

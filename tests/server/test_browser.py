@@ -495,6 +495,33 @@ def test_a_line_can_be_read_in_both_themes(page, palette):
     assert len(contrasts) == 6 and min(contrasts.values()) >= 4.5, contrasts
 
 
+@TWINS
+def test_compiling_begins_now_with_a_button_on_the_node(page):
+    """As for a prompt of few steps on a GPU; this server has none."""
+    page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
+    page.js(
+        """() => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", {
+            workflow: app.rootGraph.id, node: String(kit.node("Model").id),
+            state: "unclear", says: ["putOff", 12], seconds: null, begins: "5eed",
+        })"""
+    )
+    page.js("() => (app.canvas.centerOnNode(kit.node('Model')), kit.frames())")
+    asked = []
+
+    def answer(route):
+        asked.append(route.request.post_data_json)
+        answered = route.fetch()
+        route.fulfill(response=answered, json={"begins": answered.json() == {"begins": False}})
+
+    page.window.route("**/torch-compile-kit/begin", answer)
+    try:
+        page.window.get_by_role("button", name="Compile now").click()
+        page.until_shown("Model", "^compiling begins with the next step$")
+    finally:
+        page.window.unroute("**/torch-compile-kit/begin")
+    assert asked == [{"model": "5eed"}] and not page.window.get_by_role("button", name="Compile now").count()
+
+
 def load_without_latent(page, prompt):
     """A workflow that compiles for each size, and whose warmup knows one, whatever the sampler gets."""
     prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")

@@ -146,7 +146,7 @@ def test_a_model_that_is_not_warm_has_nothing_to_save(server, shipped, saved):
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data"])
-@pytest.mark.parametrize("path", ["cache/clear", "cache/limit", "cache/save", "cache/load", "wait"])
+@pytest.mark.parametrize("path", ["cache/clear", "cache/limit", "cache/save", "cache/load", "wait", "begin"])
 def test_a_page_of_another_site_cannot_change_anything(server, saved, kind, path):
     before = server.get("/torch-compile-kit/cache")
     request = urllib.request.Request(f"{server.url}/torch-compile-kit/{path}", b'{"gib": 0}', {"Content-Type": kind})
@@ -194,6 +194,11 @@ def test_a_body_without_a_limit_changes_none_and_is_told_so(server, body):
     assert error.value.code == 400 and ("gib" in said or "JSON in UTF-8" in said), said
     assert server.get("/torch-compile-kit/cache")["limit"] == 3 * 2**30
     server.post("/torch-compile-kit/cache/limit", {"gib": None})
+
+
+@pytest.mark.parametrize("model", ["0" * 12, "../x", ["a"], None])
+def test_nothing_begins_for_a_model_that_no_line_names(server, model):
+    assert server.post("/torch-compile-kit/begin", {"model": model}) == {"begins": False}
 
 
 def test_nobody_waits_while_nothing_is_compiled(server):

@@ -264,6 +264,40 @@ def test_the_model_node_says_how_it_goes():
     assert play("node_report.js", scene) == [EMPTY, "compiling 2 kinds of blocks, 2 s", EMPTY, ready, asked]
 
 
+def test_compiling_begins_now_with_a_button_on_the_line():
+    """A server that was started anew knows nothing of it; the button can be pressed again."""
+    scene = """
+        const makes = document.createElement;
+        const buttons = [];
+        document.createElement = (tag) => {
+          const made = makes(tag);
+          if (tag === "button") buttons.push(made);
+          return made;
+        };
+        const node = created("3", "TorchCompileKitModel");
+        const line = { workflow: "open", node: "3", state: "unclear", says: ["putOff", 12], seconds: null, begins: "5eed" };
+        send("torch-compile-kit.status", line);
+        ticks.forEach((tick) => tick());
+        said.push(buttons.length, text(node));
+        let begins = false;
+        api.fetchApi = async (path, sent) => {
+          said.push([path, sent.method, sent.headers["Content-Type"], sent.body]);
+          return { ok: true, json: async () => ({ begins }) };
+        };
+        await buttons[0].onclick();
+        said.push(text(node));
+        begins = true;
+        await buttons[0].onclick();
+        said.push(text(node), buttons.length);
+        send("torch-compile-kit.status", { ...line, state: "ready", says: ["ready"], begins: null });
+        said.push(text(node));
+    """
+    says = "compiling begins in about 12 prompts, when it will have paid for itselfCompile now"
+    asked = ["/torch-compile-kit/begin", "POST", "application/json", '{"model":"5eed"}']
+    begun = "compiling begins with the next step"
+    assert play("node_report.js", scene) == [1, says, asked, says, asked, begun, 1, "ready"]
+
+
 def test_a_server_that_was_started_anew_compiles_nothing():
     """But for what it has told of since it was asked."""
     scene = f"""
