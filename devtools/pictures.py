@@ -263,19 +263,6 @@ class Story:
         self.window.get_by_role("button", name="Torch Compile Kit:").first.click()
         return picture
 
-    def benchmark(self):
-        prompt = {name: node for name, node in self.prompt().items() if name in ("model", "prompt", "compile")}
-        width, height = self.job.size
-        given = {"model": ["compile", 0], "positive": ["prompt", 0], "negative": ["prompt", 0], "cfg": self.job.cfg}
-        prompt["benchmark"] = self.node(prompts.BENCHMARK_NODE, **given, width=width, height=height, steps=self.job.steps)
-        self.load(prompt)
-        place = {prompts.BENCHMARK_NODE: [0, 0]}
-        self.place(place)
-        self.run()
-        self.until("() => kit.node('TorchCompileKitBenchmark').imgs?.length")
-        time.sleep(2)
-        return take(self.window, self.place(place))
-
 
 def animation(frames):
     """The frames as pictures with their captions, and the milliseconds that each is shown."""
@@ -325,7 +312,7 @@ def main():
             chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
             browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
             story = Story(browser, server, job)
-            for name in ("animate", "use", "panel", "benchmark"):
+            for name in ("animate", "use", "panel"):
                 try:
                     picture = getattr(story, name)()
                 except (RefusedError, TimeoutError) as error:

@@ -12,10 +12,8 @@ const BENCHMARK = "TorchCompileKitBenchmark";
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
-// Pixels, at the least: a table has columns, a plot text, and titles and names of inputs are to be read.
+// Pixels, at the least: a table has columns, and titles and names of inputs are to be read.
 const WIDTHS = { TorchCompileKitModel: 270, TorchCompileKitBenchmark: 520, TorchCompileKitVAEChannelsLast: 260, TorchCompileKitFixKeys: 300, TorchCompileKitControlNet: 300 };
-const PLOT = 330;
-const PREVIEW = 220;
 const WIDGET = "torch_compile_kit_report";
 const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
 const isOurs = (node) => OURS.includes(node?.comfyClass);
@@ -134,14 +132,6 @@ function fit(node, widget) {
     node.torchCompileKitTextHeight = Math.min(element.scrollHeight, TALLEST) + 2 * (widget.margin ?? 10);
     node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
   });
-}
-
-// For the plot, once.
-function makeRoom(node) {
-  if (node.torchCompileKitRoom) return;
-  node.torchCompileKitRoom = true;
-  const preview = node.widgets.some((widget) => widget.name === "$$canvas-image-preview"); // the page has added room of its own
-  node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1] + (preview ? PLOT - PREVIEW : PLOT))]);
 }
 
 // In place of a node's text: why its prompt was refused, or what has ended it. Stays until the next prompt.
@@ -317,7 +307,6 @@ app.registerExtension({
         running.delete(this);
         if (output?.text) show(this, output.text.join("\n"));
       });
-      if (output?.images && this.comfyClass === BENCHMARK) setTimeout(() => makeRoom(this), 500); // the image is there
     };
   },
 });

@@ -1,8 +1,7 @@
 """Define the node Torch Compile Benchmark."""
 
-from comfy_api.latest import io, ui
+from comfy_api.latest import io
 
-from ..engine.benchmark.plot import draw, draw_message
 from ..engine.host.model.attach import Nothing
 from ..engine.host.nodes.benchmark import MAX_STEPS, benchmark
 from ..engine.host.nodes.warmup_plan import Size
@@ -17,7 +16,7 @@ class Benchmark(io.ComfyNode):
             display_name="Torch Compile Benchmark",
             category="torch compile",
             description="Shows what compiling brings on your machine: samples in alternating uncompiled and compiled rounds "
-            "and plots the time of a step, what compiling cost, and after how many images it has paid off.",
+            "and shows the time of a step, what compiling cost, and after how many images it has paid off.",
             search_aliases=["benchmark", "speed test", "it/s", "compiled vs uncompiled", "profile", "trace"],
             is_output_node=True,
             inputs=[
@@ -43,7 +42,6 @@ class Benchmark(io.ComfyNode):
                 io.Clip.Input("clip", optional=True, tooltip="To see which share of a prompt encoding its text takes."),
             ],
             outputs=[
-                io.Image.Output(display_name="plot", tooltip="Time per step, uncompiled and compiled, and the break-even."),
                 io.String.Output(display_name="table", tooltip="All figures as text."),
             ],
         )
@@ -68,5 +66,4 @@ class Benchmark(io.ComfyNode):
         size = Size(width, height, length, batch_size)
         result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image, vae, clip)
         table = result.text if isinstance(result, Nothing) else result.table()
-        plot = (draw_message(result.english) if isinstance(result, Nothing) else draw(result)).tensor()
-        return io.NodeOutput(plot, table, ui={"text": [table], **ui.PreviewImage(plot, cls=cls).as_dict()})
+        return io.NodeOutput(table, ui={"text": [table]})

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -13,6 +12,7 @@ from ..notices.words import say
 
 # Share by which two medians must differ.
 CLEAR = 0.01
+BAR_LENGTH = 40
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,6 @@ class CompileCost:
     def cold(self) -> bool:
         """Whether everything was compiled inside the benchmark."""
         return self.graphs > 0 and not self.graphs_before
-
-    def total(self, step: float) -> float:
-        """Seconds to win back: if cold, what the first steps took longer than a warm `step`, else what compiling took."""
-        extra = sum(max(0.0, first - step) for first in self.first_steps)
-        return max(self.seconds, extra) if self.cold else self.seconds
 
 
 @dataclass(frozen=True)
@@ -109,60 +104,50 @@ class BenchmarkResult:
             return "faster"
         return "slower" if compiled_fast > slow and 1 / self.speedup >= 1 + CLEAR else "no clear difference"
 
+    @property
+    def is_noisy(self) -> bool:
+        """Whether the steps of the two overlap, though their medians differ."""
+        return self.verdict == "no clear difference" and abs(self.speedup - 1) >= CLEAR
+
     def image_seconds(self, timing: Timing) -> float:
         """Seconds of sampling for one image, all its steps."""
         return timing.median * self.steps / self.batch
 
     @property
     def cost_seconds(self) -> float:
-        return self.cost.total(self.compiled.median)
+        """Seconds to win back: if cold, what the first steps took longer than warm ones, else what compiling took."""
+        extra = sum(max(0.0, first - self.compiled.median) for first in self.cost.first_steps)
+        return max(self.cost.seconds, extra) if self.cost.cold else self.cost.seconds
 
     @property
     def break_even(self) -> int | None:
         """Images after which compiling has paid off; None if compiled is not faster."""
         if self.verdict != "faster":
             return None
-        saved = self.image_seconds(self.eager) - self.image_seconds(self.compiled)
-        return max(1, math.ceil(self.cost_seconds / saved)) if saved > 0 else None
+        return max(1, math.ceil(self.cost_seconds / (self.image_seconds(self.eager) - self.image_seconds(self.compiled))))
 
-    def images(self, count: int) -> str:
-        return counted(count, "video" if self.video else "image")
-
-    def heading(self) -> str:
-        return f"{self.size}, {counted(self.steps, 'step')}, cfg {self.cfg:g}"
-
-    @property
-    def _an_image(self) -> str:
-        return "a video" if self.video else "an image"
-
-    def headline(self, say: Callable[..., str] = say) -> str:
-        if self.verdict == "faster":
-            times = digits(self.speedup)
-            if not self.break_even or not self.cost.graphs:
-                return say("timesAsFast", times)
-            return say("paidOffByVideo" if self.video else "paidOffByImage", times, self.break_even)
+    def headline(self) -> str:
         if self.verdict == "slower":
             return say("timesSlower", digits(1 / self.speedup))
-        return say("tooNoisy" if self.is_noisy else "noClearDifference")
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the steps of the two overlap, though their medians differ."""
-        return self.verdict == "no clear difference" and abs(self.speedup - 1) >= CLEAR
+        if self.verdict != "faster":
+            return say("tooNoisy" if self.is_noisy else "noClearDifference")
+        times = digits(self.speedup)
+        if not self.cost.graphs:
+            return say("timesAsFast", times)
+        return say("paidOffByVideo" if self.video else "paidOffByImage", times, self.break_even)
 
     def table(self) -> str:
         """All figures as text; the columns need a font of fixed width."""
-        lines = [
-            self.headline(),
-            *filter(None, [say("figuresInEnglish")]),
-            f"{self.model}, {self.heading()}",
-            f"{self.device}, {self.settings}",
-            "",
-        ]
-        lines += [*self._columns(), "", *self._conclusion(), *(["", *self.limits, ""] if self.limits else [])]
-        lines += [*self._cost_lines(), self._error_line()]
-        steps = len(self.eager.steps)
-        lines.append(f"Measured: {steps} warm steps each in {len(self.eager.rounds)} alternating rounds, same seed.")
+        lines = [self.headline(), *filter(None, [say("figuresInEnglish")])]
+        lines += [f"{self.model}, {self.size}, {counted(self.steps, 'step')}, cfg {self.cfg:g}"]
+        lines += [f"{self.device}, {self.settings}", *self._bars(), "", *self._columns(), "", self._conclusion()]
+        lines += [*(["", *self.limits, ""] if self.limits else []), *self._cost_lines()]
+        error = "none to give, a latent holds values that are not finite"
+        if math.isfinite(self.error):
+            error = f"{self.error:.2g} (uncompiled against itself: {self.repeat_error:.2g})"
+        lines.append(f"Relative error of the final latent against uncompiled: {error}.")
+        steps, rounds = len(self.eager.steps), len(self.eager.rounds)
+        lines.append(f"Measured: {steps} warm steps each in {rounds} alternating rounds, same seed.")
         if self.late_graphs:
             graphs = f"{counted(self.late_graphs, 'graph')} {'was' if self.late_graphs == 1 else 'were'}"
             lines.append(f"{graphs} compiled while measuring: run the benchmark again for clean figures.")
@@ -171,56 +156,56 @@ class BenchmarkResult:
             lines += ["Traces of one step, in the output folder, for ui.perfetto.dev:", *(f"  {f}" for f in self.trace.files)]
         return "\n".join(lines)
 
+    def _bars(self) -> list[str]:
+        medians = {"uncompiled": self.eager.median, "compiled": self.compiled.median}
+        signs = {name: max(1, round(BAR_LENGTH * median / max(medians.values()))) for name, median in medians.items()}
+        return [f"{name:<10} {'█' * signs[name]} {duration(median)}" for name, median in medians.items()]
+
     def _columns(self) -> list[str]:
-        sides = (self.eager, self.compiled)
         rows = [
             ("", "uncompiled", "compiled"),
-            ("a step, median", *(duration(side.median) for side in sides)),
-            ("  8 of 10 steps", *(between(*side.spread) for side in sides)),
-            ("  fastest", *(duration(side.fastest) for side in sides)),
-            (self._an_image, *(duration(self.image_seconds(side)) for side in sides)),
+            ("a step, median", *(duration(side.median) for side in (self.eager, self.compiled))),
+            ("  8 of 10 steps", *(between(*side.spread) for side in (self.eager, self.compiled))),
+            ("  fastest", *(duration(side.fastest) for side in (self.eager, self.compiled))),
+            (self._an_image, *(duration(self.image_seconds(side)) for side in (self.eager, self.compiled))),
         ]
         if self.trace:
             rows.append((f"{self.trace.unit} a step", f"{self.trace.eager:,}", f"{self.trace.compiled:,}"))
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [f"{name:<{widths[0]}}  {eager:>{widths[1]}}  {compiled:>{widths[2]}}" for name, eager, compiled in rows]
 
-    def _conclusion(self) -> list[str]:
+    @property
+    def _an_image(self) -> str:
+        return "a video" if self.video else "an image"
+
+    def _conclusion(self) -> str:
         step = duration(abs(self.eager.median - self.compiled.median))
         image = duration(abs(self.image_seconds(self.eager) - self.image_seconds(self.compiled)))
         if self.verdict == "faster":
-            return [f"Compiled saves {step} a step, {image} {self._an_image}."]
+            return f"Compiled saves {step} a step, {image} {self._an_image}."
         if self.verdict == "slower":
             advice = "It never pays off here: set backend to none, or try another mode."
-            return [f"Compiled takes {step} more a step, {image} more {self._an_image}.", advice]
+            return f"Compiled takes {step} more a step, {image} more {self._an_image}.\n{advice}"
         if not self.is_noisy:
-            return [f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."]
-        return [
-            "The steps of the two overlap (8 of 10 steps, above): something kept the machine busy, or more steps are needed. "
-            "Run it again."
-        ]
+            return f"The two differ by under {100 * CLEAR:g} %. More steps measure more exactly."
+        cause = "something kept the machine busy, or more steps are needed"
+        return f"The steps of the two overlap (8 of 10 steps, above): {cause}. Run it again."
 
     def _cost_lines(self) -> list[str]:
-        cost = self.cost
-        total, compiling, graphs = duration(self.cost_seconds), duration(cost.seconds), counted(cost.graphs, "graph")
+        cost, compiling, graphs = self.cost, duration(self.cost.seconds), counted(self.cost.graphs, "graph")
         if not cost.graphs:
             return ["Nothing was compiled: every block runs uncompiled."]
-        lines = [
-            f"Already warm when the benchmark began. Compiling took {compiling} in this process ({graphs}, all sizes so far)."
-        ]
         if cost.cold:
-            lines = [f"First-step cost: {total} longer than warm steps, {compiling} of it compiling {graphs}."]
+            longer = f"{duration(self.cost_seconds)} longer than warm steps"
+            lines = [f"First-step cost: {longer}, {compiling} of it compiling {graphs}."]
+        else:
+            compiling = f"Compiling took {compiling} in this process ({graphs}, all sizes so far)."
+            lines = [f"Already warm when the benchmark began. {compiling}"]
         if cost.from_disk:
             lines.append("Code was read from the cache on disk: the very first time takes longer.")
         if self.break_even:
-            lines.append(f"Break-even: after {self.images(self.break_even)}.")
+            lines.append(f"Break-even: after {counted(self.break_even, 'video' if self.video else 'image')}.")
         return lines
-
-    def _error_line(self) -> str:
-        if not math.isfinite(self.error):
-            return "Error against uncompiled: none to give, a latent holds values that are not finite."
-        errors = f"{self.error:.2g} (uncompiled against itself: {self.repeat_error:.2g})"
-        return f"Relative error of the final latent against uncompiled: {errors}."
 
 
 def counted(count: int, noun: str) -> str:
@@ -229,8 +214,7 @@ def counted(count: int, noun: str) -> str:
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """Norm of the difference over norm of `expected`; 0 for equal tensors, inf or nan if a tensor is not finite or zero."""
-    actual, expected = actual.double(), expected.double()
-    difference, norm = (actual - expected).norm().item(), expected.norm().item()
+    difference, norm = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     if difference == 0:
         return 0.0
     return difference / norm if norm else math.inf

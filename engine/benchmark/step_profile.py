@@ -7,12 +7,14 @@ it counts for the innermost operator of the sampler's thread.
 from __future__ import annotations
 
 import bisect
+import heapq
 import json
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -29,11 +31,13 @@ KINDS = {
     CONVOLUTIONS: re.compile(r"conv(?!ert)|fprop|winograd|implicit_gemm|nchwtonhwc|nhwctonchw"),
     PRODUCTS: re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|splitk|wgmma|matmul|triton_tem_|cijk_|::linear|mm$|_mm"),
 }
-UNCOMPILED = "uncompiled "  # before the name of blocks whose compiling has failed (compile/compiled_code.py, `run_eager`)
+UNCOMPILED = "uncompiled "  # before the name of blocks whose compiling has failed (compile/group.py, `run_eager`)
 _COMPILED = "Torch-Compiled Region"
 _TRANSFER = re.compile(r"htod|dtoh|hosttodevice|devicetohost|m2d|d2m", re.IGNORECASE)
 # If transfers take this share of a step, the step cannot get much shorter, whatever runs beside them.
 _SATURATED = 0.8
+# Begin and end in microseconds, which layer it is of, its kind.
+_Interval = tuple[float, float, int, str]
 
 
 @dataclass(frozen=True)
@@ -75,17 +79,11 @@ def step_trace(path: Path, device: torch.device) -> Iterator[profile]:
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
-    try:
-        with profile(
-            activities=activities,
-            schedule=schedule(wait=0, warmup=1, active=1, repeat=1),
-            acc_events=True,  # or it warns that events are cleared between cycles, of which there is one
-            on_trace_ready=lambda finished: finished.export_chrome_trace(str(path)),
-        ) as recording:
-            yield recording
-    except BaseException:  # stopped on the way: half a step is no trace
-        path.unlink(missing_ok=True)
-        raise
+    one_step = schedule(wait=0, warmup=1, active=1, repeat=1)
+    # `acc_events`: or it warns that events are cleared between cycles, of which there is one
+    with profile(activities=activities, schedule=one_step, acc_events=True) as recording:
+        yield recording
+    recording.export_chrome_trace(str(path))
 
 
 def unit_for(device: torch.device) -> str:
@@ -111,83 +109,74 @@ def profile_of(events: list[dict]) -> StepProfile | None:
     if step is None:
         return None
     operators.remove(step)
-    regions = _outermost(event for event in operators if event["name"].startswith(_COMPILED))
-    failed = _outermost(event for event in operators if event["name"].startswith(UNCOMPILED))
     work = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    return _on_gpu(events, work, step, regions, failed) if work else _on_cpu(operators, step, regions)
+    return _on_gpu(events, work, step, operators) if work else _on_cpu(operators, step)
 
 
-def _on_gpu(events: list[dict], work: list[dict], step: dict, regions: list[dict], failed: list[dict]) -> StepProfile:
+def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[dict]) -> StepProfile:
     launches = {_correlation(e): e for e in events if e.get("cat", "").endswith(("runtime", "driver"))}
+    region_of, failed_block_of = (_lookup(e for e in operators if e["name"].startswith(n)) for n in (_COMPILED, UNCOMPILED))
     kernels, transfers, transferred, compiled = [], [], 0, 0.0
     for event in work:
-        launch = launches.get(_correlation(event))
+        launch = launches.get(_correlation(event), {})
         if event["cat"] == "gpu_memcpy" and _TRANSFER.search(event["name"]):
             transferred += event.get("args", {}).get("bytes", 0)
             # From memory that is not pinned the CPU copies, and launches nothing meanwhile.
-            transfers += [(*_times(e), TRANSFERS) for e in (event, launch) if e is not None]
+            transfers += [_interval(e, 1, TRANSFERS) for e in (event, launch) if e]
             continue
-        block = _around(failed, launch)
-        kernels.append((*_times(event), kind_of(event["name"]) if block is None else block["name"]))
-        if _around(regions, launch) is not None or (launch is not None and "GraphLaunch" in launch["name"]):
+        kernels.append(_interval(event, 0, failed_block_of(launch) or kind_of(event["name"])))
+        if region_of(launch) or "GraphLaunch" in launch.get("name", ""):
             compiled += event["dur"] / 1e6
-    seconds = _seconds(kernels, transfers, [(*_times(step), WAITING)])
+    seconds = _seconds([*kernels, *transfers, _interval(step, 2, WAITING)])
     busy = sum(_seconds(kernels).values())
     return StepProfile(step["dur"] / 1e6, seconds, min(compiled, busy), sum(_seconds(transfers).values()), transferred)
 
 
-def _on_cpu(operators: list[dict], step: dict, regions: list[dict]) -> StepProfile:
+def _on_cpu(operators: list[dict], step: dict) -> StepProfile:
     """Without a GPU: of the thread that samples, and not of the thread that compiles."""
-    start, end = _times(step)
-    here = [e for e in operators if e["tid"] == step["tid"] and start <= e["ts"] <= end]
-    kinds = [(*_times(e), e["name"] if e["name"].startswith(UNCOMPILED) else kind_of(e["name"])) for e in here]
-    compiled = [(*_times(e), FUSED) for e in regions if e["tid"] == step["tid"]]
-    others = [interval for interval in kinds if interval[2] == OTHER]
-    named = [interval for interval in kinds if interval[2] != OTHER]
-    seconds = _seconds(named, compiled, others, [(start, end, WAITING)])
-    return StepProfile((end - start) / 1e6, seconds, sum(_seconds(compiled).values()), on_gpu=False)
+    here = [e for e in operators if e["tid"] == step["tid"] and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
+    intervals = [_interval(step, 3, WAITING)]
+    for event in here:
+        kind = event["name"] if event["name"].startswith(UNCOMPILED) else kind_of(event["name"])
+        intervals.append(_interval(event, 2 if kind == OTHER else 0, kind))
+    regions = [_interval(e, 1, FUSED) for e in operators if e["tid"] == step["tid"] and e["name"].startswith(_COMPILED)]
+    compiled = sum(_seconds(regions).values())
+    return StepProfile(step["dur"] / 1e6, _seconds(intervals + regions), compiled, on_gpu=False)
 
 
-def _times(event: dict) -> tuple[float, float]:
-    return event["ts"], event["ts"] + event["dur"]
+def _interval(event: dict, layer: int, kind: str) -> _Interval:
+    return event["ts"], event["ts"] + event["dur"], layer, kind
 
 
 def _correlation(event: dict) -> object:
     return event.get("args", {}).get("correlation", id(event))
 
 
-def _seconds(*layers: list[tuple[float, float, str]]) -> dict[str, float]:
-    """Seconds by kind of intervals: a moment counts for the first layer that covers it, and there for the one that began first.
-
-    Layers but the first are of one kind.
-    """
+def _seconds(intervals: Iterable[_Interval]) -> dict[str, float]:
+    """Seconds by kind: a moment counts for the lowest layer that covers it, and there for the interval that began first."""
     seconds: defaultdict[str, float] = defaultdict(float)
-    intervals: list[tuple[float, float, str]] = []
-    for layer in layers:
-        intervals += layer
-        covered, total, before = 0.0, 0.0, sum(seconds.values())
-        for start, end, kind in sorted(intervals, key=lambda interval: (interval[0], -interval[1])):
-            added = max(0.0, end - max(start, covered)) / 1e6
-            covered, total = max(covered, end), total + added
-            if layer is layers[0]:
-                seconds[kind] += added
-        if layer and layer is not layers[0]:
-            seconds[layer[0][2]] += total - before
+    to_come = sorted(intervals, reverse=True)
+    running: list[tuple[int, float, float, str]] = []
+    for now, then in pairwise(sorted({moment for interval in to_come for moment in interval[:2]})):
+        while to_come and to_come[-1][0] <= now:
+            begin, end, layer, kind = to_come.pop()
+            heapq.heappush(running, (layer, begin, -end, kind))
+        while running and -running[0][2] <= now:
+            heapq.heappop(running)
+        if running:
+            seconds[running[0][3]] += (then - now) / 1e6
     return dict(seconds)
 
 
-def _outermost(events: Iterable[dict]) -> list[dict]:
-    """Those that are in no other one, by their begin."""
+def _lookup(events: Iterable[dict]) -> Callable[[dict], str | None]:
+    """A function: the name of the outermost of `events` in whose time another event began."""
     outermost: list[dict] = []
     for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        if not outermost or event["ts"] >= _times(outermost[-1])[1]:
+        if not outermost or event["ts"] >= outermost[-1]["ts"] + outermost[-1]["dur"]:
             outermost.append(event)
-    return outermost
 
+    def name_around(event: dict) -> str | None:
+        at = bisect.bisect_right(outermost, event.get("ts", -1.0), key=lambda e: e["ts"]) - 1
+        return outermost[at]["name"] if at >= 0 and event["ts"] <= outermost[at]["ts"] + outermost[at]["dur"] else None
 
-def _around(outermost: list[dict], event: dict | None) -> dict | None:
-    """The one in whose time `event` began."""
-    if event is None:
-        return None
-    at = bisect.bisect_right(outermost, event["ts"], key=lambda e: e["ts"]) - 1
-    return outermost[at] if at >= 0 and event["ts"] <= _times(outermost[at])[1] else None
+    return name_around

@@ -630,17 +630,13 @@ def test_sampling_waits_for_code_when_the_panel_is_told_so(page, prompt):
 
 
 @TWINS
-def test_the_benchmark_begins_with_one_sentence_and_its_plot_is_shown(page, prompt):
+def test_the_benchmark_begins_with_one_sentence(page, prompt):
     page.load(prompts.with_benchmark(prompt, steps=4))
     page.run()
     text = page.text("Benchmark")
     assert re.match(r"[\d.]+x as fast|Slower: [\d.]+x the time|No clear difference|Too noisy: repeat", text), text
-    assert "a step, median" in text
+    assert "a step, median" in text and "uncompiled █" in text
     assert page.js("() => kit.node('Benchmark').size[0]") >= 520
-    page.js("() => { app.canvas.centerOnNode(kit.node('Benchmark')); app.graph.setDirtyCanvas(true, true); }")  # else not drawn
-    page.until("() => kit.node('Benchmark').imgs?.length || document.querySelector('img[src*=torch_compile], img[src*=temp]')")
-    page.until("() => kit.node('Benchmark').size[1] > 600")
-    assert page.js("() => kit.node('Benchmark').size[1]") < 850
     page.js("() => { app.canvas.centerOnNode(kit.node('Benchmark')); return kit.frames(); }")  # for its picture
 
 

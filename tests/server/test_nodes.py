@@ -88,7 +88,7 @@ def shipped(object_info):
     [
         (prompts.MODEL_NODE, "Torch Compile", MODEL_INPUTS, ["MODEL"]),
         (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
-        (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["IMAGE", "STRING"]),
+        (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["STRING"]),
     ],
 )
 def test_the_page_is_told_the_fixed_inputs_in_order_with_a_tooltip_each(object_info, node, title, inputs, outputs):
@@ -252,7 +252,7 @@ def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
     assert "double_blocks" in message and "single_blocks" in message
 
 
-def test_benchmark_shows_its_table_and_a_plot_and_writes_traces(server, shipped):
+def test_benchmark_shows_its_table_and_writes_traces(server, shipped):
     import json
 
     others = {"vae": [prompts.find(shipped, "VAELoader"), 0], "clip": [prompts.find(shipped, "CLIPLoader"), 0]}
@@ -267,8 +267,6 @@ def test_benchmark_shows_its_table_and_a_plot_and_writes_traces(server, shipped)
     for words in ("matrix products", "decoding (VAE)", "encoding the text"):
         assert any(words in line for line in limits), limits
     assert any(limits[1:] == model["limits"][1:] for model in server.get("/torch-compile-kit/report")["models"])
-    (image,) = shown["images"]
-    assert image["type"] == "temp" and (server.base / "temp" / image["subfolder"] / image["filename"]).stat().st_size > 10000
     traces = [line.strip() for line in table.splitlines() if line.strip().endswith(".json")]
     assert len(traces) == 2
     for path in traces:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -10,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import comfy.model_management
 import comfy.samplers
@@ -117,7 +116,7 @@ def _measured(session: _Session, settings: CompileSettings, label: str, steps: i
     (eager_rounds, eager_latents), (rounds, latents) = (zip(*results[side], strict=True) for side in ("eager", "compiled"))
     return BenchmarkResult(
         model=model_name(patcher),
-        device=_device_name(patcher.load_device),
+        device=f"{comfy.model_management.get_torch_device_name(patcher.load_device)}, PyTorch {torch.__version__}",
         settings=settings.describe(),
         size=label,
         steps=steps,
@@ -143,30 +142,33 @@ class _Session:
         self.skipped = 0  # steps of the last eager run in which a cache of another node kept the blocks from running
 
     def run(
-        self, side: str, steps: int, after_step: Callable[[], None] | None = None
+        self, side: str, steps: int, after_step: Callable[[], None] = lambda: None
     ) -> tuple[tuple[float, ...], torch.Tensor]:
         """Seconds of each step, all work on the device included, and the final latent, flat."""
-        device = self.patcher.load_device
-        stamps: list[float] = []
+        patcher, device = self._patchers[side], self.patcher.load_device
+        began = 0.0
         seconds: list[float] = []
+
+        def begin() -> None:
+            nonlocal began
+            _synchronize(device)
+            began = time.perf_counter()
+
+        def on_step(*_: object) -> None:
+            _synchronize(device)
+            seconds.append(time.perf_counter() - began)
+            self._progress.update(1)
+            after_step()
+            begin()
+
         sampler = comfy.samplers.sampler_object("euler")
         loop = sampler.sampler_function
 
         def timed_loop(*args, **kwargs):
-            _synchronize(device)
-            stamps.append(time.perf_counter())
+            begin()
             return loop(*args, **kwargs)
 
-        def on_step(*_: object) -> None:
-            _synchronize(device)
-            seconds.append(time.perf_counter() - stamps[-1])
-            self._progress.update(1)
-            if after_step is not None:
-                after_step()
-            stamps.append(time.perf_counter())
-
         sampler.sampler_function = timed_loop
-        patcher = self._patchers[side]
         sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
         with self._counting_skipped(seconds) if side == "eager" else nullcontext():
             final = sample(patcher, *self.inputs, sigmas, on_step, sampler)
@@ -189,10 +191,9 @@ class _Session:
 
 def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | None, Trace | None]:
     """Where the time of a compiled step goes; `keep`: with the traces of both sides in the output folder."""
-    device = session.patcher.load_device
+    device, output = session.patcher.load_device, folder_paths.get_output_directory()
     with tempfile.TemporaryDirectory() as temporary:
         paths = {"compiled": Path(temporary, "step.json")}
-        output = folder_paths.get_output_directory()
         if keep:
             name = f"torch-compile-kit/{model_name(session.patcher)}-{label.partition(' ')[0]}"
             folder, name, counter, *_ = folder_paths.get_save_image_path(name, output)
@@ -255,12 +256,3 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
     elif hasattr(torch, device.type):
         getattr(torch, device.type).synchronize()
-
-
-def _device_name(device: torch.device) -> str:
-    """For example `NVIDIA H200, PyTorch 2.11.0+cu130`."""
-    backend: Any = getattr(torch, device.type, None)
-    name = backend.get_device_name(device) if hasattr(backend, "get_device_name") else device.type
-    if device.type == "cpu":
-        name = f"CPU ({platform.machine()}, {torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)})"
-    return f"{name}, PyTorch {torch.__version__}"

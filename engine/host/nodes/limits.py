@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import comfy.ldm.modules.attention as host_attention
@@ -74,15 +72,22 @@ class Cures:
         if kind.startswith(profiling.UNCOMPILED):
             name = kind.removeprefix(profiling.UNCOMPILED)
             return say("limitUncompiled", self.failures.get(name, name))
-        says: dict[str, Callable[[], str]] = {
-            profiling.PRODUCTS: lambda: say("limitProducts"),
-            profiling.CONVOLUTIONS: lambda: say("limitConvolutions"),
-            profiling.FUSED: lambda: say("limitFused"),
-            profiling.ATTENTION: self._attention,
-            profiling.TRANSFERS: functools.partial(self._transfers, seconds),
-            profiling.WAITING: self._waiting,
-        }
-        return says.get(kind, lambda: say("limitOther"))()
+        match kind:
+            case profiling.PRODUCTS:
+                return say("limitProducts")
+            case profiling.CONVOLUTIONS:
+                return say("limitConvolutions")
+            case profiling.FUSED:
+                return say("limitFused")
+            case profiling.ATTENTION:
+                return self._attention()
+            case profiling.WAITING:
+                return self._waiting()
+            case profiling.TRANSFERS:
+                copied = self.profile.transferred if self.profile is not None else 0
+                gigabytes = [f"{size / GB:.1f}" for size in (copied, self._loaded, self._patcher.model_size())]
+                return say("limitTransfers", gigabytes[0], duration(seconds), *gigabytes[1:])
+        return say("limitOther")
 
     def found(self, times: PromptTimes) -> list[str]:
         """What was found beside the parts of a step."""
@@ -91,7 +96,10 @@ class Cures:
             share = f"{self.profile.compiled_share:.0%}"
             lines.append(say("limitGraphs", share) if self._has_graphs else say("limitCompiled", share))
         lines += given_in_words(code_of(self._network).taken)
-        caches = self._wrappers(*_AROUND_MODEL)
+        wrappers = [item for kind in _AROUND_MODEL for item in self._patcher.wrappers.get(kind, {}).items()]
+        others = [function for key, functions in wrappers if key != KEY for function in functions]
+        named = map(named_origin, (*others, self._patcher.model_options.get("model_function_wrapper")))
+        caches = list(dict.fromkeys(filter(None, named)))
         if times.skipped or any("cache" in name.lower() for name in caches):
             lines.append(say("limitStepCache", ", ".join(caches), times.skipped, times.steps))
         if (pack := watch_of(self._network).foreign) is not None:
@@ -112,11 +120,6 @@ class Cures:
             return say("limitAttentionSet", name)
         return say("limitAttentionHost", name)
 
-    def _transfers(self, seconds: float) -> str:
-        copied = self.profile.transferred / GB if self.profile is not None else 0.0
-        loaded, size = self._loaded / GB, self._patcher.model_size() / GB
-        return say("limitTransfers", f"{copied:.1f}", duration(seconds), f"{loaded:.1f}", f"{size:.1f}")
-
     def _waiting(self) -> str:
         if not self._on_gpu:
             return say("limitPython")
@@ -125,11 +128,3 @@ class Cures:
         if not self._settings.may_have_graphs:
             return say("limitWaitingMode")
         return say("limitWaitingWhy", self._obstacles[0]) if self._obstacles else say("limitWaitingReduce")
-
-    def _wrappers(self, *kinds: str) -> list[str]:
-        """Other nodes' wrappers of these kinds, and functions in place of the model's."""
-        wrapped = [
-            f for kind in kinds for key, some in self._patcher.wrappers.get(kind, {}).items() if key != KEY for f in some
-        ]
-        names = [named_origin(function) for function in (*wrapped, self._patcher.model_options.get("model_function_wrapper"))]
-        return list(dict.fromkeys(filter(None, names)))

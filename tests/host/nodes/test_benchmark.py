@@ -336,6 +336,5 @@ def test_an_uncompiled_model_gets_a_sentence(benchmarked, pack_module):
     assert runs.benchmark().text.startswith("Nothing to compare")
     node = pack_module("nodes.benchmark").Benchmark
     output = node.execute(runs.patcher, runs.positive, runs.negative, 64, 64, 1, 1, 1.0, 2, False)
-    plot, table = output.args
-    assert "Torch Compile" in table and plot.shape[-1] == 3
-    assert output.ui["text"] == [table] and len(output.ui["images"]) == 1
+    (table,) = output.args
+    assert "Torch Compile" in table and output.ui == {"text": [table]}
