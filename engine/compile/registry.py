@@ -17,7 +17,7 @@ from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..log import logger
 from ..options.filter import OptionsFilter
 from ..ownership import forward_of_class
-from ..per_model import PerModel, Same
+from ..per_model import PerModel
 from ..settings import CompileSettings
 from .compiled_code import BlockCode, free_unused
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager, Taken
@@ -28,7 +28,7 @@ class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
     Attributes:
-        warm: the guards that there were after each warmup, see `host/nodes/warmup.py`.
+        ran_apart: settings, and whether it was a batch of one, with which a warmup has run prompt and negative one by one.
         eager: blocks that run eager, by class, as far as that is decided for a whole call of the model.
         taken: blocks that ran another node's forward in the last call.
         parts: what is compiled of blocks that are not compiled whole, by class.
@@ -46,7 +46,7 @@ class ModelCode:
     def __init__(self) -> None:
         self.title = ""
         self._groups: dict[tuple, BlockGroup] = {}
-        self.warm: dict[Hashable, set[Same]] = {}
+        self.ran_apart: set[tuple] = set()
         self.eager: defaultdict[Eager, Counter[str]] = defaultdict(Counter)
         self.taken: list[Taken] = []
         self.parts: Counter[str] = Counter()
@@ -110,15 +110,6 @@ class ModelCode:
         known[MOST_FILTERS:] = []
         known.insert(0, OptionsFilter(block))
         return known[0]
-
-    def is_as_it_ran(self, block: nn.Module, settings: CompileSettings) -> bool:
-        """Whether `group_of` finds the group that it found before, or was never asked: the model did not call the block."""
-        state = self._of_block.get(block)
-        if state is None:
-            return True
-        if state.options is None or settings.settings_key() not in state.groups:
-            return False
-        return state.holds(block) and state.options.is_current()
 
     def state_of(self, block: nn.Module) -> BlockState | None:
         return self._of_block.get(block)

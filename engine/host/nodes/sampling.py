@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 
 import comfy.model_management
@@ -12,7 +12,6 @@ import comfy.samplers
 import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...compile.session import monitor
 from ...errors import InvalidSetting, TorchCompileKitError
 from ...failures.describe import never_swallowed
 from .warmup_plan import Size
@@ -127,21 +126,6 @@ def sample(
         return comfy.sample.sample_custom(patcher, noise, cfg, sampler, sigmas, *conditioning, samples, **options)
 
 
-@dataclass
-class Calls:
-    """What a run of the sampler did with the model."""
-
-    joined: bool = False  # several prompts ran as one batch
-    early: bool = False  # the first call in a range of the schedule compiled something
-    late: bool = False  # a later call did
-
-    def __call__(self, executor, *args, **kwargs):
-        """An APPLY_MODEL wrapper of the host."""
-        options = next((a for a in (*args, kwargs.get("transformer_options")) if isinstance(a, dict)), {})
-        self.joined |= len(options.get("cond_or_uncond", ())) > 1
-        return executor(*args, **kwargs)
-
-
 def sample_once(
     patcher,
     conditioning: tuple[list, list],
@@ -149,30 +133,30 @@ def sample_once(
     latent: dict,
     on_step: Callable[[], None],
     each_prompt_alone: bool = False,
-    steps: int = STEPS,
-) -> Calls:
-    """Sample `steps` steps for each range of the schedule; `on_step` may raise to stop.
+) -> bool:
+    """Sample `STEPS` steps for each range of the schedule; `on_step` may raise to stop.
 
     With `each_prompt_alone` each prompt runs in a call by itself, as when memory is too short for all at once.
+
+    Returns:
+        Whether several prompts ran as one batch.
     """
-    calls = Calls()
+    joined = False
+
+    def look(executor, *args, **kwargs):
+        """An APPLY_MODEL wrapper of the host."""
+        nonlocal joined
+        options = next((a for a in (*args, kwargs.get("transformer_options")) if isinstance(a, dict)), {})
+        joined |= len(options.get("cond_or_uncond", ())) > 1
+        return executor(*args, **kwargs)
+
     patcher = patcher.clone()
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, calls)
+    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, look)
     if each_prompt_alone:
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _one_by_one)
-    compilations = monitor.compilations
-
-    def after(step: int, *_: object) -> None:
-        nonlocal compilations
-        if monitor.compilations != compilations:
-            compilations = monitor.compilations
-            calls.late |= step % steps > 0
-            calls.early |= step % steps == 0
-        on_step()
-
-    sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, steps)
-    sample(patcher, conditioning, cfg, latent, sigmas, after)
-    return calls
+    sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, STEPS)
+    sample(patcher, conditioning, cfg, latent, sigmas, lambda *_: on_step())
+    return joined
 
 
 def _one_by_one(executor, model, conditions: list, *args: object) -> list:
