@@ -23,8 +23,7 @@ class BlockSwap(io.ComfyNode):
                     default=10,
                     min=0,
                     max=MOST_BLOCKS,
-                    tooltip="How much to keep in RAM, counted in blocks (a slice of every block). More saves VRAM and "
-                    "costs time.",
+                    tooltip="How much to keep in RAM, counted in blocks. More saves VRAM and costs time.",
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model, with less of it on the GPU.")],

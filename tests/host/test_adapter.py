@@ -118,7 +118,7 @@ def test_a_host_that_lists_layers_in_another_way_keeps_its_order(flux, look, cap
     attached = flux.attach(flux.patcher)
     with monkeypatch.context() as patch:
         without_list(patch)
-        patch.setattr(engine("host.weights.placement"), "_even_by_size", None)
+        patch.setattr(engine("host.weights.placement"), "_even_by_rank", None)
         assert attached._load_list("units")
     expected = flux.run(flux.patcher)
     assert relative_error(flux.run(attached), expected) < 1e-5

@@ -97,7 +97,7 @@ WORDS = {
     "blocks_to_swap": (
         r"average blocks' weights",
         f"{NODE}BlockSwap/inputs/blocks_to_swap/tooltip",
-        "How much to keep in RAM, counted in blocks (a slice of every block). More saves VRAM and costs time.",
+        "How much to keep in RAM, counted in blocks. More saves VRAM and costs time.",
     ),
     "description of the VAE": (
         r"as its convolutions want them",

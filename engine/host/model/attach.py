@@ -116,8 +116,8 @@ def prepare_compiling(settings: CompileSettings) -> None:
 def eager_clone(patcher):
     """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
 
-    LoRA and patches stay. So does what places the weights: under partial loading two orders in turn would have the host load
-    the weights anew at each change (see `host/weights/placement.py`).
+    LoRA and patches stay. So does what places the weights (`host/weights/placement.py`): both sides of a benchmark wait for the
+    same ones.
     """
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)

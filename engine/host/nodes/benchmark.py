@@ -247,7 +247,7 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     on = [name for name in ("allow_tf32", "cudnn_benchmark") if getattr(settings, name)]
     notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile."] if on else []
     if settings.block_swap == "auto" and notes_on(patcher.model):
-        notes.append("Weights that move are placed in the same way for both, that of Torch Compile.")
+        notes.append("Weights that move are placed in the same way for both.")
     return notes
 
 

@@ -1,8 +1,8 @@
-"""Decide with the host which weights stay on the device when not all can.
+"""Decide with the host which weights stay on the device under dynamic VRAM, and announce the buffers of partial loading.
 
 Left alone, ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
-others for none. With as many bytes to move for every block, the same traffic hides behind the work of every block, and the
-buffers that it needs are the smallest.
+others for none. With as many bytes to move for every block, the same traffic hides behind the work of every block. Partial
+loading keeps the host's order: there another order on top of what is loaded would leave both parts on the device.
 """
 
 import functools
@@ -10,7 +10,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, cast
 
 import comfy.model_management
 import torch
@@ -20,13 +20,12 @@ from ...compile.binding import modules_at, plan_for
 from ...per_model import PerModel
 from ..adapter import host, is_dynamic
 
-KEY = "torch-compile-kit.placement"  # tags a model that is loaded in our order, see `_tag_load_order`
 # Models whose pages were allocated in our order, by device.
 _paged: PerModel[set[torch.device]] = PerModel(lambda _model: set())
 
 
 def spread_weights(executor, model, *args, **kwargs):
-    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): a model too large to load whole is loaded evenly over blocks."""
+    """A PREPARE_SAMPLING wrapper (comfy/sampler_helpers.py): pages are allocated evenly over blocks."""
     override_methods(model, EvenLoad)  # a clone can be of another class: GGUF, `clone(disable_dynamic=True)`
     if not host().list_of_layers:
         return executor(model, *args, **kwargs)
@@ -55,62 +54,14 @@ def _overridden(kind: Any, methods: type) -> type:
 
 
 class EvenLoad:
-    """Override methods of a `ModelPatcher` to load and unload evenly, while `spread_weights` is among its wrappers."""
-
-    model: Any
-
-    def partially_load(self, *args, **kwargs) -> int:
-        """Called also in the middle of a run: for a ControlNet whose hint goes through a VAE."""
-        load = functools.partial(super().partially_load, *args, **kwargs)  # type: ignore[misc]
-        if is_dynamic(self) or not _is_spread(self):
-            return load()
-        _load_anew_after_others(self.model)
-        try:
-            return load()
-        finally:
-            _tag_load_order(self.model)
-
-    def partially_unload(self, *args, **kwargs) -> int:
-        """Tag also what stays of a model that was loaded whole, which has no tag."""
-        freed = super().partially_unload(*args, **kwargs)  # type: ignore[misc]
-        if not is_dynamic(self) and _is_spread(self):
-            _tag_load_order(self.model)
-        return freed
+    """Override a method of a `ModelPatcher` to load evenly under dynamic VRAM, while `spread_weights` is among its wrappers."""
 
     def _load_list(self, *args, **kwargs) -> list:
         """The host's list (comfy/model_patcher.py) in our order."""
-        items = super()._load_list(*args, **kwargs)  # type: ignore[misc]
-        if not _is_spread(self):
-            return items
-        if args[0] if args else kwargs.get("for_dynamic"):
-            return _even_by_rank(_ranks(self.model), items)
-        return _even_by_size(_ranks(self.model), items)
-
-
-def _is_spread(patcher: Any) -> bool:
-    return host().list_of_layers and spread_weights in patcher.get_all_wrappers(WrappersMP.PREPARE_SAMPLING)
-
-
-def _tag_load_order(base_model) -> None:
-    """Note that the loaded part is in our order, where the host notes the LoRA in the loaded part.
-
-    Another order on top would leave both parts on the device. For a patcher without `EvenLoad` the tag is another set of LoRA,
-    so that the host loads anew (`partially_load`); `EvenLoad` takes the tag away first. The tag holds the size of the loaded
-    part: such a patcher may also unload some of that part, and the tag stays.
-    """
-    current = getattr(base_model, "current_weight_patches_uuid", None)
-    if isinstance(current, tuple):
-        current = current[1]
-    if current is not None and base_model.model_lowvram:
-        base_model.current_weight_patches_uuid = (KEY, current, base_model.model_loaded_weight_memory)
-
-
-def _load_anew_after_others(base_model) -> None:
-    current = getattr(base_model, "current_weight_patches_uuid", None)
-    if isinstance(current, tuple) and current[2] == base_model.model_loaded_weight_memory:
-        base_model.current_weight_patches_uuid = current[1]
-    elif current is not None and base_model.model_lowvram:
-        base_model.current_weight_patches_uuid = (KEY, None, None)
+        items, patcher = super()._load_list(*args, **kwargs), cast(Any, self)  # type: ignore[misc]
+        is_for_dynamic = args[0] if args else kwargs.get("for_dynamic")
+        is_spread = host().list_of_layers and spread_weights in patcher.get_all_wrappers(WrappersMP.PREPARE_SAMPLING)
+        return _even_by_rank(_ranks(patcher.model), items) if is_for_dynamic and is_spread else items
 
 
 def even_ranks(base_model) -> dict[str, tuple[int, int]]:
@@ -144,36 +95,6 @@ def _even_by_rank(ranks: dict, items: list) -> list:
     return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
 
 
-class _RankedSize(int):
-    """A size in bytes that sorts by rank: the host sorts by size, then adds up sizes."""
-
-    rank: tuple
-
-    def __lt__(self, other: Any) -> bool:
-        return self.rank < other.rank
-
-    def __gt__(self, other: Any) -> bool:
-        return self.rank > other.rank
-
-    def __eq__(self, other: object) -> bool:
-        return self.rank == getattr(other, "rank", None)
-
-    __hash__ = int.__hash__
-
-
-def _even_by_size(ranks: dict, items: list) -> list:
-    """Order a list for partial loading: items are (size when moving, size, name, module, parameters), the last are kept."""
-    if not all(len(i) >= 3 and isinstance(i[0], int) and isinstance(i[2], str) for i in items):  # another host's
-        return items
-    ordered = []
-    for size, *rest in items:
-        ranked = _RankedSize(size)
-        left, turn = ranks.get(rest[1], _FIRST)
-        ranked.rank = (-left, -turn)
-        ordered.append((ranked, *rest))
-    return ordered
-
-
 def _forget_pages(base_model, device: torch.device) -> None:
     """Let the host allocate the pages anew: no model runs now, and weights come from RAM or file again."""
     if base_model.dynamic_vbars.pop(device, None) is None:
@@ -187,13 +108,16 @@ def _forget_pages(base_model, device: torch.device) -> None:
 
 @contextmanager
 def _buffers_announced(patcher) -> Iterator[None]:
-    """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, if not all weights fit."""
+    """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, if not all weights fit.
+
+    The host may leave the largest block in RAM as a whole.
+    """
     base_model, network = patcher.model, patcher.model.diffusion_model
     free_bytes = comfy.model_management.get_free_memory(patcher.load_device) + patcher.loaded_size()
     free_bytes -= comfy.model_management.minimum_inference_memory()
-    share_in_ram = min(1.0, max(0.0, 1 - free_bytes / max(1, patcher.model_size())))
     largest = max(map(comfy.model_management.module_size, modules_at(network, plan_for(network))), default=0)
-    attributes, ours = base_model.__dict__, _MemoryRequired(base_model, 2 * share_in_ram * largest)
+    buffers = 2 * largest if free_bytes < patcher.model_size() else 0
+    attributes, ours = base_model.__dict__, _MemoryRequired(base_model, buffers)
     attributes["memory_required"] = ours
     try:
         yield

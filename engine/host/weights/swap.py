@@ -1,7 +1,7 @@
 """Keep some of a model's blocks out of the GPU's memory, as `--blocks_to_swap` of musubi-tuner does.
 
-The host's partial loading keeps what fits; here the host is told that less does. `host/weights/placement.py` decides which
-layers stay, and `host/weights/blocks.py` puts the others in place block by block.
+The host's partial loading keeps what fits; here the host is told that less does. `host/weights/blocks.py` puts the layers that
+do not stay in place block by block.
 """
 
 import functools

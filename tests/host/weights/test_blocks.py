@@ -339,8 +339,8 @@ def test_what_the_host_unloads_in_part_and_loads_again_is_the_same_part(flux):
 
 
 def listed(patcher):
-    """Names of the layers, in the order in which the host's loader takes them."""
-    return [name for _offload, _size, name, *_ in sorted(patcher._load_list())]
+    """Names of the layers, in the order in which dynamic VRAM takes them."""
+    return [name for *_sizes, name, _layer, _parameters in sorted(patcher._load_list(True), key=lambda item: item[:4])]
 
 
 @pytest.mark.parametrize("method", ["copy", "another class"])
@@ -363,9 +363,9 @@ def test_a_copy_of_a_patcher_whose_original_is_gone_is_loaded_evenly(method, flu
     assert on_device(flux.patcher) <= flux.patcher.model.model_loaded_weight_memory < flux.patcher.model_size()
 
 
-@pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 1.0), (0.0, 2.0)])
+@pytest.mark.parametrize("share, buffers", [(2.0, 0.0), (0.5, 2.0), (0.0, 2.0)])
 def test_the_host_counts_the_stream_buffers_as_memory_of_sampling(share, buffers, flux, engine, monkeypatch):
-    """As much as is needed: two of the largest block's size when all weights travel, less when only some do."""
+    """As much as may be needed: two of the largest block's size, all of which may travel."""
     import comfy.model_management as management
 
     placement = engine("host.weights.placement")
@@ -422,36 +422,3 @@ def test_what_is_loaded_in_part_stays_when_more_is_loaded_in_the_middle_of_a_run
         patcher.partially_load(device, room)
     assert patcher.model.model_lowvram and not taken_off
     patcher.unpatch_model(device)
-
-
-@pytest.mark.parametrize("after", ["ours", "plain"])
-def test_what_stays_of_a_model_that_was_loaded_whole_is_in_our_order(after, flux, monkeypatch):
-    """After an image a text encoder takes room: ours adds to what has stayed, a plain patcher takes that off first."""
-    patcher, model, size = (
-        flux.attach(flux.patcher, compile_when="in background"),
-        flux.patcher.model,
-        flux.patcher.model_size(),
-    )
-    device, taken_off, move = patcher.load_device, [], model.to
-    patcher.partially_load(device, 1e32)
-    assert not model.model_lowvram
-    assert patcher.partially_unload(patcher.offload_device, size // 2) < size
-    monkeypatch.setattr(model, "to", lambda *args: taken_off.append(args) or move(*args))
-    (patcher if after == "ours" else flux.patcher).partially_load(device, size // 10)
-    assert model.model_lowvram and len(taken_off) == (after == "plain")
-    assert on_device(patcher) <= model.model_loaded_weight_memory
-    patcher.unpatch_model(device)
-
-
-def test_a_part_that_a_plain_patcher_has_unloaded_is_no_longer_in_our_order(flux):
-    """A node runs again and its patcher is freed: the host unloads through the parent, which is plain (`_switch_parent`)."""
-    patcher, model, size = (
-        flux.attach(flux.patcher, compile_when="in background"),
-        flux.patcher.model,
-        flux.patcher.model_size(),
-    )
-    patcher.partially_load(patcher.load_device, size * 6 // 10)
-    assert flux.patcher.partially_unload(flux.patcher.offload_device, size * 3 // 10) > 0
-    patcher.partially_load(patcher.load_device, size // 10)
-    assert model.model_lowvram and 0 < on_device(patcher) <= model.model_loaded_weight_memory
-    patcher.unpatch_model(patcher.load_device)

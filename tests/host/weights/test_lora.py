@@ -22,14 +22,15 @@ def test_merged_into_the_weights(flux):
     assert flux.check(weights.two_loras) == 0
 
 
-@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.rest), 0.5])
+# The host keeps layers with a LoRA on the device before all others.
+@pytest.mark.parametrize("share", [pytest.param(0.0, marks=pytest.mark.rest), 0.1])
 def test_applied_at_each_cast_in_low_memory(flux, share):
     import comfy.model_patcher
 
     seen = []
     weights.load_partly(flux.patcher, share)
-    flux.patcher.model.diffusion_model.single_blocks[0].register_forward_pre_hook(
-        lambda block, _: seen.extend(block.linear1.weight_function)
+    flux.patcher.model.diffusion_model.register_forward_pre_hook(
+        lambda network, _: seen.extend(f for layer in network.modules() for f in getattr(layer, "weight_function", ()))
     )
     added = flux.check(weights.lora)
     assert any(isinstance(f, comfy.model_patcher.LowVramPatch) for f in seen)
