@@ -20,7 +20,7 @@ def test_a_new_peak_is_told_and_an_old_one_is_not(engine):
     assert "not raised by this warmup" in memory.MemoryPeaks(torch.device("cpu")).text()
 
 
-@pytest.mark.parametrize("named", [["torch/_inductor/compile_worker"], []])
+@pytest.mark.parametrize("named", [["torch/_inductor/compile_worker"], ["engine/compile_process/child.py"], []])
 def test_processes_that_compile_are_counted(engine, named):
     peaks = engine("host.nodes.warmup_plan").MemoryPeaks(torch.device("cpu"))
     before = peaks.text()

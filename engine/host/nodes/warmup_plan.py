@@ -1,6 +1,6 @@
 """Read the sizes that a warmup runs from the node's inputs, and measure the memory that it takes.
 
-RAM of this process and of its compile workers, VRAM of the GPU that samples.
+RAM of this process and of those that compile beside it, VRAM of the GPU that samples.
 """
 
 import re
@@ -23,6 +23,8 @@ MAX_BATCH = 4096
 MAX_SIZES = 100
 MAX_TEXT = 10_000
 _LIMITS = {"width": MAX_PIXELS, "height": MAX_PIXELS, "length": MAX_FRAMES, "batch": MAX_BATCH}
+# In the command lines of processes that compile: ours (compile_process/child.py), inductor's (torch/_inductor/compile_worker).
+_COMPILERS = "compile_process", "compile_worker"
 _NUMBER = r"([0-9]{1,9})"
 # "x" or the sign of multiplication
 _SIZE = re.compile(rf"{_NUMBER}\s*[xX\u00d7]\s*{_NUMBER}(?:\s*[xX\u00d7]\s*{_NUMBER})?(?:\s+batch\s+{_NUMBER})?")
@@ -93,7 +95,7 @@ class MemoryPeaks:
         workers = []
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):  # `child` has just ended
-                if any("compile_worker" in word for word in child.cmdline()):  # of inductor (torch/_inductor/compile_worker)
+                if any(name in word for word in child.cmdline() for name in _COMPILERS):
                     workers.append(child.memory_info().rss)
         if workers:
             parts.append(f"{sum(workers) / GIB:.1f} GiB in {len(workers)} processes that compile beside it")
