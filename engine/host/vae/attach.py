@@ -35,82 +35,46 @@ FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decodi
 # Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.
 TURNS = (False, True, True, False)
 WORTH = 0.95  # channels_last stays if a call needs at most this share of the plain way's time
-_TEXTS: dict[str, tuple[Callable[..., list], Callable[..., list]]] = {
-    "decoding": (lambda *values: told("decodingFaster", *values), lambda *values: told("decodingSame", *values)),
-    "encoding": (lambda *values: told("encodingFaster", *values), lambda *values: told("encodingSame", *values)),
-}
-
-
-class Timer:
-    """Seconds between two moments of the device's stream; the CPU does not wait."""
-
-    def __init__(self, device: torch.device):
-        self._on_gpu = device.type == "cuda"
-        self._marks: list = [self._mark()]
-
-    def _mark(self) -> object:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def stop(self) -> None:
-        self._marks.append(self._mark())
-
-    def seconds(self) -> float | None:
-        """None: the stream has not passed the end."""
-        begin, end = self._marks
-        if not self._on_gpu:
-            return end - begin
-        return begin.elapsed_time(end) / 1000 if end.query() else None
 
 
 @dataclass
 class Trial:
     """Time calls in the order of TURNS, then take the faster way for all shapes."""
 
-    timer: Callable[[], Timer]
+    device: torch.device
     other: bool | None = None  # whether the other way is taken; None: not decided
     plain_seconds: float = 0.0
     other_seconds: float = 0.0
-    _timers: dict[Hashable, list[Timer]] = field(default_factory=dict)  # of each shape, in the order of TURNS
+    _seconds: dict[Hashable, list[float]] = field(default_factory=dict)  # of each shape, in the order of TURNS
 
     def next(self, shape: Hashable, possible: bool) -> bool:
         """Whether this call goes the other way. If the other way is not `possible` now, its turn comes later."""
         if self.other is None:
-            self._decide()
-        if self.other is not None:
-            return self.other and possible
-        turn = len(self._timers.setdefault(shape, []))
-        return possible and turn < len(TURNS) and TURNS[turn]
+            return TURNS[len(self._seconds.setdefault(shape, []))] and possible
+        return self.other and possible
 
     @contextmanager
     def timed(self, shape: Hashable, way: bool) -> Iterator[None]:
         """Around a call; a call that ends with an error is not counted."""
-        timers = self._timers.get(shape)
-        if self.other is not None or timers is None or len(timers) >= len(TURNS) or TURNS[len(timers)] != way:
+        seconds = self._seconds.get(shape)
+        if seconds is None or TURNS[len(seconds)] != way:
             yield
             return
-        timer = self.timer()
+        began = self._time()
         yield
-        timer.stop()
-        timers.append(timer)
+        seconds.append(self._time() - began)
+        if len(seconds) == len(TURNS):
+            *_untimed, self.other_seconds, self.plain_seconds = seconds
+            self.decide(self.other_seconds <= WORTH * self.plain_seconds)
 
-    def give_up(self) -> None:
-        self.other = False
-        self._timers.clear()
+    def decide(self, other: bool) -> None:
+        self.other = other
+        self._seconds.clear()
 
-    def _decide(self) -> None:
-        for timers in self._timers.values():
-            if len(timers) < len(TURNS):
-                continue
-            other, plain = (timer.seconds() for timer in timers[2:])
-            if plain is not None and other is not None:
-                self.plain_seconds, self.other_seconds = plain, other
-                self.other = other <= WORTH * plain
-                self._timers.clear()
-                return
+    def _time(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        return time.perf_counter()
 
 
 class LaidOut:
@@ -120,7 +84,7 @@ class LaidOut:
         # This object is set on the network: a reference to the network would keep both until garbage is collected.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
         self._word, self.line = FUNCTIONS[name], line
-        self.trial = Trial(lambda: Timer(device))
+        self.trial = Trial(device)
         self._told = False
         self._too_large: set[tuple] = set()
 
@@ -136,7 +100,7 @@ class LaidOut:
         # By a later node, whose code would be compiled anew for each `ChannelsLast`.
         if _is_compiled(getattr(self.function, "__self__", None)):
             if self.trial.other is not False:
-                self.trial.give_up()
+                self.trial.decide(False)
                 self.line.put(self._word, told("leftAsIs", told("compiledElsewhere")))
             return self.function(*args, **kwargs)
         shape = (tuple(x.shape), x.dtype)
@@ -158,7 +122,7 @@ class LaidOut:
         with self.trial.timed(shape, False):
             result = self.function(*args, **kwargs)
         if why:  # and the plain call raised no error, so the layout was the cause
-            self.trial.give_up()
+            self.trial.decide(False)
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:
             logger.warning("VAE: no memory for %s channels last, images of this size run as without this pack", self._word)
@@ -170,8 +134,10 @@ class LaidOut:
             return
         self._told = True
         before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
-        faster, same = _TEXTS[self._word]
-        text = faster(f"{1 - trial.other_seconds / trial.plain_seconds:.0%}", before, now) if trial.other else same(before, now)
+        is_decoding, gained = self._word == "decoding", f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
+        text = told("decodingSame" if is_decoding else "encodingSame", before, now)
+        if trial.other:
+            text = told("decodingFaster" if is_decoding else "encodingFaster", gained, before, now)
         self.line.put(self._word, text, good=trial.other)
 
 
