@@ -62,7 +62,7 @@ class Session:
         for folder in FOLDERS:
             (self.base / folder).mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>session</title>")
-        self.rows, self.info = [], {}
+        self.rows, self.info, self.more_packs = [], {}, []
 
     def write_weights(self):
         command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", self.options.host, "--model", self.options.model]
@@ -72,7 +72,7 @@ class Session:
 
     def server(self):
         arguments = ["--front-end-root", str(self.base / "page"), "--disable-all-custom-nodes"]
-        arguments += ["--whitelist-custom-nodes", NODES.name, PACK_NAME]
+        arguments += ["--whitelist-custom-nodes", NODES.name, PACK_NAME, *self.more_packs]
         places = {"HOME": str(self.base / "home"), "TMPDIR": str(self.base / "tmp")}  # caches are empty
         return Server(self.options.host, self.base, not self.options.cpu, arguments=arguments, environment=places)
 
