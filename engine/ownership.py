@@ -275,23 +275,24 @@ class Survey:
         self.pack: str | None = None
         self.values: list[Hashable] = []
         self.tensors: list[tuple[Callable[[], Any], str]] = []
-        self._inside, self._seen = inside, set[int]()
+        self._inside, self._seen = inside, dict[int, int]()
         # By how many names in code led there, the fewest first: from there most is looked at.
         waiting: list[list[object]] = [[*roots], *([] for _ in range(DEPTH + 1))]
-        for depth, values in enumerate(waiting):
-            while values and self.pack is None:
-                for value, names in self._look_at(values.pop(), depth):
-                    waiting[names].append(value)
+        while self.pack is None and any(waiting):
+            depth = next(depth for depth, values in enumerate(waiting) if values)
+            for value, names in self._look_at(waiting[depth].pop(), depth):
+                waiting[names].append(value)
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
-        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold."""
+        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold, each with
+        the fewest names that led there."""
         cls = type(value)
         if cls in PLAIN:
             self.values.append((cls, repr(value)))
             return ()
-        if id(value) in self._seen:
+        if self._seen.get(id(value), DEPTH + 2) <= depth:
             return ()
-        self._seen.add(id(value))
+        self._seen[id(value)] = depth
         if isinstance(value, _CONTAINERS):
             items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             return [(cls, DEPTH + 1), *((item, depth) for item in items)]

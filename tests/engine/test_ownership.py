@@ -127,6 +127,13 @@ def as_a_class(net, _monkeypatch):
     net.blocks[1].__class__ = type("Mine", (nn.Linear,), {})
 
 
+def on_an_object_behind_a_name(_net, monkeypatch):
+    names = {"__name__": "torch.made", "act": nn.ReLU()}
+    names["act"].forward = foreign
+    exec(compile("def layer_norm(*args, act=act): return args[0]", torch.__file__, "exec"), names)  # noqa: S102
+    monkeypatch.setattr(nn.functional, "layer_norm", names["layer_norm"])
+
+
 FOREIGN = {
     "a forward": on_layer("forward", foreign),
     "a private attribute": on_layer("_call", foreign),
@@ -148,6 +155,7 @@ FOREIGN = {
     "a static method": on_class(nn.LayerNorm, "made", staticmethod(foreign)),
     "a property": on_class(nn.LayerNorm, "made", property(foreign)),
     "a function that a layer names": on_class(nn.functional, "layer_norm", foreign),
+    "on an object behind a name": on_an_object_behind_a_name,
     "a method of tensors": on_class(torch.Tensor, "made", foreign),
     "a tensor's class": lambda net, _: setattr(net.blocks[1], "weight", nn.Parameter(torch.ones(4, 4).as_subclass(Mine))),
     "a tensor that is held": on_layer("mask", torch.ones(4).as_subclass(type("Mine", (torch.Tensor,), {}))),
