@@ -136,14 +136,17 @@ def unsplit(path: Path) -> Path:
 
 def _may_hold_code(place: Path) -> bool:
     """Whether libraries can be written there and loaded: not where programs may not run (`mount -o noexec`)."""
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
     if not place.is_dir() or not os.access(place, os.W_OK):
         return False
-    return not hasattr(os, "statvfs") or not os.statvfs(place).f_flag & os.ST_NOEXEC
+    return not hasattr(os, "ST_NOEXEC") or not os.statvfs(place).f_flag & os.ST_NOEXEC  # Linux
 
 
 def _private_folder() -> Path:
     """A new folder, if possible one whose path C++ compilers get in one piece."""
-    places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache"), Path("/tmp")]
+    places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache")]
+    places += [Path("/tmp")] if os.name == "posix" else []
     place = next((place for place in places if _may_hold_code(place) and not is_split(place)), places[0])
     for left in place.glob(f"{SCRATCH}*"):  # by servers that were killed
         with contextlib.suppress(OSError):

@@ -33,8 +33,8 @@ def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, mo
 def test_it_is_not_where_programs_may_not_run(engine, monkeypatch, tmp_path):
     client, statvfs = engine("compile_process.client"), os.statvfs
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
-    for folder in ("tmp", "home/.cache"):
-        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("tmp", "home"):
+        (tmp_path / folder).mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     flags = {tmp_path / "tmp": os.ST_NOEXEC}
     monkeypatch.setattr(os, "statvfs", lambda path: types.SimpleNamespace(f_flag=flags.get(path, statvfs(path).f_flag)))
