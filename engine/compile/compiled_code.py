@@ -64,7 +64,7 @@ class BlockCode:
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
         must_be_inline: why all graphs must be.
-        _retries: how often `failure` has been forgotten since a graph was lowered.
+        _retries: by patches, how often their failure, or without any `failure`, has been forgotten since a graph was lowered.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
         _traced_from: when the model's call began in which it was traced last.
@@ -90,7 +90,7 @@ class BlockCode:
     failed_with: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     breaks_alone: int = 0
     entries: set[str] = field(default_factory=set)
-    _retries: int = 0
+    _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
     _traced: Counter[tuple] = field(default_factory=Counter)
     _traced_from: int = 0
@@ -119,7 +119,7 @@ class BlockCode:
         if name is not None:
             self.entries.add(name)
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
-        self._retries = 0
+        self._retries.pop((), None)
         self.compiles += 1
 
     @property
@@ -283,10 +283,15 @@ class BlockCode:
     def reset_failure(self) -> None:
         """At the start of a run: compile again after a failure that may have passed (a full disk), up to RETRIES times."""
         self._traces_in_run.clear()
-        if self.failure is not None and self.failure.may_pass and self._retries < RETRIES:
-            self._retries += 1
+        if self.failure is not None and self._may_retry((), self.failure):
             self.failure = None
-        self.failed_with = {patches: failure for patches, failure in self.failed_with.items() if not failure.may_pass}
+        self.failed_with = {p: failure for p, failure in self.failed_with.items() if not self._may_retry(p, failure)}
+
+    def _may_retry(self, patches: tuple[str, ...], failure: Failure) -> bool:
+        if not failure.may_pass or self._retries[patches] >= RETRIES:
+            return False
+        self._retries[patches] += 1
+        return True
 
     def _reach_limit(self) -> None:
         """Run new shapes eager from now on."""

@@ -74,7 +74,7 @@ def why_eager(
         return Eager.SMALL
     if changes_an_object(args, kwargs):
         return Eager.FILLS_CACHE
-    if group.failure is not None:
+    if group.failure_now is not None:
         return Eager.FAILED
     if group.has_run(shapes):
         return None

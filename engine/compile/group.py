@@ -59,6 +59,12 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
+        """Why calls run eager, all or those with some patches."""
+        return self.code.failure or self.patched or next(iter(self.code.failed_with.values()), None)
+
+    @property
+    def failure_now(self) -> Failure | None:
+        """Why the call of now does."""
         return self.code.failure or self.patched or self.code.failed_with.get(self.code.patches)
 
     @property
@@ -89,7 +95,7 @@ class BlockGroup:
                 call.put_off_trace()
             if reason is not Eager.FAILED:
                 return self.forward(block, *args, **kwargs)
-            self.code.raise_if_stopped(self.failure)
+            self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return self.forward(block, *args, **kwargs)
         with_options, traces = inputs, self.code.traces
@@ -130,7 +136,7 @@ class BlockGroup:
             watching.renew()
             signature = self.code.version, *shapes
             result = self.code.call(block, call, args, kwargs)
-            if self.failure is None and self.code.has_code and not call.put_off:
+            if self.failure_now is None and self.code.has_code and not call.put_off:
                 self._seen.add(signature)
         return result
 

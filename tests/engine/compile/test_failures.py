@@ -90,8 +90,26 @@ def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, 
         broken.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
         for _ in range(2):
             assert torch.allclose(call(step, at_once, x, transformer_options=patched), net(x, transformer_options=patched))
-    assert step.failures
-    assert torch.allclose(call(step, at_once, x), net(x)) and not step.failures and step.graphs == 1
+    (group,) = step._groups
+    assert step.failures and group.failure_now is not None
+    assert torch.allclose(call(step, at_once, x), net(x)) and group.failure_now is None and step.graphs == 1
+    assert step.failures, "it is told though the last call had no patch"
+
+
+def test_what_may_pass_is_tried_a_few_times_with_a_patch_too(engine, monkeypatch):
+    net, x, tried = Net(), torch.randn(2, 4, 8), []
+    step, patched = CompiledNet(engine, net), {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
+    step.at_once(x)
+
+    def refuse(*_):
+        tried.append(1)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(engine("compile.traced_graph"), "prepare", refuse)
+    for _ in range(8):
+        step.new_run()
+        step.at_once(x, transformer_options=patched)
+    assert 1 < len(tried) <= 1 + engine("compile.compiled_code").RETRIES
 
 
 @MODES
