@@ -54,7 +54,7 @@ def test_a_capture_is_put_off_only_while_code_is_tried_on_its_own_device(graphs,
 
 def test_one_model_is_captured_at_a_time_on_whatever_gpu(graphs, engine, monkeypatch):
     kind, seen = engine("cuda_graphs.capture").ModelGraphs, []
-    monkeypatch.setattr(kind, "_checked", lambda _graphs, replayed, _run: replayed)  # of tensors without data
+    monkeypatch.setattr(kind, "_checked", lambda _graphs, replayed, *_: replayed)  # of tensors without data
     other, capture, x = kind(), kind._capture, torch.ones(2, device="meta")
     other.model.device = x.device
 

@@ -292,7 +292,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
     """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
     capture_again(engine, monkeypatch)
     graphing, calls = engine("host.graphs.replay"), []
-    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, _run: replayed)
+    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, *_: replayed)
     monkeypatch.setattr(graphing.norm_kernels, "ready", False)
     monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: None)
 
