@@ -284,7 +284,7 @@ class Survey:
                 waiting[names].append(value)
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
-        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold, each with
+        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold, with
         the fewest names that led there."""
         cls = type(value)
         if cls in PLAIN:
