@@ -26,8 +26,9 @@ sys.path[:] = [entry for entry in sys.path if Path(entry or os.getcwd()).resolve
 # Tiny tensors are slower on two threads than on one, and progress bars fill the log.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TQDM_DISABLE", "1")
-# In each new cache folder PyTorch else tries the CPU's vector units with three C++ programs: 10 s of a core.
-os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+# Without vector code: with it, each process tries the CPU's vector units with up to six C++ programs, and a Python with PyTorch
+# for each: 15 s of a core.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # After each graph PyTorch else looks for garbage, 3 ms.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
 # One cache for the session: no test profits from an earlier session, and each graph is built only once.
