@@ -21,6 +21,7 @@ from misbehaving import Told
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 X = torch.randn(2, 4, 8)
+PYTHON = sys.executable
 
 
 def wait_until(true, what):
@@ -53,7 +54,7 @@ class Process:
     def orders(self, *orders):
         """What it does while it lowers the next graphs, one after the other."""
         (self.folder / "orders").write_text("\n".join(orders))
-        for file in ("begun", "go_on", "protocol", "renamed", "refuses to start"):
+        for file in ("begun", "go_on", "protocol", "renamed"):
             (self.folder / file).unlink(missing_ok=True)
 
     def tell(self, name):
@@ -61,6 +62,14 @@ class Process:
 
     def begun(self):
         wait_until((self.folder / "begun").exists, "it lowers nothing")
+
+    def refuse_to_start(self, monkeypatch):
+        """A process that is started ends at once, until `sys.executable` is PYTHON again."""
+        script = self.folder / "python"
+        script.write_text("#!/bin/sh\necho no room >&2\nexit 7\n")
+        script.chmod(0o755)
+        self.end()
+        monkeypatch.setattr(sys, "executable", str(script))
 
     def end(self):
         """As at the end of ComfyUI; the next graph gets a new one."""
@@ -165,50 +174,52 @@ def test_a_process_that_is_lost_costs_one_more(process, net, caplog, monkeypatch
     assert process.now.started == before + 1
 
 
-def test_its_workers_work_though_they_are_forked_while_it_listens(process, net, monkeypatch):
-    """They compile kernels side by side; one that does nothing is not missed, as then they are compiled one by one."""
-    process.end()
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    process.orders("ask a worker")
-    first_call(net)
-    net.wait()
-    assert is_compiled(net)
-    process.end()
+class TestWorkers:
+    """Those that it forks to compile kernels side by side."""
 
+    @pytest.fixture(scope="class", autouse=True)
+    @classmethod
+    def two(cls, shared):
+        shared.end()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
+            yield
+        shared.end()
 
-def test_a_crash_is_noticed_while_a_worker_keeps_the_pipe_open(process, net, caplog, monkeypatch):
-    """Workers that inductor has forked for kernels live on for up to a minute."""
-    process.end()
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    process.orders("hold", "")
-    first_call(net)
-    process.begun()
-    first, *workers = descendants(process.now.pid)
-    assert workers
-    os.kill(first, signal.SIGKILL)
-    net.wait()
-    assert is_compiled(net) and "signal 9" in caplog.text and not any(map(is_alive, workers))
-    process.end()
+    def test_they_work_though_they_are_forked_while_it_listens(self, process, net):
+        """They compile kernels side by side; one that does nothing is not missed, as then they are compiled one by one."""
+        process.orders("ask a worker")
+        first_call(net)
+        net.wait()
+        assert is_compiled(net)
 
+    def test_a_crash_is_noticed_while_a_worker_keeps_the_pipe_open(self, process, net, caplog):
+        """Workers that inductor has forked for kernels live on for up to a minute."""
+        process.orders("hold", "")
+        first_call(net)
+        process.begun()
+        first, *workers = descendants(process.now.pid)
+        assert workers
+        os.kill(first, signal.SIGKILL)
+        net.wait()
+        assert is_compiled(net) and "signal 9" in caplog.text and not any(map(is_alive, workers))
 
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who gets the children of a process that ended")
-def test_where_comfyui_is_the_first_process_of_a_container_none_of_the_workers_stays_a_zombie(process, net, monkeypatch):
-    """They are its children when the process has ended by idleness."""
-    process.end()
-    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "2")
-    process.orders("ask a worker", "idle")
-    first_call(net)
-    net.wait()
-    pids = descendants(process.now.pid)
-    assert len(pids) > 1
-    become_reaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
-    assert become_reaper(1) == 0
-    try:
-        torch._dynamo.reset()
-        CompiledNet(net.engine, Net(block=Told), backend="inductor").at_once(X)
-        wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are not reaped")
-    finally:
-        become_reaper(0)
+    @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells who gets the children of a process that ended")
+    def test_where_comfyui_is_the_first_process_of_a_container_none_of_the_workers_stays_a_zombie(self, process, net):
+        """They are its children when the process has ended by idleness."""
+        process.orders("ask a worker", "idle")
+        first_call(net)
+        net.wait()
+        pids = descendants(process.now.pid)
+        assert len(pids) > 1
+        become_reaper = functools.partial(ctypes.CDLL(None).prctl, 36)  # PR_SET_CHILD_SUBREAPER
+        assert become_reaper(1) == 0
+        try:
+            torch._dynamo.reset()
+            CompiledNet(net.engine, Net(block=Told), backend="inductor").at_once(X)
+            wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), "they are not reaped")
+        finally:
+            become_reaper(0)
 
 
 def test_killed_from_outside_while_a_call_waits(process, net, caplog):
@@ -298,7 +309,7 @@ def test_after_it_was_idle_another_one_is_started(process, net):
     assert is_compiled(net)
     first = process.now.pid
     wait_until(lambda: not is_alive(first), "it does not end")
-    assert process.now.pid is None, "so that the next prompt starts one while its model loads"
+    wait_until(lambda: process.now.pid is None, "the next prompt starts none while its model loads")
     torch._dynamo.reset()
     other = CompiledNet(net.engine, Net(block=Told), backend="inductor")
     other.at_once(X)
@@ -320,8 +331,7 @@ def test_a_process_of_another_version_is_not_asked(process, net, caplog):
 def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, process, net, caplog, monkeypatch):
     """The disk was full, or the system had no room for a process."""
     monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.05)
-    process.end()
-    process.tell("refuses to start")
+    process.refuse_to_start(monkeypatch)
     before = process.now.started
     first_call(net)
     wait_until(lambda: process.now._unstarted, "it was not tried")
@@ -330,20 +340,19 @@ def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, pro
         result, uncompiled = net(X)
         assert uncompiled and torch.equal(result, net.net(X))
     assert net.is_being_compiled and not net.failures and process.now.started == before + 2, "no process more"
-    (process.folder / "refuses to start").unlink()
+    monkeypatch.setattr(sys, "executable", PYTHON)
     process.now._not_before = 0.0  # a minute later
     assert net.wait() == 1 and is_compiled(net) and why_inline(net) == [None]
     assert process.now.started == before + 3 and process.now._unstarted == 0
     assert "does not start: it ended with 7 (no room)" in caplog.text and caplog.text.count("Blocks run uncompiled") == 1
 
 
-def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_run(process, net):
-    process.end()
-    process.tell("refuses to start")
+def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_run(process, net, monkeypatch):
+    process.refuse_to_start(monkeypatch)
     assert torch.equal(net.at_once(X), net.net(X))
     (failure,) = net.failures
     assert "does not start" in failure
-    (process.folder / "refuses to start").unlink()
+    monkeypatch.setattr(sys, "executable", PYTHON)
     net.new_run()
     net.at_once(X)
     assert is_compiled(net) and why_inline(net) == [None]
@@ -351,13 +360,12 @@ def test_who_waits_for_code_of_a_process_that_does_not_start_has_it_in_the_next_
 
 def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(process, net, caplog, monkeypatch):
     monkeypatch.setattr(process.client, "UNSTARTED_GRAPHS", 1)
-    process.end()
-    process.tell("refuses to start")
+    process.refuse_to_start(monkeypatch)
     first_call(net)
     net.wait()
     assert "ended with 7" in process.now.unavailable and is_compiled(net) and why_inline(net) == [process.now.unavailable]
     assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
-    (process.folder / "refuses to start").unlink()
+    monkeypatch.setattr(sys, "executable", PYTHON)
     process.now._until = 0.0  # ten minutes later
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     torch._dynamo.reset()
