@@ -52,8 +52,8 @@ def test_without_a_compiler_the_line_says_why_tests_fail():
 
 def test_the_reasons_are_those_of_the_tests_that_are_skipped():
     """A reason that reads otherwise would leave the line out."""
-    tests = ROOT / "tests" / "server"
-    for file, program in (("test_browser.py", "Chromium"), ("test_page.py", "Node")):
+    tests = ROOT / "tests"
+    for file, program in (("browsing.py", "Chromium"), ("server/test_page.py", "Node")):
         assert f'reason="{program} is not installed' in (tests / file).read_text(encoding="utf-8")
-    assert 'pytest.skip("redis-server is not installed' in (ROOT / "tests" / "redis_servers.py").read_text(encoding="utf-8")
+    assert 'pytest.skip("redis-server is not installed' in (tests / "redis_servers.py").read_text(encoding="utf-8")
     assert set(not_looked_at.PROGRAMS) == {"Chromium", "Node", "redis-server"}

@@ -1,52 +1,17 @@
 """The pack in ComfyUI's page, as a person has it: headless Chromium, in the classic renderer and in Nodes 2.0."""
 
 import contextlib
-import itertools
-import os
 import re
-import shutil
 from pathlib import Path
 
 import pytest
+from browsing import BOTH, CLASSIC, KIT_NODES, MARKS, NODES_2, TWINS, only_model, set_and_reopen
 
-from devtools import help_pages, locales, prompts, texts
-from devtools.pictures import FEW_FRAMES
+from devtools import prompts
 from devtools.server import wait_until
 
 playwright = pytest.importorskip("playwright.sync_api")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-pytestmark = [
-    pytest.mark.server,
-    pytest.mark.xdist_group("server"),
-    pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed: the page was not looked at"),
-]
-RENDERERS = {"classic": False, "nodes 2.0": True}
-# A folder for pictures of each test's end; none by default. Those of README: devtools/pictures.py.
-PICTURES = os.environ.get("TORCH_COMPILE_KIT_PICTURES")
-KIT_NODES = ("Model", "Warmup", "Benchmark", "ControlNet", "VAEChannelsLast", "BlockSwap", "SaveCache", "LoadCache", "FixKeys")
-_takes = itertools.count(1)
-# Where the renderer makes no difference to our scripts: the second one is for `dev.py test --rest`.
-TWINS = pytest.mark.parametrize("opened", ["classic", pytest.param("nodes 2.0", marks=pytest.mark.rest)], indirect=True)
-CLASSIC = pytest.mark.parametrize("opened", ["classic"], indirect=True)
-BOTH = pytest.mark.parametrize("opened", ["classic", "nodes 2.0"], indirect=True)
-HELPERS = """
-    window.kit = {
-      nodes: () => [app.rootGraph, ...app.rootGraph.subgraphs.values()].flatMap((graph) => graph.nodes),
-      node: (name) => kit.nodes().find((node) => node.comfyClass === "TorchCompileKit" + name || node.comfyClass === name),
-      widget: (name, widget) => kit.node(name).widgets.find((found) => found.name === widget),
-      text: (name) => kit.widget(name, "torch_compile_kit_report").element.textContent,
-      progress: [],
-      ended: 0,
-      asked: 0,
-      refused: () => Object.keys(app.lastNodeErrors ?? {}).length > 0,
-      frames: () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve))),
-    };
-    const { api } = window.comfyAPI.api;
-    api.addEventListener("promptQueueing", () => (kit.asked += 1)); // before it forgets the errors of an earlier prompt
-    for (const end of ["success", "error", "interrupted"]) api.addEventListener("execution_" + end, () => (kit.ended += 1));
-    api.addEventListener("progress", ({ detail: { node, value, max } }) => kit.progress.push([node, value, max]));
-"""
-
+pytestmark = MARKS
 
 # By state of a line, how much its colour differs from what is behind it.
 CONTRASTS = """async () => {
@@ -77,137 +42,6 @@ CONTRASTS = """async () => {
     }
     return found;
 }"""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with playwright.sync_playwright() as started:
-        chromium = started.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        )
-        yield chromium
-        chromium.close()
-
-
-class Page:
-    """ComfyUI's page in a window of its own.
-
-    Args:
-        errors: what its scripts have thrown.
-    """
-
-    def __init__(self, browser, server):
-        self.server, self.errors = server, []
-        self.context = browser.new_context(viewport={"width": 1400, "height": 850}, reduced_motion="reduce")
-        self.context.add_init_script(FEW_FRAMES)
-        self.window = self.context.new_page()
-        self.window.on("pageerror", lambda error: self.errors.append(str(error)))
-        self.window.set_default_timeout(60_000)
-
-    def open(self, **settings):
-        """(Re)load it, with these of ComfyUI's settings, until what was open before has come back."""
-        for name, value in settings.items():
-            self.server.post(f"/settings/Comfy.{name}", value)
-        self.window.goto(self.server.url, wait_until="domcontentloaded")
-        self.until("() => window.app?.graph && app.canvas && app.extensionManager")
-        self.until("() => app.extensionManager.workflow.activeWorkflow && !app.extensionManager.spinner")
-        self.window.evaluate(HELPERS)
-        return self
-
-    def tidy(self):
-        """Close what an earlier test has left open."""
-        self.window.keyboard.press("Escape")
-        self.js(
-            """() => {
-                const { dialog, sidebarTab, toast } = app.extensionManager;
-                toast.removeAll();
-                if (sidebarTab.activeSidebarTabId) sidebarTab.toggleSidebarTab(sidebarTab.activeSidebarTabId);
-                kit.progress = [];
-            }"""
-        )
-        self.until("() => !document.querySelector('.p-toast-message, .p-dialog, .torch-compile-kit')")
-        self.errors.clear()
-
-    def js(self, expression, given=None):
-        return self.window.evaluate(expression, given)
-
-    def load(self, prompt):
-        """Put a prompt in the place of what is open, and have it drawn."""
-        self.js("(prompt) => app.loadApiJson(prompt, 'test')", prompt)
-        self.until(f"() => app.graph._nodes.length === {len(prompt)}")
-        self.js("() => kit.frames()")
-
-    def press_run(self):
-        """Press Run; a condition: one more prompt has ended, or this one was refused."""
-        asked, ended = self.js("() => [kit.asked, kit.ended]")
-        self.window.get_by_role("button", name="Run", exact=True).first.click()
-        return f"() => kit.ended > {ended} || (kit.asked > {asked} && kit.refused())"
-
-    def run(self):
-        self.until(self.press_run())
-
-    def until(self, condition):
-        """Wait for a condition of the page."""
-        try:
-            self.window.wait_for_function(condition, polling=50)
-        except Exception as error:
-            raise AssertionError(f"the page did not get there: {condition}\n{error}") from None
-
-    def until_shown(self, name, text):
-        """Wait until a node's text matches."""
-        self.until(f"() => /{text}/.test(kit.text('{name}'))")
-
-    def picture(self, name):
-        """Take one, if they are wanted."""
-        if PICTURES:
-            self.window.screenshot(path=Path(PICTURES) / f"{name.replace('/', ' ')}.png")
-
-    def text(self, name):
-        return self.js("(name) => kit.text(name)", name)
-
-    def set(self, name, widget, value):
-        self.js(
-            "([name, widget, value]) => { const w = kit.widget(name, widget); w.value = value; w.callback?.(value); }",
-            [name, widget, value],
-        )
-
-
-@pytest.fixture(scope="module")
-def opened(request, browser, server):
-    """One page for all tests that look at the same renderer."""
-    settings = {"VueNodes.Enabled": RENDERERS[request.param], "Locale": "en", "TutorialCompleted": True}
-    found = Page(browser, server).open(**settings)
-    yield found
-    found.context.close()
-    server.post("/settings/Comfy.Locale", "en")
-
-
-@pytest.fixture
-def page(request, opened):
-    opened.tidy()
-    failed = request.session.testsfailed
-    yield opened
-    opened.picture(request.node.name)
-    errors = [error for error in opened.errors if "torch-compile-kit" in error]
-    if errors or request.session.testsfailed > failed:
-        opened.open(Locale="en")  # whatever state it is in
-    assert not errors, opened.errors
-
-
-@pytest.fixture
-def prompt(server):
-    """The shipped workflow, small, with a setting of its own: the server runs nothing twice, and shares no code."""
-    shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
-    small = prompts.shrink(shipped, width=128, height=128, steps=4)
-    return prompts.change(small, prompts.MODEL_NODE, backend="eager", cache_limit=20 + next(_takes))
-
-
-def only_model(prompt):
-    """Without the warmup."""
-    warmup = prompts.find(prompt, prompts.WARMUP_NODE)
-    model = prompt[warmup]["inputs"]["model"]
-    left = {node_id: node for node_id, node in prompt.items() if node_id != warmup}
-    return prompts.change(left, "KSampler", model=model)
 
 
 def search(page, name="Add a node..."):
@@ -299,6 +133,7 @@ def test_a_new_node_shows_its_line_in_whole_and_its_inputs_in_order(page):
         return [node.comfyClass, element.isConnected && whole && element.textContent];
     })""")
     assert dict(cut) == {f"TorchCompileKit{name}": "Press Run to see the status." for name in KIT_NODES}
+    assert page.js("() => kit.widget('Model', 'compile_when').options.getOptionLabel('in background')") == "in background"
     assert page.js("() => kit.node('Model').widgets.map(({ name }) => name)") == [
         *("mode", "compile_when", "backend", "dynamic", "fullgraph", "cache_limit", "block_swap", "attention", "on_failure"),
         *("allow_tf32", "cudnn_benchmark", "only_blocks", "torch_compile_kit_report"),
@@ -315,17 +150,6 @@ def test_a_bypassed_node_loses_its_line(page, prompt):
     page.set("KSampler", "seed", 9)
     page.run()
     assert page.text("Model") == "Press Run to see the status."
-
-
-def set_and_reopen(page, mode, limit, **settings):
-    """Set the node's mode and a cache limit that no other test has, open the page anew, and see that they are still there."""
-    page.set("Model", "mode", mode)
-    page.set("Model", "cache_limit", limit)
-    page.js("() => app.extensionManager.workflow.activeWorkflow.changeTracker.checkState()")
-    page.until(f"() => Object.keys(localStorage).some((key) => localStorage.getItem(key).includes('{limit}'))")
-    page.open(**settings)
-    page.until("() => kit.node('Model')")
-    assert page.js("() => [kit.widget('Model', 'mode').value, kit.widget('Model', 'cache_limit').value]") == [mode, limit]
 
 
 @CLASSIC
@@ -369,7 +193,7 @@ def test_a_preset_of_the_nodes_menu_sets_its_inputs(page, prompt):
     assert found == ["inductor", "max-autotune", "auto", 0]
 
 
-@pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
+@NODES_2
 def test_hidden_inputs_leave_no_room_in_a_node_that_is_new_or_loaded(page, prompt):
     page.load(only_model(prompt))
     for _ in ("new", "loaded, from the height that the classic renderer gave it"):
@@ -708,188 +532,3 @@ def test_the_help_of_each_node_fits_its_panel(page):
     assert more.evaluate("(found) => found.closest('details').open")
     shown = more.evaluate_handle("(found) => found.closest('.node-help-content, .overflow-y-auto')")
     assert shown.evaluate("(box) => box.scrollWidth - box.clientWidth") <= 0
-
-
-# What stays as it is in Japanese: products, technical names, units, models. A token with "_", "." or "/" is a name in code.
-KEPT = """
-    Torch Compile Kit torch compile torch-compile-kit ComfyUI TorchCompileModel PyTorch Triton CUDA cuDNN TF fp NVIDIA RTX AMD
-    Apple Linux Windows macOS OS PC Python Visual Studio Build Tools Redis redis GPU CPU VRAM RAM GB GiB MB MiB ms zip
-    VAE CLIP LoRA ControlNet Control UNet Transformer GGUF SD SDXL Flux cfg channels last Channels Last NAME sage xformers
-    cudaMallocAsync InvalidCxxCompiler CppCompileError TritonMissing DoubleStreamBlock SingleStreamBlock KSampler true false
-    safetensors sha Ctrl
-"""
-IN_ENGLISH = "\uff08英語\uff09"  # what is said to be
-NOT_READ = re.compile(  # code, quotes with their translation, tags, addresses, flags, names in code
-    rf"{IN_ENGLISH}.*|`[^`]*`|\*[^*\n]+\*(?=\uff08)|<[^>]*>|\w+://\S*|--[\w-]+|%\d|(?<=x)\d+x?\d*|[\w-]*[_./][\w./-]+", re.ASCII
-)
-CLASSIC_DRAWS = """
-    window.drawn = new Set();
-    const draw = CanvasRenderingContext2D.prototype.fillText;
-    CanvasRenderingContext2D.prototype.fillText = function (text) { drawn.add(text); return draw.apply(this, arguments); };
-"""
-
-
-def english_in(text, kept=frozenset()):
-    return set(re.findall(r"[A-Za-z][A-Za-z-]+", NOT_READ.sub(" ", text))) - set(KEPT.split()) - kept
-
-
-def choices_of(server):
-    """The values of the nodes' choices, by words, and those that are phrases."""
-    nodes = [server.get(f"/object_info/{node}")[node] for node in locales.read("en")["nodeDefs.json"]]
-    given = [one for node in nodes for one in prompts.inputs_in_order(node)]
-    values = {value for _, kind, options in given for value in (kind if isinstance(kind, list) else options.get("options", []))}
-    return {word for value in values for word in value.split()}, {value for value in values if " " in value}
-
-
-def names_in_code():
-    nodes = locales.read("en")["nodeDefs.json"].values()
-    return {name for node in nodes for name in (*node["inputs"], *(given["name"] for given in node["outputs"].values()))}
-
-
-@contextlib.contextmanager
-def in_japanese(page):
-    try:
-        yield page.open(Locale="ja")
-    finally:
-        page.picture(f"japanese {page.js('() => LiteGraph.vueNodesMode')} {next(_takes)}")
-        page.open(Locale="en")
-
-
-def queue(page):
-    """As `run`, whose button has another name in each language."""
-    before = page.js("() => kit.ended")
-    page.js("() => app.queuePrompt(0)")
-    page.until(f"() => kit.ended > {before}")
-
-
-@BOTH
-def test_japanese_nodes_show_no_english(page, server):
-    """All nine, with all inputs: what the canvas draws, or the elements of Nodes 2.0, and the values to choose from."""
-    words, phrases = choices_of(server)
-    page.context.add_init_script(CLASSIC_DRAWS)
-    with in_japanese(page):
-        page.load({str(at): {"class_type": f"TorchCompileKit{name}", "inputs": {}} for at, name in enumerate(KIT_NODES, 1)})
-        page.js(
-            """async () => {
-                app.graph._nodes.forEach((node, at) => {
-                    node.showAdvanced = true;
-                    for (const widget of node.widgets) widget.hidden = false;
-                    node.pos = [320 * (at % 5), at < 5 ? 0 : 500];
-                    node.setSize([310, node.computeSize()[1]]);
-                });
-                Object.assign(app.canvas.ds, { scale: 0.75, offset: [80, 100] });
-                drawn.clear();
-                app.canvas.setDirty(true, true);
-                await kit.frames();
-                await kit.frames();
-            }"""
-        )
-        page.until("() => !LiteGraph.vueNodesMode || document.body.innerText.includes('コンパイルの時期')")
-        shown = page.js("""() => (LiteGraph.vueNodesMode
-            ? [...document.querySelectorAll("[data-node-id]")].map((node) => node.innerText)
-            : [...drawn, ...[...document.querySelectorAll(".torch-compile-kit-report")].map((text) => text.innerText)]
-        ).join("\\n")""")
-        labels = page.js("""() => app.graph._nodes.flatMap((node) => node.widgets.flatMap(({ options }) =>
-            options?.getOptionLabel ? options.values.map((value) => options.getOptionLabel(value)) : []))""")
-        assert "コンパイルの時期" in shown and "バックグラウンドで" in shown and "コンパイルなしで実行" in labels, shown
-        shown = re.sub(r"^(T|I|N|V|FPS): ?[\d.]+.*$", "", "\n".join([shown, *labels]), flags=re.MULTILINE)  # ComfyUI's counters
-        assert not english_in(shown, words) and not [phrase for phrase in phrases if phrase in shown], shown
-        page.js("() => { kit.widget('Model', 'compile_when').value = 'before first image'; }")
-        assert page.js("async () => (await app.graphToPrompt()).output")["1"]["inputs"]["compile_when"] == "before first image"
-    page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
-    assert page.js("() => kit.widget('Model', 'compile_when').options.getOptionLabel('in background')") == "in background"
-
-
-@CLASSIC
-def test_the_japanese_page_shows_no_english(page, prompt, server):
-    """After a run: reports, lines, a notice, menus, the tab, the settings; what follows a line that says so is in English."""
-    words, _ = choices_of(server)
-    prompt = prompts.with_benchmark(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
-    prompt = prompts.change(prompt, prompts.MODEL_NODE, compile_when="before first image", dynamic="false")
-    loader, model, warmup = (prompts.find(prompt, name) for name in ("UNETLoader", prompts.MODEL_NODE, prompts.WARMUP_NODE))
-    prompt["81"] = {"class_type": "TorchCompileKitBlockSwap", "inputs": {"model": [loader, 0], "blocks_to_swap": 1}}
-    prompt[model]["inputs"]["model"] = ["81", 0]
-    prompt["82"] = {"class_type": "TorchCompileKitSaveCache", "inputs": {"model": [warmup, 0], "filename": "japanese"}}
-    prompt["83"] = {"class_type": "TorchCompileKitLoadCache", "inputs": {"model": [warmup, 0], "file": "none"}}
-    prompt["84"] = {"class_type": "TorchCompileKitVAEChannelsLast", "inputs": {"vae": [prompts.find(prompt, "VAELoader"), 0]}}
-    prompt = prompts.change(prompt, "VAEDecode", vae=["84", 0])
-    seen = {}
-    with in_japanese(page):
-        page.load(prompt)
-        queue(page)
-        page.until_shown("Model", "^準備完了")
-        for name in ("Model", "Warmup", "Benchmark", "BlockSwap", "SaveCache", "LoadCache", "VAEChannelsLast"):
-            seen[name] = page.js(
-                """(name) => {
-                    const copy = kit.widget(name, "torch_compile_kit_report").element.cloneNode(true);
-                    for (const fold of copy.querySelectorAll("details")) {
-                        fold.replaceWith("\\n" + fold.querySelector("summary").textContent);
-                    }
-                    return copy.textContent;
-                }""",
-                name,
-            )
-        headline, figures = seen["Benchmark"].split("以下の数値の見出しは英語です。")
-        assert "median" in figures
-        seen["Benchmark"] = headline
-        page.set("EmptySD3LatentImage", "width", 192)
-        page.js(
-            """() => {
-                for (const node of [kit.node("Warmup"), kit.node("Benchmark")]) {
-                    node.disconnectInput(node.findInputSlot("latent_image"));
-                }
-            }"""
-        )
-        queue(page)
-        page.window.get_by_text("幅 が 128 から 192").first.wait_for()
-        seen["notice"] = page.js("() => document.querySelector('.p-toast-message').innerText")
-        seen["warnings"] = page.js("() => kit.node('Warmup').torchCompileKitWarnings?.join('\\n') ?? ''")
-        seen["menus"] = page.js(
-            """() => {
-                const menus = ["Model", "Warmup"].flatMap((name) => kit.node(name).getExtraMenuOptions(app.canvas, []) ?? []);
-                const extension = app.extensions.find(({ name }) => name === "torch-compile-kit.presets");
-                const presets = extension.getNodeMenuItems(kit.node("Model"));
-                const below = presets.flatMap(({ submenu }) => submenu.options);
-                return [...menus, ...presets, ...below].map((entry) => entry?.content).join("\\n");
-            }"""
-        )
-        assert "プリセット" in seen["menus"] and "詳細な入力を表示" in seen["menus"]
-        page.window.get_by_role("button", name="Torch Compile Kit").first.click()
-        panel = page.window.locator(".torch-compile-kit")
-        panel.get_by_role("button", name="このマシンを確認").click()
-        panel.get_by_text(IN_ENGLISH).first.wait_for()
-        seen["tab"] = panel.inner_text()
-        page.picture("japanese tab")
-        page.js("() => app.extensionManager.command.execute('Comfy.ShowSettingsDialog')")
-        page.window.get_by_text("Torch Compile Kit", exact=True).first.click()
-        page.window.get_by_text("ディスク上のキャッシュの上限").wait_for()
-        seen["settings"] = page.js(
-            """() => [...document.querySelectorAll("[role=dialog] *")].map((part) => part.innerText ?? "").filter((text) =>
-                text.includes("ディスク上のキャッシュの上限") && text.includes("コンパイルを待ったとき")).at(-1)"""
-        )
-        page.picture("japanese settings")
-    kept = words | names_in_code()
-    assert {where: found for where, text in seen.items() if (found := english_in(text, kept))} == {}, seen
-    assert all(re.search("[ぁ-んァ-ヶ一-龠]", text) for text in seen.values() if text), seen
-
-
-def test_japanese_texts_and_help_pages_hold_no_english(server):
-    """Also those that no test has seen in the page."""
-    words, _ = choices_of(server)
-    kept = words | names_in_code() | {"batch"}  # as a line of extra_sizes has it
-    found = locales.texts({**locales.read("ja"), "report.json": texts.report("ja")})
-    found |= {page.parent.name: page.read_text(encoding="utf-8") for page in help_pages.FOLDER.glob("*/ja.md")}
-    found = {where: english_in(text, kept) for where, text in found.items()}
-    assert {where: english for where, english in found.items() if english} == {}
-
-
-@pytest.mark.parametrize("opened", ["nodes 2.0"], indirect=True)
-def test_a_page_that_is_opened_anew_in_japanese_shows_japanese_and_keeps_its_values(page, prompt):
-    """The last in this renderer: the page stays Japanese."""
-    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128))
-    set_and_reopen(page, "default", 3972, Locale="ja")
-    page.window.get_by_text("Torch Compile ウォームアップ").first.wait_for()
-    assert page.text("Warmup") == "実行すると状態が表示されます。"
-    page.js("() => app.queuePrompt(0)")
-    page.until_shown("Warmup", "^128x128 の準備ができました")
-    page.until_shown("Model", "^準備完了")

@@ -1,20 +1,13 @@
 """What runs is told where it runs: two workflows with the same node ids in one page, and two tabs of the browser."""
 
 import copy
-import importlib.util
-from pathlib import Path
 
 import pytest
+from browsing import BOTH, MARKS, TWINS
 
 from devtools import prompts
 
-# pytest puts no folder of tests into `sys.path`.
-_spec = importlib.util.spec_from_file_location("browser_of_tabs", Path(__file__).with_name("test_browser.py"))
-one_tab = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(one_tab)
-browser, opened, page, prompt, pytestmark = (
-    getattr(one_tab, name) for name in ("browser", "opened", "page", "prompt", "pytestmark")
-)
+pytestmark = MARKS
 EMPTY = "Press Run to see the status."
 SIZES = "\n".join(f"{128 + 16 * i}x128" for i in range(1, 40))
 
@@ -60,7 +53,7 @@ def shown(page):
     return set(texts)
 
 
-@one_tab.BOTH
+@BOTH
 def test_a_workflow_tells_nothing_of_another_with_the_same_nodes(page, prompt):
     load(page, prompt, extra_sizes=SIZES)
     over = page.press_run()
@@ -82,7 +75,7 @@ def test_a_workflow_tells_nothing_of_another_with_the_same_nodes(page, prompt):
     assert "Ready" not in page.text("Warmup")
 
 
-@one_tab.BOTH
+@BOTH
 def test_a_report_that_comes_while_another_workflow_is_open_is_shown_in_its_own(page, prompt):
     load(page, prompt, extra_sizes="")
     over = page.press_run()
@@ -99,7 +92,7 @@ def test_a_report_that_comes_while_another_workflow_is_open_is_shown_in_its_own(
     assert shown(page) == {EMPTY}
 
 
-@one_tab.TWINS
+@TWINS
 def test_a_report_inside_a_subgraph_comes_back_with_its_tab_and_after_undo(page, prompt):
     load(page, prompt, extra_sizes="")
     page.js("() => app.rootGraph.convertToSubgraph(new Set([kit.node('Warmup')]))")
@@ -135,7 +128,7 @@ def another_tab(page):
     assert not [error for error in tab.errors if "torch-compile-kit" in error]
 
 
-@one_tab.TWINS
+@TWINS
 def test_a_tab_tells_nothing_of_another_that_shows_the_same_workflow(page, another_tab, prompt):
     load(page, prompt, extra_sizes="")
     another_tab.js("(graph) => app.loadGraphData(graph, true, true, 'first')", page.js("() => app.graph.serialize()"))
