@@ -152,7 +152,9 @@ class NoCompiler:
         self._code, self._loads = engine("compile_process.client").Code, engine("compile_process.wire").loads
         self.lowered, self.loaded, self.seconds = 0, 0, seconds
         traced_graph = engine("compile.traced_graph")
-        replace(engine("compile_process.obtain").compile_process, "lower", self.lower)
+        process = engine("compile_process.obtain").compile_process
+        replace(process, "lower", self.lower)
+        replace(process, "start", nothing)
         replace(traced_graph, "load", self.load)
         replace(traced_graph, "import_ahead", threading.Thread)
 

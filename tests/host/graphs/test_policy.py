@@ -7,7 +7,7 @@ import pytest
 import torch
 from capturing import capture_again, trust
 from patching import Runs
-from support import compile_settings
+from support import NoCompiler, compile_settings
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -29,6 +29,7 @@ class Machine:
 
     def __init__(self, engine, monkeypatch, cache=None):
         self.engine, self.now, self.backlog, self.launched = engine, 0.0, 0.1, False
+        NoCompiler(engine, monkeypatch.setattr)
         trust(engine, monkeypatch, "test_policy.py")
         policy = engine("host.graphs.policy")
         monkeypatch.setattr(policy, "time", types.SimpleNamespace(perf_counter=lambda: self.now))
