@@ -134,8 +134,7 @@ def test_after_another_nodes_compiling_the_blocks_are_compiled(runs, engine, mod
     assert flux.graphs == 2 and not flux.failures
 
 
-@pytest.mark.parametrize("mode", ["in background", "before first image"])
-def test_blocks_inside_what_another_node_compiles(engine, mode):
+def test_blocks_inside_what_another_node_compiles(engine):
     """KJNodes' node for HunyuanVideo wraps `txt_in`, which holds two blocks: they are compiled in the prompt after it, and left
     to it in a prompt with both, where it would compile its module anew in each step."""
     setup, compiled_by_it = zoo.SETUPS["hunyuan_video"], []
@@ -143,22 +142,21 @@ def test_blocks_inside_what_another_node_compiles(engine, mode):
     others, network = patcher.clone(), patcher.model.diffusion_model
     backend = lambda graph, _inputs: compiled_by_it.append(graph) or graph  # noqa: E731
     others.add_object_patch("diffusion_model.txt_in", torch.compile(network.txt_in, backend=backend))
-    settings = engine("settings").CompileSettings(backend="eager", compile_when=mode)
+    settings = engine("settings").CompileSettings(backend="eager", compile_when="in background")
     run = lambda patcher: sample(patcher, setup.conds(), setup.latent(), 1.0, 1, 4)  # noqa: E731
     expected = run(others)
     alone = len(compiled_by_it)
     for chosen in (patcher, others):
         compiled = engine("host.model.attach").attach(chosen, settings)
         for _ in range(2):
-            same(run(compiled), expected, mode)
+            same(run(compiled), expected)
             wait_until_compiled(engine)
         groups = {group.class_name for group in engine("compile.registry").code_of(network).groups.values()}
         assert "DoubleStreamBlock" in groups and "TokenRefinerBlock" in groups, "compiled after the other node"
     assert len(compiled_by_it) == alone, "compiled anew beside this pack"
 
 
-@pytest.mark.parametrize("mode", ["in background", "before first image"])
-def test_another_method_than_forward_put_on_a_layer_and_taken_off(runs, engine, mode):
+def test_another_method_than_forward_put_on_a_layer_and_taken_off(runs, engine):
     """PyTorch does not look at a module's own methods again. The host leaves the class's method where the patch was."""
     sd3 = runs("sd3", steps=2)
 
@@ -179,7 +177,7 @@ def test_another_method_than_forward_put_on_a_layer_and_taken_off(runs, engine, 
     expected = [sd3.run(patcher) for patcher in patchers]
     assert not any(torch.allclose(expected[0], other, rtol=1e-3) for other in expected[1:])
     for which in (0, 1, 2, 0, 1):
-        compiled = sd3.attach(patchers[which], compile_when=mode)
+        compiled = sd3.attach(patchers[which], compile_when="in background")
         for _ in range(2):
             same(sd3.run(compiled), expected[which], which)
             wait_until_compiled(engine)
@@ -227,8 +225,13 @@ def quieter_by(block, factor, how):
     return types.MethodType(function, block)
 
 
-@pytest.mark.parametrize("mode", ["in background", "before first image"])
-@pytest.mark.parametrize("how", ["a closure", "a default value", "a closure over a closure", "a method of an object", "around"])
+@pytest.mark.parametrize(
+    ("how", "mode"),
+    [
+        *((how, "in background") for how in ("a default value", "a closure over a closure", "a method of an object", "around")),
+        *(("a closure", mode) for mode in ("in background", "before first image")),
+    ],
+)
 def test_a_method_made_anew_for_each_prompt(runs, engine, mode, how):
     sd3 = runs("sd3", steps=2)
     network = sd3.patcher.model.diffusion_model
@@ -254,8 +257,9 @@ def test_a_method_made_anew_for_each_prompt(runs, engine, mode, how):
     assert graphs == [2, 2, 4, 4, 4], "what is made anew of the same code and values is the same"
 
 
-@pytest.mark.parametrize("mode", ["in background", "before first image"])
-@pytest.mark.parametrize("name", ["sdxl", "flux"])
+@pytest.mark.parametrize(
+    ("name", "mode"), [("sdxl", "in background"), ("flux", "in background"), ("flux", "before first image")]
+)
 def test_a_patch_whose_strength_is_a_default_value(runs, engine, name, mode):
     """PyTorch before 2.15 guards no default values unless it is told to: each image had the first strength."""
     model = runs(name, cfg=1.0)
