@@ -33,8 +33,17 @@ def warm(zygote, tmp_path_factory):
 COLD = {"killed_compiling", "reset_meanwhile", "full_disk"}
 
 
-@pytest.mark.parametrize("name", ["flux", pytest.param("sdxl", marks=pytest.mark.rest)])
-@pytest.mark.parametrize("row", table.HERE, ids=str)
+# Where it matters that a model has several kinds of blocks.
+BY_KIND = {"refused", "passes", "no_memory_to_compile", "cancelled_meanwhile", "cancelled_compiling"}
+
+
+@pytest.mark.parametrize(
+    ("row", "name"),
+    [
+        *(pytest.param(row, "flux", id=str(row)) for row in table.HERE),
+        *(pytest.param(row, "sdxl", id=f"{row}, sdxl", marks=pytest.mark.rest) for row in table.HERE if row.by in BY_KIND),
+    ],
+)
 def test_in_this_process(row, name, tiny, engine, monkeypatch, caplog, inference_mode):
     case = here.Case(tiny, engine, name, row.moment, monkeypatch, caplog)
     try:

@@ -19,7 +19,7 @@ from torch.nn import functional
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 # SD 1.5's blocks run in parts, SDXL's whole.
-UNETS = ["sd15", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sd20", "sdxl_refiner", "svd_img2vid", "koala"))]
+UNETS = ["sd15", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("sdxl_refiner", "svd_img2vid"))]
 
 
 @pytest.fixture

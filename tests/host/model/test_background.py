@@ -70,7 +70,7 @@ def test_a_function_of_the_host_is_exchanged_for_one_that_reads_the_step(flux, c
     assert flux.graphs == 2 and not flux.failures
 
 
-@pytest.mark.parametrize("name", ["flux", "sdxl", *(pytest.param(n, marks=pytest.mark.rest) for n in ("wan", "qwen_image"))])
+@pytest.mark.parametrize("name", ["flux", "sdxl", pytest.param("wan", marks=pytest.mark.rest)])
 def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     runs = Behind(tiny, engine, name)
     expected = runs.run(runs.patcher)

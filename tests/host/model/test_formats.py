@@ -123,26 +123,19 @@ FORMATS = {
 }
 # On the CPU these take seconds, and a page of warnings for each product.
 SLOW = "mxfp8, native", "nvfp4, native"
-# What runs in each row of attention and mode; the others are marked `rest`.
-FIRST = {
-    (PYTORCH, BACKGROUND): set(FORMATS),
-    (PYTORCH, AT_ONCE): {"bf16"},
-    (UNTRACEABLE, BACKGROUND): {"bf16"},
-    (UNTRACEABLE, AT_ONCE): set(),
-}
-
-
-# What each call waits for is the same in both modes; of code in pieces, three formats show that.
-IN_PIECES_AT_ONCE = {"bf16", "int8", "packed as GGUF"}
+# A weight as it is, a tensor of a class of its own, a layer that unpacks: with each attention and mode. All formats at once,
+# with how many graphs: weights/test_quantized.py.
+KINDS = {"bf16", "int8", "packed as GGUF"}
+USUAL = (PYTORCH, BACKGROUND)
 
 
 def rows():
     for format_name, attention, mode in itertools.product(FORMATS, (PYTORCH, UNTRACEABLE), MODES):
-        if (attention, mode) == (UNTRACEABLE, AT_ONCE) and format_name not in IN_PIECES_AT_ONCE:
+        is_usual = (attention, mode) == USUAL
+        if not is_usual and format_name not in KINDS:
             continue
-        marks = []
-        if format_name in SLOW or format_name not in FIRST[attention, mode]:
-            marks.append(pytest.mark.rest)
+        in_rest = format_name in SLOW if is_usual else format_name != "bf16" or (attention, mode) == (UNTRACEABLE, AT_ONCE)
+        marks = [pytest.mark.rest] if in_rest else []
         yield pytest.param(format_name, attention, mode, marks=marks, id=f"{format_name}-{attention}-{mode}")
 
 
@@ -270,20 +263,14 @@ PATCHES = {
 }
 
 
-def patch_rows():
-    for (name, (model, patch)), mode in itertools.product(PATCHES.items(), MODES):
-        # At once other tests have them, in more ways.
-        marks = [pytest.mark.rest] if mode == AT_ONCE else []
-        yield pytest.param(model, patch, mode, marks=marks, id=f"{name}-{mode}")
-
-
-@pytest.mark.parametrize(("model", "patch", "mode"), list(patch_rows()))
-def test_each_call_of_a_patched_block_runs_compiled_code(model, patch, mode, tiny, engine, check):
+@pytest.mark.parametrize(("model", "patch"), PATCHES.values(), ids=PATCHES)
+def test_each_call_of_a_patched_block_runs_compiled_code(model, patch, tiny, engine, check):
+    """In the background; at once other tests have them, in more ways."""
     runs = Runs(tiny, engine, model, cfg=1.0)
     clone = runs.patcher.clone()
     patched = patch(clone) or clone
     # A patch inside of some blocks is called between two graphs.
-    check(runs, patched, mode, runs.run(patched), patched=2 if patch is PATCHES["image prompts"][1] else 1)
+    check(runs, patched, BACKGROUND, runs.run(patched), patched=2 if patch is PATCHES["image prompts"][1] else 1)
 
 
 @pytest.mark.parametrize("mode", [BACKGROUND, pytest.param(AT_ONCE, marks=pytest.mark.rest)])

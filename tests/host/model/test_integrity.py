@@ -111,7 +111,6 @@ def test_the_warmup_leaves_the_random_state(flux, attach, engine, conditioning, 
     [
         ("flux", "aot_eager", 1.0),
         pytest.param("flux", "inductor", 1.0, marks=pytest.mark.rest),
-        pytest.param("qwen_image", "inductor", 4.0, marks=pytest.mark.rest),
         pytest.param("wan", "aot_eager", 4.0, marks=pytest.mark.rest),
         pytest.param("sdxl", "aot_eager", 4.0, marks=pytest.mark.rest),
     ],
