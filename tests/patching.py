@@ -25,9 +25,11 @@ class Runs:
         tiny: the module `devtools.tiny_models`.
         engine: the fixture of that name.
         name: of the tiny model.
+        only: the setting `only_blocks`: to trace a kind of block takes half a second.
     """
 
-    def __init__(self, tiny, engine, name, cfg=4.0, steps=2, size=64, length=1):
+    def __init__(self, tiny, engine, name, cfg=4.0, steps=2, size=64, length=1, only=""):
+        self.only = only
         self.tiny, self.engine, self.name, self.cfg, self.steps = tiny, engine, name, cfg, steps
         self.patcher = tiny.build_patcher(name)
         self.positive, self.negative = tiny.conditioning(name)
@@ -38,7 +40,7 @@ class Runs:
     def attach(self, patcher, **settings):
         """The patcher as the node returns it; the backend traces only, so that results are bit for bit the same."""
         chosen = self.engine("settings").CompileSettings(
-            **{"backend": "eager", "compile_when": "before first image", **settings}
+            **{"backend": "eager", "compile_when": "before first image", "only_blocks": self.only, **settings}
         )
         if chosen.backend in ("eager", "aot_eager"):
             lower_here(self.engine, chosen.backend)
@@ -123,12 +125,12 @@ class KeptCode:
 
     def make(self, runs):
         """Compile what runs like `runs` need without a patch."""
-        key = runs.cfg > 1, tuple(runs.latent.shape)
+        key = runs.cfg > 1, tuple(runs.latent.shape), runs.only
         if runs.name in self._models and self._models[runs.name][0] != key:
             self.drop()
         if runs.name not in self._models:
             self.used = False
-            kept = Runs(runs.tiny, runs.engine, runs.name, runs.cfg, 1)
+            kept = Runs(runs.tiny, runs.engine, runs.name, runs.cfg, 1, only=runs.only)
             kept.latent = runs.latent
             kept.run(kept.attach(kept.patcher))
             self.used = True

@@ -243,7 +243,7 @@ def own_copy():
     return pack.BasicTransformerBlock
 
 
-@pytest.mark.parametrize("mode", ["in background", "before first image"])
+@pytest.mark.parametrize("mode", ["in background", pytest.param("before first image", marks=pytest.mark.rest)])
 def test_a_packs_copy_of_a_unets_block_is_given_up_after_few_graphs(engine, tiny, mode):
     """It makes a key of its place for every call: a graph for each block."""
     unet = Runs(tiny, engine, "sdxl")
