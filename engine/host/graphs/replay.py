@@ -36,7 +36,7 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
-from ...failures.describe import in_one_line, never_swallowed
+from ...failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ...notices.recompile_log import watch_of
 from ...notices.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
@@ -112,6 +112,13 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
         foreign, reason, key = code.look(network, look, (None, "the model cannot be looked at", None))
         if key is None:
             _say_off(network, foreign, reason, notes)
+            try:
+                with binding.bound():
+                    return forward(*args, **fixed, **kwargs)
+            except RuntimeError as error:
+                if not graphs.graphs or not is_out_of_memory(error):
+                    raise
+            graphs.drop()  # they were kept for a run without that code
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
         if state.pages:

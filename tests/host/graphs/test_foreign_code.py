@@ -428,6 +428,24 @@ def test_a_strength_in_bypass_mode_that_changes(flux):
             same(flux.run(other), expected, f"strength {strength}")
 
 
+def test_graphs_that_wait_for_a_run_without_it_give_their_memory_back(flux):
+    """Where memory ends: else the prompt would end, and so would each one after it."""
+    compiled, graphs, refused = flux.attach(flux.patcher), graphs_of(flux), []
+    flux.run(compiled)
+    assert graphs.graphs
+
+    def hungry(out, _options):
+        if graphs.graphs:
+            refused.append(1)
+            raise torch.OutOfMemoryError("no room")
+        return out
+
+    plain, patched = flux.run(flux.patcher), compiled.clone()
+    patched.set_model_attn1_output_patch(hungry)
+    same(flux.run(patched), plain)
+    assert len(refused) == 1 and not graphs.graphs
+
+
 def test_the_node_says_whose_code_it_is(flux):
     settings = flux.engine("settings").CompileSettings(backend="eager", compile_when="before first image")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "7")
