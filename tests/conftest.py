@@ -12,6 +12,7 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import types
 from pathlib import Path
 
@@ -53,6 +54,11 @@ try:
     inprocess.enter_host(BASE)
 except RuntimeError as error:
     pytest.exit(str(error), returncode=2)
+
+from tqdm import tqdm  # noqa: E402
+
+# Its own is shared with processes that are forked: one that is killed may keep it for ever.
+tqdm.set_lock(threading.RLock())
 
 
 def pytest_configure(config):
