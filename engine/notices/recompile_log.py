@@ -48,7 +48,8 @@ class Watch:
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
     left: bool = False  # another node compiles the model (host/model/wrapper.py)
     foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
-    # In about how many prompts compiling begins, and the name by which the page can begin it now (host/model/payback.py).
+    # In about how many runs of the sampler compiling begins, and the name by which the page can begin it now
+    # (host/model/payback.py).
     put_off: Callable[[], tuple[int, str] | None] = lambda: None
     saved: float | None = None  # share of a step; None: as `gained`
     gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well

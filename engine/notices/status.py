@@ -243,8 +243,8 @@ class Status(Line):
             put_off = watch_of(network).put_off()
             if put_off is None:
                 return News()
-            prompts, name = put_off
-            return News("unclear", told("putOff", prompts), begins=name) if prompts else BEGINS_NEXT
+            runs, name = put_off
+            return News("unclear", told("putOff", runs), begins=name) if runs else BEGINS_NEXT
         state, steps = self._compared()
         says = told("readyBut", steps) if steps else told("ready")
         pack = watch_of(network).foreign

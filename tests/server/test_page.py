@@ -292,7 +292,7 @@ def test_compiling_begins_now_with_a_button_on_the_line():
         send("torch-compile-kit.status", { ...line, state: "ready", says: ["ready"], begins: null });
         said.push(text(node));
     """
-    says = "compiling begins in about 12 prompts, when it will have paid for itselfCompile now"
+    says = "sampler runs until compiling will have paid for itself and begins: about 12Compile now"
     asked = ["/torch-compile-kit/begin", "POST", "application/json", '{"model":"5eed"}']
     begun = "compiling begins with the next step"
     assert play("node_report.js", scene) == [1, says, asked, says, asked, begun, 1, "ready"]

@@ -151,11 +151,14 @@ def notes_about(patcher) -> list[str]:
     notes += code.eager_in_words()
     if code.eager[Eager.CONVOLUTIONS] and graphs_of(network).captures and runs_channels_last(network):
         notes.append("In CUDA graphs the blocks of convolutions run channels_last.")
-    if (after := payback_of(network).after) is not None:
+    if (put_off := payback_of(network).put_off()) is not None:
+        runs, _ = put_off
         notes.append(
-            "Not compiled so far: with prompts this short that would take longer than it saves. Compiling begins in about "
-            f"{after} prompts, or now: by the button on the Torch Compile node, by Torch Compile Warmup, or with compile_when "
-            "set to `before first image`."
+            "Not compiled so far: with prompts this short that would take longer than it saves. Compiling begins after "
+            f"about {runs} sampler runs, or now: by the button on the Torch Compile node, by Torch Compile Warmup, or with "
+            "compile_when set to `before first image`."
+            if runs
+            else "Not compiled so far: compiling begins with the next step."
         )
     elif code.eager_calls:
         notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")
