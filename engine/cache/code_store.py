@@ -36,6 +36,8 @@ KEY_FILE = "signature.key"
 USAGE_SECONDS = 5
 # Entries that are looked at for whether there is code of these versions.
 LOOKED_AT = 8
+# A file of choices is read and written as a whole, by several threads.
+_choices_lock = threading.Lock()
 
 
 @dataclass
@@ -130,10 +132,11 @@ class CodeStore:
 
     def add_choices(self, structure: str, choices: dict[str, str]) -> None:
         file = self.folder / f"{structure}{CHOICES}"
-        try:
-            write_whole(file, json.dumps(self.choices(structure) | choices).encode())
-        except OSError as error:
-            self._say_unwritable(error)
+        with _choices_lock:
+            try:
+                write_whole(file, json.dumps(self.choices(structure) | choices).encode())
+            except OSError as error:
+                self._say_unwritable(error)
 
     def about(self, name: str) -> dict[str, Any]:
         """What an entry says of itself: the class of the block, versions, device."""

@@ -257,6 +257,21 @@ def test_a_choice_is_recalled(stores, store):
     assert later.recall("6" * 12, "attention") is None
 
 
+def test_no_thread_loses_a_choice_of_another(stores, store, monkeypatch):
+    write, other = stores.write_whole, threading.Thread(target=store.remember, args=(STRUCTURE, "payback", "[]"))
+
+    def write_meanwhile(*args):
+        if other.ident is None:
+            other.start()
+            other.join(0.2)  # it waits for this thread
+        write(*args)
+
+    monkeypatch.setattr(stores, "write_whole", write_meanwhile)
+    store.remember(STRUCTURE, "attention", "cudnn")
+    other.join()
+    assert store.choices(STRUCTURE) == {"attention": "cudnn", "payback": "[]"}
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff", b"[]", b"7", b'{"attention": 7}', b"[" * 100_000])
 def test_choices_that_are_damaged_are_none(store, content):
     (store.folder / f"{STRUCTURE}.json").write_bytes(content)
