@@ -23,7 +23,7 @@ class ModelCall:
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
-        traced: for how long blocks have been traced.
+        traced: for how long blocks have been traced; `lowered`: of it, for how long graphs were lowered inside.
         put_off: a block ran uncompiled since no trace might begin.
         packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
     """
@@ -34,6 +34,7 @@ class ModelCall:
     uncompiled: bool = False
     trace_seconds: float = math.inf
     traced: float = 0.0
+    lowered: float = 0.0
     put_off: bool = False
     packings: set[Any] = field(default_factory=set)
     when_over: list[Callable[[], object]] = field(default_factory=list)

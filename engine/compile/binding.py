@@ -123,6 +123,7 @@ class Binding:
             runs.clear()  # what another node has kept of our forwards runs uncompiled
             code.bound = []
             code.traced += self.call.traced
+            code.lowered += self.call.lowered
             code.put_off += self.call.put_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:

@@ -35,7 +35,7 @@ class ModelCode:
         uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
         not_looked_at: why modules could not be looked at, by class.
         runs: how many have begun.
-        traced: for how many seconds blocks were traced in this run.
+        traced: for how many seconds blocks were traced in this run; `lowered`: of them, graphs were lowered inside.
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
@@ -56,7 +56,7 @@ class ModelCode:
         self.bound: list[nn.Module] = []
         self.packings: frozenset[BlockCode] = frozenset()
         self.runs = 0
-        self.traced = 0.0
+        self.traced = self.lowered = 0.0
         self.put_off = 0
         self._new_groups: Counter[tuple] = Counter()
         self._over_limit: list[tuple[BlockState, tuple]] = []
@@ -177,7 +177,7 @@ class ModelCode:
 
     def new_run(self) -> None:
         self.runs += 1
-        self.traced = 0.0
+        self.traced = self.lowered = 0.0
         # Whose code was replaced that often may have one group more in each run.
         self._new_groups = Counter({kind: MOST_NEW - 1 for kind, count in self._new_groups.items() if count >= MOST_NEW})
         for state, key in self._over_limit:

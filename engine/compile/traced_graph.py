@@ -165,10 +165,13 @@ def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lowe
     live_owner = owner()
     if live_owner is None:
         return graph.forward
-    alone = (current.call or ModelCall()).holding(_inline_lock)
-    with alone, tracing_scope.applied(gc=True), lowering_settings.scope():
-        code = lower(graph, inputs)
-    live_owner.count_lowered(0.0, 0)  # its seconds are the trace's
+    call, began = current.call or ModelCall(), time.perf_counter()
+    try:
+        with call.holding(_inline_lock), tracing_scope.applied(gc=True), lowering_settings.scope():
+            code = lower(graph, inputs)
+    finally:
+        call.lowered += time.perf_counter() - began
+    live_owner.count_lowered(0.0, 0)  # in reports its seconds are the trace's
 
     def run(*args: Any) -> Any:
         if monitor.calls:
