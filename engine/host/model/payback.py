@@ -5,15 +5,18 @@ compiles when the losses reach the cost takes at most as long as the better of *
 uncompiled runs are counted, for all models of a structure, which ComfyUI may free after each prompt (`--cache-none`, little
 RAM), and on disk. The bound also holds for who compiles sooner, and large models should not wait: some runs are expected.
 
-1. What a run saves: the mean over the runs so far and this one, whose first calls tell its length, times the share of a step
-   that compiled code of the structure was seen to save, else SAVED.
+1. What a run of the sampler saves: the mean over the runs so far and this one, whose first calls tell its length, times the
+   share of a step that compiled code of the structure was seen to save, else SAVED.
 2. Tracing is paid in each session: by the runs that it had so far, or those of a usual session.
-3. Lowering and the rest are paid once, as the code is kept: by all runs so far, or PROMPTS. Both go by what tracing took.
+3. Lowering and the rest are paid once, as the code is kept: by all runs so far, or RUNS. Both go by what tracing took.
 """
 
+import itertools
 import math
+import statistics
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -22,7 +25,7 @@ from torch import nn
 from ...cache.structure import name_of
 from ...compile.registry import code_of
 from ...compile_process.obtain import import_ahead
-from ...notices.recompile_log import watch_of
+from ...notices.recompile_log import is_warming, watch_of
 from ...notices.status import tell_begun
 from ...per_model import PerModel
 from ..graphs.replay import has_convolutions
@@ -36,15 +39,13 @@ FIRST_TIME = 2.0
 CALLS_OF_UNET, LONGEST_CALL = 60, 0.15
 # Share of a step that compiling saves, with CUDA graphs for UNets (docs/measurements.md: 0.19 and more; 0.41 and more).
 SAVED, SAVED_UNET = 0.2, 0.4
-# Prompts that a session is expected to have.
-PROMPTS = 10
-# The first calls of the sampler load weights and kernels; the shortest between these two counts.
-CALLS = 2, 4
+# Runs that a session is expected to have.
+RUNS = 10
+# The first call of the sampler loads weights and kernels. The median between these two counts: something may be made ready in
+# one of them, or a step cache skip one.
+CALLS = 2, 5
 # From so many steps on most models pay back: the compiler is imported while the first step loads the weights.
 MANY_STEPS = 15
-
-# Seconds after which compiling pays whatever it costs: the user has asked for it.
-ENOUGH = 1e9
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
@@ -54,115 +55,110 @@ class Payback:
     """Whether compiling a model is worth while.
 
     Args:
-        after: in about how many prompts it will be; None: it is, or nothing was timed.
-        _calls: of the sampler so far, in a run of `_steps`. With prompts that do not fit in one batch, each is several calls of
-            the model.
-        _seconds: of a call, the shortest so far, by latent shape: other programs may have used the GPU.
+        after: in about how many runs of the sampler it will be; None: it is, or nothing was timed.
+        _calls: of the sampler so far, in this run. With prompts that do not fit in one batch, each is several of the model.
+        _began: when the second call and the next ones that are timed have begun.
+        _call: seconds of a call, as timed last.
     """
 
     record: Record
     is_unet: bool
     after: int | None = None
     _sigmas: object = None
-    _steps: int = 0
     _calls: int = 0
-    _shape: torch.Size | None = None
-    _began: float = 0.0
-    _seconds: dict[torch.Size | None, float] = field(default_factory=dict)
+    _device: torch.device | None = None
+    _began: list[float] = field(default_factory=list)
+    _call: float = math.inf
 
     def put_off(self) -> tuple[int, str] | None:
-        """In how many prompts compiling begins, and what `begin_now` takes; None: it is not put off."""
+        """In how many runs compiling begins, and what `begin_now` takes; None: it is not put off."""
         return None if self.after is None else (0 if self.record.is_decided else self.after, self.record.structure)
 
     def end_run(self, network: nn.Module) -> None:
-        record, traced, share = self.record, code_of(network).traced, watch_of(network).saved
+        record, code, share = self.record, code_of(network), watch_of(network).saved
         if share is not None:  # what was slow once, on a busy machine, is tried again
             record.share = max(share, self._default_share() / 4)
-        if traced:
-            record.add_trace(traced)
+        if code.traced:
+            record.add_trace(code.traced - code.lowered)
             self.after = None
-        elif self._calls and self._seconds and not record.is_decided:
-            record.seconds += self._calls * self._call_seconds()
-            record.runs += 1
-        if traced or self._calls:
+        elif self._began and not record.is_decided:
+            with suppress(RuntimeError):  # of a run that has failed
+                # All calls: a step cache may have skipped the first ones.
+                self._call = (self._now() - self._began[0]) / (self._calls - 1)
+                record.seconds, record.runs = record.seconds + self._calls * self._call, record.runs + 1
+                self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
+        if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
-        self._calls, self._sigmas = 0, None
+        self._calls, self._sigmas, self._began = 0, None, []
 
-    def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict) -> bool:
-        """Called before each call of the model that would not wait for code; False: it should run as without this pack.
+    def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False) -> bool:
+        """Called before each call of the model; False: it should run as without this pack.
 
         Args:
             x: the latent.
             options: the call's `transformer_options`; `sigmas` is one object in each call of the sampler, `sample_sigmas` has
                 one number more than there are steps (comfy/samplers.py).
+            synchronous: the call waits for code, and is not timed.
         """
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
-        if sigmas is None or all_steps is None or len(all_steps) < 3 or not may_wait(x.device):
+        if sigmas is None or all_steps is None or len(all_steps) < 3 or is_warming() or not may_wait(x.device):
             return True
         record = self.record
         if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # a warmup's
-            record.decide()
+            record.is_decided = True
         if sigmas is not self._sigmas:
-            self._sigmas, self._steps, self._calls, self._shape = sigmas, len(all_steps) - 1, self._calls + 1, x.shape
-            if self._calls == 1 and not record.is_decided:
-                self._decide_if_paid()
-            self._measure(x.device)
+            self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
+            if not synchronous and not record.is_decided:
+                self._decide(len(all_steps) - 1)
         if record.is_decided:
             self.after = None
-        elif len(all_steps) > MANY_STEPS:
+        elif not synchronous and len(all_steps) > MANY_STEPS:
             import_ahead()
-        return record.is_decided
+        return synchronous or record.is_decided
 
-    def _measure(self, device: torch.device) -> None:
-        """Time calls, and decide after the last of those that are timed."""
-        last = min(CALLS[1], self._steps)
-        first = max(1, last - CALLS[1] + CALLS[0])
-        if self.record.is_decided or not first <= self._calls <= last:
-            return
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        began, self._began = self._began, time.perf_counter()
-        if self._calls != first:
-            self._seconds[self._shape] = min(self._began - began, self._seconds.get(self._shape, math.inf))
-        if self._calls == last and self._seconds:
-            self._decide_if_paid(self._steps * self._call_seconds())  # Heun and others call the model twice a step
+    def _decide(self, steps: int) -> None:
+        """In the first call by earlier runs, in the last call that is timed also by this run."""
+        record, last = self.record, min(CALLS[1], steps)
+        seconds, runs = record.seconds, record.runs
+        if self._calls == 1:
+            record.is_decided = runs > 0 and not self._runs_to_go(seconds, runs, record.runs_now)
+        elif self._calls <= last:
+            self._began.append(self._now())
+            if self._calls == last and last > CALLS[0]:
+                self._call = statistics.median_low(b - a for a, b in itertools.pairwise(self._began))
+                seconds, runs = seconds + steps * self._call, runs + 1  # Heun and others call the model twice a step
+                self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
+                if not self.after:
+                    record.seconds, record.runs, record.is_decided = seconds, runs, True
 
-    def _call_seconds(self) -> float:
-        """Of a call of this run; the first one may have had another shape."""
-        return self._seconds.get(self._shape) or min(self._seconds.values())
+    def _now(self) -> float:
+        if self._device is not None and self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
 
     def _default_share(self) -> float:
         return SAVED_UNET if self.is_unet else SAVED
 
-    def _decide_if_paid(self, expected: float = 0.0) -> None:
-        """Args: expected: seconds that the calls of this run take uncompiled, if that is known."""
-        record, is_timed = self.record, expected > 0
-        seconds, runs, runs_now = record.seconds + expected, record.runs + is_timed, record.runs_now + is_timed
-        if not runs:
-            return
-        saved = seconds / runs * (record.share or self._default_share())
-        # PROMPTS weigh as much as half a session.
-        usual_session = (PROMPTS + 2 * record.session_runs) / (1 + 2 * record.sessions)
-        trace = record.expected_trace()
+    def _runs_to_go(self, seconds: float, runs: float, runs_now: int) -> int:
+        """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
+        record = self.record
+        saved = max(seconds / runs * (record.share or self._default_share()), 1e-3)
+        # RUNS weigh as much as half a session.
+        usual_session = (RUNS + 2 * record.session_runs) / (1 + 2 * record.sessions)
         # Runs that there were, runs that are expected, and the seconds that are to be saved in them.
-        conditions: list[tuple[float, float, float]] = [(runs_now, usual_session, trace)]
+        conditions: list[tuple[float, float, float]] = [(runs_now, usual_session, record.expected_trace(2))]
         if not record.is_kept:
-            call = min([LONGEST_CALL, *self._seconds.values()])
-            conditions += [(runs, PROMPTS, max(trace, CALLS_OF_UNET * call) if self.is_unet else FIRST_TIME * trace)]
-        if all(saved * max(were, usual) >= cost for were, usual, cost in conditions):
-            record.seconds, record.runs = seconds, runs
-            record.decide()
-        elif is_timed:
-            self.after = max(1, *(math.ceil(cost / max(saved, 1e-3) - were) for were, _, cost in conditions))
+            trace, calls = record.expected_trace(1), CALLS_OF_UNET * min(LONGEST_CALL, self._call)
+            conditions += [(runs, RUNS, max(trace, calls) if self.is_unet else FIRST_TIME * trace)]
+        return max(math.ceil(cost / saved - were) if saved * max(were, usual) < cost else 0 for were, usual, cost in conditions)
 
 
 def begin_now(structure: object) -> bool:
     """Compile a model from its next call on, also in later sessions; False: no line offers it under this name."""
     record = find_record(structure)
     if record is not None:
-        record.seconds, record.runs = ENOUGH, max(1.0, record.runs)
-        record.decide()
+        record.ask()
         tell_begun(record.structure)
     return record is not None
 

@@ -3,18 +3,29 @@
 import functools
 import json
 import math
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ...cache.code_store import current
+from ...cache.code_store import CodeStore, current
 from ...cache.structure import short_name
+from ...threads import started
 
 # Seconds that tracing takes where it was not measured.
 TRACE = 2.0
 # Structures that are kept in memory.
 MOST_RECORDS = 32
-# Choices in the store: that a structure was compiled, and numbers of its record.
-CHOICE, DECIDED, NUMBERS = "compiled", "yes", "payback"
+# Seconds after a run in which its numbers are written: a user's folder may be on a slow network.
+KEEP_AFTER = 30.0
+# Choices in the store: that a structure was compiled, that the user has asked for it, and numbers of its record.
+CHOICE, ASKED, YES, NUMBERS = "compiled", "compile now", "yes", "payback"
+
+
+def _write_later(write: Callable[[], None]) -> None:
+    timer = threading.Timer(KEEP_AFTER, write)
+    timer.daemon = True
+    started(timer)
 
 
 @dataclass
@@ -22,13 +33,13 @@ class Record:
     """What is known of all models of one structure.
 
     Args:
-        seconds: that calls of the sampler took uncompiled, in `runs` runs.
+        seconds: that calls of the model took uncompiled, in `runs` runs of the sampler.
         share: of a step that compiled code was seen to save; 0: not measured.
-        trace: seconds that tracing took in the last session that traced; 0: none has.
+        trace: seconds that tracing took in the first run that traced of a session, in the fastest of them; 0: none has.
         sessions: before this one, with `session_runs` runs, compiled or not.
-        is_kept: an earlier session has compiled it.
+        is_kept: a run has traced it, in this session or before, so that its code is on disk.
         is_decided: it is compiled in this session.
-        runs_now, traced: runs and seconds of tracing in this session.
+        runs_now: in this session.
     """
 
     structure: str
@@ -41,13 +52,14 @@ class Record:
     is_kept: bool = False
     is_decided: bool = False
     runs_now: int = 0
-    traced: float = 0.0
+    _has_traced: bool = False
+    _is_waiting: bool = False
 
     @classmethod
     def recalled(cls, structure: str) -> "Record":
         store = current()
         choices = store.choices(structure) if store is not None else {}
-        record = cls(structure, is_kept=choices.get(CHOICE) == DECIDED)
+        record = cls(structure, is_kept=choices.get(CHOICE) == YES, is_decided=choices.get(ASKED) == YES)
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             numbers = [float(number) for number in json.loads(choices.get(NUMBERS, ""))]
             if len(numbers) == 6 and all(0 <= number < math.inf for number in numbers):
@@ -55,25 +67,37 @@ class Record:
         return record
 
     def keep(self) -> None:
-        if (store := current()) is not None:
-            sessions = self.sessions + 1, self.session_runs + self.runs_now
-            numbers = json.dumps([self.seconds, self.runs, self.share, self.trace, *sessions])
-            store.add_choices(self.structure, {NUMBERS: numbers, **({CHOICE: DECIDED} if self.is_decided else {})})
+        """Write it in some seconds, once for all runs until then, on another thread than the sampler's."""
+        store = current()
+        if store is not None and not self._is_waiting:
+            self._is_waiting = True
+            _write_later(functools.partial(self._write, store))
 
-    def decide(self) -> None:
+    def _write(self, store: CodeStore) -> None:
+        self._is_waiting = False
+        sessions = self.sessions + 1, self.session_runs + self.runs_now
+        numbers = json.dumps([self.seconds, self.runs, self.share, self.trace, *sessions])
+        store.add_choices(self.structure, {NUMBERS: numbers, **({CHOICE: YES} if self.is_kept else {})})
+
+    def ask(self) -> None:
+        """The user wants it compiled. Under a name of its own, as another server on this store writes its own numbers."""
         self.is_decided = True
-        self.keep()
+        if (store := current()) is not None:
+            store.remember(self.structure, ASKED, YES)
 
     def add_trace(self, seconds: float) -> None:
-        if not self.traced:  # half way, as a structure may be an exception: LTX-AV traces for 12 s
+        """Later ones of a session are of other sizes or patches. Of sessions the shortest counts: a long one, on a busy
+        machine, would keep the structure from being traced, and measured, again."""
+        self.is_kept = self.is_decided = True
+        if not self._has_traced:
+            self._has_traced, self.trace = True, min(seconds, self.trace or seconds)
             others = record_of(_any_structure())
-            others.trace = math.sqrt(seconds * (others.trace or TRACE))
+            others.trace = math.sqrt(seconds * (others.trace or TRACE))  # half way, as a structure may be an exception
             others.keep()
-        self.traced += seconds
-        self.trace = self.traced
 
-    def expected_trace(self) -> float:
-        return self.trace or record_of(_any_structure()).trace or TRACE
+    def expected_trace(self, most: float) -> float:
+        """Where it was not measured, as for others, up to `most` times TRACE: LTX-AV's 13 s tell little of Flux."""
+        return self.trace or min(record_of(_any_structure()).trace or TRACE, most * TRACE)
 
 
 def record_of(structure: str) -> Record:

@@ -100,7 +100,7 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off = payback.put_off
-            if not call.synchronous and not payback.is_worthwhile(network, args[0], args[OPTIONS_AT]):
+            if not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous):
                 return eager(network, functools.partial(executor, *args, **kwargs))
             args, measure_attention = with_attention(self.settings.attention, base_model, args)
             run = functools.partial(executor, *args, **kwargs)

@@ -77,6 +77,7 @@ def history(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(payback, "import_ahead", lambda: None)
     monkeypatch.setattr(records, "_records", {})
+    monkeypatch.setattr(records, "_write_later", lambda write: write())
     monkeypatch.setattr(code_store._Current, "opened", True)
     folders = itertools.count()
 
@@ -143,7 +144,7 @@ def test_it_takes_at_most_as_long_as_the_better_of_always_and_never_and_one_trac
 
 
 def test_a_rule_that_always_compiles_is_seen(history, engine, monkeypatch):
-    monkeypatch.setattr(engine("host.model.payback"), "PROMPTS", 1000)
+    monkeypatch.setattr(engine("host.model.payback"), "RUNS", 1000)
     with pytest.raises(AssertionError):
         check(history, "klein", "one")
 
@@ -170,7 +171,7 @@ def test_large_models_are_compiled_in_their_first_prompt(history, name):
     """Also after a restart, from their first step on."""
     ours, always = (history(RECORDED[name], 2, when) for when in ("ours", "always"))
     step = RECORDED[name].step * RECORDED[name].saved
-    assert ours[0] <= always[0] + 4 * step and ours[1] == pytest.approx(always[1])
+    assert ours[0] <= always[0] + 4 * step + 1e-6 and ours[1] == pytest.approx(always[1])
 
 
 @pytest.mark.parametrize("name", ["Z-Image", "Z-Image, slow processor", "klein", "SDXL with lightning"])
