@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT))  # behind the host, whose `nodes` is another
 
 from benchmarks.sessions import ELSEWHERE, NODES, SESSIONS, Prompt, graph  # noqa: E402
 from devtools.server import PACK_NAME, Server, ServerError, error_of, prepare_base, wait_until  # noqa: E402
