@@ -65,9 +65,9 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_file(file: Path) -> None:
-    """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open (Windows)."""
+    """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open for long (Windows)."""
     with suppress(OSError):
-        file.unlink()
+        _when_free(file.unlink)
 
 
 def locked(file: Path) -> IO | None:

@@ -28,6 +28,23 @@ def test_a_file_that_is_read_is_replaced_when_the_reader_is_done(files, tmp_path
     assert len(refused) == 3 and file.read_bytes() == b"new" and list(tmp_path.iterdir()) == [file]
 
 
+def test_a_file_that_is_read_is_removed_when_the_reader_is_done(files, tmp_path, monkeypatch):
+    """Servers that start at once read the key by another name of the file (os.link)."""
+    file, refused, original = tmp_path / "key.tmp", [], os.unlink
+    file.touch()
+    monkeypatch.setattr(files, "READERS_BLOCK", True)
+
+    def busy(path, **options):
+        if len(refused) < 3:
+            refused.append(path)
+            raise PermissionError
+        original(path, **options)
+
+    monkeypatch.setattr(os, "unlink", busy)
+    files.remove_file(file)
+    assert len(refused) == 3 and not file.exists()
+
+
 def test_readers_never_see_half_a_file_nor_stop_a_writer(files, tmp_path):
     """On Windows a reader's open file cannot be replaced."""
     file, contents, seen = tmp_path / "about.json", [bytes([n]) * 50_000 for n in range(10)], set()
