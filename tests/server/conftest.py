@@ -1,4 +1,4 @@
-"""The page for tests in a browser: one for each renderer and language in a session, since to load it takes five seconds."""
+"""The page for tests in a browser: one for each renderer in a module, since to load it takes five seconds."""
 
 import itertools
 
@@ -11,8 +11,9 @@ RENDERERS = {"classic": False, "nodes 2.0": True}
 _takes = itertools.count(1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser():
+    """Not for the session: while it lasts, its event loop runs on this thread, and no other can (`asyncio.run`)."""
     playwright = pytest.importorskip("playwright.sync_api")
     with playwright.sync_playwright() as started:
         chromium = started.chromium.launch(
@@ -22,9 +23,9 @@ def browser():
         chromium.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def opened(request, browser, server):
-    """One page for all tests that look at the same renderer."""
+    """One page for all tests of a module that look at the same renderer."""
     settings = {"VueNodes.Enabled": RENDERERS[request.param], "Locale": "en", "TutorialCompleted": True}
     found = Page(browser, server).open(**settings)
     yield found
