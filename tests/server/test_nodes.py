@@ -351,7 +351,7 @@ def test_a_vae_that_gains_nothing_here_decodes_the_same_and_the_page_is_told_why
         with Image.open(server.base / "output" / path) as image:
             images.append(image.tobytes())
     assert images[0] == images[1]
-    told = {"state": "unclear", "says": [["leftAsIs", ["vaeNoGpu"]]], "seconds": None}
+    told = {"state": "unclear", "says": [["leftAsIs", ["vaeNoGpu"]]], "seconds": None, "begins": None}
     assert server.get("/torch-compile-kit/status")["vae node"] == told
     other = {"of another workflow": given["vae node"]}
     server.queue({**prompts.change(plain, "VAEDecode", vae=["of another workflow", 0]), **other})
