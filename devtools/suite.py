@@ -44,7 +44,7 @@ NEWEST = {
     "host/model/test_controlnet": ("test_compiled_equals_eager_alone_and_behind_a_compiled_model[flux]",),
     "host/model/test_training": ("test_without_checkpointing_too",),
     "host/nodes/test_cache_files": ("test_the_second_process_reads_every_graph_from_disk",),
-    "host/nodes/test_warmup": ("test_a_warm_size_is_not_run_again",),
+    "host/nodes/test_warmup": ("test_a_warm_size_takes_two_steps_and_compiles_nothing",),
     "host/weights/test_quantized": ("test_no_breaks_and_the_hosts_result",),
     "engine/compile/test_group": ("test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own",),
     "engine/inductor/test_backend": ("test_the_hosts_kernels_as_code",),
