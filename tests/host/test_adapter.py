@@ -3,6 +3,7 @@
 import importlib.util
 import logging
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,9 @@ def test_the_pack_loads_on_a_host_whose_internals_have_other_names(engine, monke
     ):
         for name in names:
             monkeypatch.delattr(module, name)
+    # Made once more, an operator would be another than the one in the code of tests to come.
+    operator = types.SimpleNamespace(register_fake=lambda _fake: None)
+    monkeypatch.setattr(torch.library, "custom_op", lambda *_, **__: lambda _function: operator)
     files = [file for file in folder.rglob("*.py") if file.name != "__init__.py"]
     assert len(files) > 15
     for file in files:

@@ -122,7 +122,7 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
 
     On a CPU the host's paged layers leave LoRA out: the image to compare with is that of other layers, which round nothing.
     """
-    runs = Runs(tiny, engine, "flux", cfg=1.0, only="single_blocks.*")
+    runs = Runs(tiny, engine, "flux", cfg=1.0)
     runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), format_name), native, monkeypatch)
     patches = lora_patches(runs.patcher)
 
