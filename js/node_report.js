@@ -95,11 +95,11 @@ function folded(text, changed) {
 }
 
 function button(text, press) {
-  const made = document.createElement("button");
-  made.textContent = text;
-  made.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
-  made.onclick = press;
-  return made;
+  const element = document.createElement("button");
+  element.textContent = text;
+  element.style.cssText = "display:block; margin:4px 0; padding:2px 8px; cursor:pointer;";
+  element.onclick = press;
+  return element;
 }
 
 // A button that makes a size one of the warmup's.

@@ -12,7 +12,8 @@ launches no kernels one by one. Small models are bound by those; large ones gain
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
    under the same lock. The graph is then replayed, which gives the result of this call.
 4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output. A check (`_checked`), after
-   a capture and in some runs, compares a replay with a plain call. The model gets no graphs any more if they differ.
+   a capture and in some runs, once no code is being made, compares a replay with a plain call. The model gets no graphs any
+   more if they differ.
 5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
    never replayed. A call that cannot be captured is remembered with the reason, and runs without.
 6. Out of memory drops all graphs and their pool. A call that failed in a capture in another way, or keeps memory that it has
