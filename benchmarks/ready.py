@@ -87,6 +87,8 @@ def measured(options, model, pack, cores):
         for _ in range(MOST):
             beside = watch.ready is None
             row["prompts"].append({**prompt(True), "beside": beside})
+            if watch.began is None:
+                session.compile_now(server)
             after += watch.ready is not None and not beside
             if after == AFTER:
                 break

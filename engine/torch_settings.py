@@ -158,10 +158,7 @@ compile_scope = SharedScope(
     of_thread=_config_is_of_thread(),
 )  # fmt: skip
 lowering_settings = SharedScope(
-    {
-        **attributes(private.inductor_config, ("unsafe_marked_cacheable_functions",)),
-        **attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
-    },
+    attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
     of_thread=_config_is_of_thread(),
 )
 

@@ -104,6 +104,8 @@ class Session:
                 else:
                     latents[prompt] = number, self.sampled(server, nodes, prompt.name)
                 row["seconds"] = round(time.monotonic() - began, 2)
+                if number == 1 and self.options.compile_now:
+                    row["asked"] = self.compile_now(server)
                 row |= server.get("/session/graphs")
                 models = server.get("/torch-compile-kit/report")["models"]
                 row["compiled"] = sum(model["graphs"] for model in models if not model["being_compiled"])
@@ -114,6 +116,12 @@ class Session:
             if prompt in latents:
                 row |= self.errors(server, prompt, *latents[prompt])
                 print(f"{prompt.name}: errors {row['errors']}, yardstick {row.get('yardstick')}", flush=True)
+
+    def compile_now(self, server):
+        """Press "Compile now" in each line that has it; how many there were."""
+        lines = server.get("/torch-compile-kit/status").values()
+        asked = [line["begins"] for line in lines if line.get("begins")]
+        return sum(server.post("/torch-compile-kit/begin", {"model": model})["begins"] for model in asked)
 
     def cancelled(self, server, nodes, steps):
         nodes["sampler"]["inputs"]["steps"] *= LONGER
@@ -158,6 +166,7 @@ def main():
     parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
     parser.add_argument("--kernel", default="EFFICIENT_ATTENTION", help="of the yardstick")
     parser.add_argument("--prompt-limit", type=float, default=240, help="seconds")
+    parser.add_argument("--compile-now", action="store_true", help='press "Compile now" after the first image')
     parser.add_argument("--cpu", action="store_true")
     options = parser.parse_args()
     options.host = str(Path(options.host).resolve())

@@ -129,9 +129,7 @@ def lower_here(engine, name):
         with engine("inductor.kitchen").products_as_operators():
             graph, inputs, mode = wire.loads(described["graph"])
             guards = wire.guards_on(inputs, mode)
-            # Attention kernels are switched for the process, beside which this one's other thread samples.
-            here = {**described["settings"], "attention": None}
-            with settings.for_graph(here), torch._guards.tracing(torch._guards.TracingContext(mode)):
+            with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
                 code = torch._dynamo.lookup_backend(name)(graph, inputs)
         return traced_graph.Lowered(code, guards())
 

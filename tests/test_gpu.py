@@ -456,3 +456,28 @@ class TestGroupNorm:
         weight = torch.randn(*shape, device="cuda", dtype=torch.half)
         turned = engine("cuda_graphs.group_norm").channels_last_weight(weight)
         assert torch.equal(turned, weight) and turned.is_contiguous(memory_format=torch.channels_last)
+
+
+class TestCompileProcess:
+    """It lowers for a card that it does not see."""
+
+    def masks(self, device):
+        allowed = torch.rand(2, 1, 77, 130, device=device) > 0.3
+        allowed[..., 0] = True
+        return {"none": None, "bools": allowed, "numbers": torch.randn(2, 4, 77, 130, device=device, dtype=torch.bfloat16)}
+
+    @pytest.mark.parametrize("mask", ["none", "bools", "numbers"])
+    @pytest.mark.parametrize("width", [64, 60])
+    @pytest.mark.parametrize("kernel", ["flash_attention", "efficient_attention", "cudnn_attention", "math"])
+    def test_attention_by_the_name_of_its_kernel_is_pytorchs(self, engine, kernel, width, mask):
+        attention, device = engine("torch_compat.attention"), device_at(0)
+        q, k, v = (torch.randn(2, 4, n, width, device=device, dtype=torch.bfloat16) for n in (77, 130, 130))
+        given = {"attn_mask": self.masks(device)[mask], "scale": 0.1}
+        backend = getattr(torch.nn.attention.SDPBackend, kernel.upper())
+        with torch.nn.attention.sdpa_kernel([backend]):
+            try:
+                expected = functional.scaled_dot_product_attention(q, k, v, **given)
+            except RuntimeError:
+                pytest.skip(f"{kernel} cannot run this call")
+        actual = attention.KERNELS[kernel](q, k, v, **given)
+        assert torch.equal(actual, expected)

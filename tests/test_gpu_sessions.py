@@ -1,6 +1,6 @@
 """Sessions on a real server with a GPU, started as users start it: `pytest -m gpu tests/test_gpu_sessions.py`.
 
-The models have the widths of real ones and a few of their blocks. A prompt takes long enough for compiling to be worth while.
+The models have the widths of real ones and a few of their blocks.
 """
 
 import json
@@ -35,6 +35,7 @@ def tracebacks_of(log, part):
 )
 def test_a_session_ends_nothing_and_every_image_is_right(tmp_path, model, weights):
     command = [sys.executable, SCRIPT, "--host", host_folder(), "--model", model, "--weights", weights, "--folder", tmp_path]
+    command += ["--compile-now"]  # so few prompts are not worth it
     done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     result = json.loads(done.stdout.splitlines()[-1])

@@ -18,7 +18,7 @@ from ..log import logger
 from ..torch_compat import private
 
 # Code of this pack that decides what is made of a graph.
-SOURCES = ("inductor/*.py", "compile_process/*.py", "torch_settings.py")
+SOURCES = ("inductor/*.py", "compile_process/*.py", "torch_compat/*.py", "torch_settings.py")
 KIT = "torch-compile-kit"
 FOLDER, LIMIT = "TORCH_COMPILE_KIT_CACHE", "TORCH_COMPILE_KIT_CACHE_GIB"
 DEFAULT_GIB = 2.0

@@ -88,25 +88,6 @@ STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
 
 
-# PyTorch's default order of attention kernels.
-_USUAL_ORDER = [1, 2, 0, 3, 4]
-_exit_of_sdpa_kernel = private.exit_of_sdpa_kernel
-
-
-def _exit_in_usual_order(self: Any, tx: object, *args: object) -> object:
-    """In place of the method of torch/_dynamo/variables/ctx_manager.py, which puts the kernels to go back to into the graph.
-
-    Their order would be in the key on disk, and depends on what ran before (sdp_utils.cpp) and on what other threads do.
-    """
-    before = self.prev_backends
-    self.prev_backends = sorted(before, key=lambda backend: _USUAL_ORDER.index(int(backend)))
-    try:
-        return _exit_of_sdpa_kernel(self, tx, *args)
-    finally:
-        self.prev_backends = before
-        private.sdpa_kernel(before, set_priority=self.set_priority)
-
-
 # Dynamo denies before 2.15 that a constant is in a list of numbers that may vary (`1 in cond_or_uncond`), without a word
 # (pytorch#153366). While a block is traced, `contains` runs instead: the same result, from steps that Dynamo can follow.
 _iter_contains = private.iter_contains
@@ -151,7 +132,7 @@ def _has_loop(self: Any) -> bool:
 # (`compile_lock`). `get_funcname` tokenizes each source file that is traced, for a debug log: 0.7 of the first 2 s of Flux.
 # `profile_guard_manager` runs the guards of a new graph once more, for a debug log. The garbage collector takes 0.3 s to visit
 # what the host and its nodes have loaded.
-_REPLACED = "iter_contains", "get_funcname", "profile_guard_manager", "exit_of_sdpa_kernel", "maybe_has_backedge"
+_REPLACED = "iter_contains", "get_funcname", "profile_guard_manager", "maybe_has_backedge"
 tracing_scope = SharedScope(
     {
         **{name: private.switch(name) for name in _REPLACED},
@@ -162,7 +143,6 @@ TRACING = {
     "iter_contains": traceable_contains,
     "get_funcname": lambda *_: None,
     "profile_guard_manager": lambda *_: 0.0,
-    "exit_of_sdpa_kernel": _exit_in_usual_order,
     "maybe_has_backedge": _has_loop,
     "gc": False,
 }

@@ -1,9 +1,10 @@
 """Lower graphs in this process, started by client.py: `python child.py`, with requests on stdin and answers on stdout.
 
-1. The first request holds `sys.path`, the modules to import and the folder of the pack; the answer tells PyTorch's version.
+1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
+   tells PyTorch's version.
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
-   lowered on fake tensors: this process holds no weight. It should make no CUDA context either, but does, 522 to 622 MiB on an
-   H200: `init_gpu_context` is replaced, yet the second device guard calls cudaSetDevice (c10/cuda/CUDAFunctions.cpp).
+   lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): it holds no weight, and takes no
+   memory of the card.
 3. The answer is an artefact as PyTorch serialises it, the files that C++ kernels are loaded from, and the guards that hold
    for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to lower it may work.
 4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
@@ -70,6 +71,8 @@ class Lowering:
         import torch
 
         self.torch = torch
+        if hello["cards"]:
+            self._of_engine("torch_compat.stand_in_card").stand_in(hello["cards"])
         self._probes: set[str] = set()
         private = self.private = self._of_engine("torch_compat.private")
         for name in hello["modules"]:
@@ -83,7 +86,7 @@ class Lowering:
         self._settings = self._of_engine("compile_process.lowering_settings")
         self._wire = self._of_engine("compile_process.wire")
         self._describe = self._of_engine("failures.describe").describe_failure
-        self._inductor = self._of_engine("inductor.backend").inductor
+        self._backend = self._of_engine("inductor.backend")
         self._settings.prepare_process()
         private.maybe_warm_pool()
         if private.compile_fx is None:  # for good: PyTorch's modules bear no second import
@@ -116,11 +119,12 @@ class Lowering:
         self.private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
         context = self.private.TracingContext(mode)
         self._settings.set_for_process(request["settings"])
-        with self._settings.for_graph(request["settings"]), self.private.tracing(context):
-            code = self._inductor(graph, inputs, options=request["options"])
-        if not hasattr(code, "serialize"):
-            raise NotSerialisable("PyTorch gives no artefact for it")
-        artefact = self.private.AOTCompiledArtifact(code).serialize()
+        with self._backend.replacements(inputs):
+            with self._settings.for_graph(request["settings"]), self.private.tracing(context):
+                code = self._backend.inductor(graph, inputs, options=request["options"])
+            if not hasattr(code, "serialize"):
+                raise NotSerialisable("PyTorch gives no artefact for it")
+            artefact = self.private.AOTCompiledArtifact(code).serialize()
         files = self._files_of(libraries)
         contents = [Path(_folder(), file).read_bytes() for file in files]
         listed = [[file, len(content)] for file, content in zip(files, contents, strict=True)]

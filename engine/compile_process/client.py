@@ -32,6 +32,7 @@ from ..failures.describe import DescribedError
 from ..files import locked
 from ..log import logger
 from ..threads import started
+from ..torch_compat import stand_in_card
 from . import child
 from .child import PROTOCOL
 
@@ -159,6 +160,7 @@ def _private_folder() -> Path:
 @dataclass(eq=False)
 class _Running:
     process: subprocess.Popen
+    sees_cards: bool
     answers: queue.Queue = field(default_factory=queue.Queue)
     is_ready: bool = False
     last_words: str = ""
@@ -273,12 +275,13 @@ class CompileProcess:
                 self._scratch_lock.close()
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def lower(self, request: str, patient: bool = False) -> Code:
+    def lower(self, request: str, patient: bool = False, measures: bool = False) -> Code:
         """The code of a graph.
 
         Args:
             request: the text of a `Request`.
             patient: nobody waits for the code.
+            measures: lowering runs kernels, so the process must see the cards, and takes memory of one.
 
         Raises:
             Unavailable, Lost: see the module.
@@ -291,7 +294,7 @@ class CompileProcess:
         with self._lock:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
-                    return self._ask(request)
+                    return self._ask(request, measures)
                 except Lost as error:
                     if attempt < ATTEMPTS:
                         logger.warning("%s Another one is started.", error)
@@ -315,9 +318,9 @@ class CompileProcess:
             raise Postponed(str(error)) from error
         raise error
 
-    def _ask(self, request: str) -> Code:
+    def _ask(self, request: str, measures: bool) -> Code:
         while True:
-            running = self._ensure()
+            running = self._ensure(measures)
             if not running.is_ready:
                 answer = self._answer(running, START_SECONDS)
                 if answer is None or answer[0].get("ready") != PROTOCOL:
@@ -383,15 +386,17 @@ class CompileProcess:
             raise LoweringFailed(*header["failure"])
         return Code.of_answer(header, body)
 
-    def _ensure(self) -> _Running:
+    def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""
         if (reason := self.unavailable) is not None:
             raise Unavailable(reason)
+        if self._running is not None and measures and not self._running.sees_cards:
+            self._end(self._running)
         if self._running is None or self._running.process.poll() is not None:
-            self._running = self._start()
+            self._running = self._start(measures)
         return self._running
 
-    def _start(self) -> _Running:
+    def _start(self, measures: bool) -> _Running:
         if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
             raise Unavailable(f"{sys.executable or 'nothing'} is no Python that could be started once more")
         workers = {
@@ -402,11 +407,13 @@ class CompileProcess:
             scratch = folders(self.scratch)
         except OSError as error:
             raise NotStarted(f"no folder can be made for it ({error})") from error
+        cards = [] if measures else stand_in_card.describe()
         environment = {
             # Without fork PyTorch's workers need what Windows has not (`pass_fds`).
             **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
             **os.environ,
             **scratch,
+            **({"CUDA_VISIBLE_DEVICES": "-1"} if cards else {}),
         }
         try:
             process = subprocess.Popen(
@@ -421,7 +428,7 @@ class CompileProcess:
             )
         except OSError as error:
             raise NotStarted(f"no process can be started ({error})") from error
-        running = _Running(process)
+        running = _Running(process, not cards)
         for run in (running.listen, running.log):
             if not started(threading.Thread(target=run, name="torch-compile-kit pipe", daemon=True)):
                 running.end()
@@ -431,6 +438,7 @@ class CompileProcess:
             "path": [folder for folder in sys.path if isinstance(folder, str)],
             "modules": self.modules(),
             "arguments": self.arguments,
+            "cards": cards,
         }
         self._send(running, hello)
         self.started += 1

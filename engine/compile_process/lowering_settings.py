@@ -8,15 +8,11 @@ import torch
 
 from ..inductor import int8_products, rotary_norms
 from ..inductor.kitchen import products_as_operators
-from ..torch_compat import private
+from ..torch_compat import attention, private
 from ..torch_settings import libdevice, libdevice_scope, lowering_settings
 
-# A trainer's backward is lowered with the forward, under these settings. `sdpa_kernel` puts private functions into the graph,
-# for which AOTAutograd makes no artefact; they depend on their arguments alone, which are in the graph.
-LOWERING_SWITCHES = {
-    "force_non_lazy_backward_lowering": True,
-    "unsafe_marked_cacheable_functions": {f"torch.nn.attention.{n}": "1" for n in ("_sdpa_kernel", "_backend_from_string")},
-}
+# A trainer's backward is lowered with the forward, under these settings.
+LOWERING_SWITCHES = {"force_non_lazy_backward_lowering": True}
 
 
 _until_the_end = ExitStack()
@@ -35,7 +31,6 @@ def now(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if kind == "cpu" else None,
         "precision": _precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "attention": sorted(backend.name for backend in private.sdpa_backends()),
     }
 
 
@@ -62,13 +57,7 @@ def for_graph(settings: dict[str, Any]) -> Iterator[None]:
         scopes.enter_context(torch.set_grad_enabled(settings["grad"]))
         if settings["autocast"] is not None:
             scopes.enter_context(torch.autocast(settings["device"], getattr(torch, settings["autocast"])))
-        if settings["attention"] is not None:
-            scopes.enter_context(torch.nn.attention.sdpa_kernel([_backend(name) for name in settings["attention"]]))
         yield
-
-
-def _backend(name: str) -> Any:
-    return getattr(torch.nn.attention.SDPBackend, name)
 
 
 @contextmanager
@@ -90,3 +79,4 @@ def prepare_process() -> None:
     private.shape_config.use_duck_shape = False
     private.functorch_config.bundled_autograd_cache = True
     private.functorch_config.strict_autograd_cache = True
+    private.inductor_config.unsafe_marked_cacheable_functions = dict.fromkeys(attention.NAMES, "1")

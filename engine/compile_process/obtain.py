@@ -27,6 +27,8 @@ from ..torch_settings import folder_scope
 from . import lowering_settings, wire
 from .client import Code, LowerInline, compile_process, folders
 
+# Options for which lowering runs no kernel. Others come with a mode that tunes.
+NOT_MEASURED = {"fallback_random"}
 # How many codes of one graph are kept: lowering may add guards that do not hold for other sizes.
 VARIANTS = 8
 
@@ -39,11 +41,13 @@ class Request:
         text: for the compile process, as JSON.
         key: SHA-256 of the text and of the versions and the device here, without the sizes that the symbols had: code for one
             size fits others.
+        measures: lowering runs kernels on the card.
         sizes: those that the sizes among the inputs had, for the guards that lowering adds.
     """
 
     text: str
     key: str
+    measures: bool
     sizes: tuple[int, ...]
     device: torch.device
 
@@ -68,7 +72,9 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     except TypeError as error:
         raise wire.CannotTravel(f"its options are no text ({error})") from error
     sizes = tuple(hint(fake) for fake in fakes if is_symbol(fake))
-    return Request(text, hashlib.sha256(name.encode()).hexdigest(), sizes, device)
+    tuning = (getattr(private.inductor_config, name, False) for name in ("max_autotune", "max_autotune_gemm"))
+    measures = bool(options.keys() - NOT_MEASURED) or any(tuning)
+    return Request(text, hashlib.sha256(name.encode()).hexdigest(), measures, sizes, device)
 
 
 def _is_custom(node: fx.Node) -> bool:
@@ -123,7 +129,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
                 if now - others.waiting_since.setdefault(name, now) < CLAIM_SECONDS:
                     raise Postponed("another worker compiles this graph")
             others.waiting_since.pop(name, None)
-        code = compile_process.lower(request.text, patient)
+        code = compile_process.lower(request.text, patient, request.measures)
         if not holds(code.guards, request.sizes):
             raise LowerInline("the guards of its code do not hold for its own sizes")
         if store is not None:

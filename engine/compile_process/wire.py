@@ -7,6 +7,8 @@ that code is traced into what is compiled. Nothing is pickled.
 
 `dumps` raises `CannotTravel` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
+
+Attention goes over with its kernel (torch_compat/attention.py), and not what the graph says of the order of kernels.
 """
 
 from __future__ import annotations
@@ -28,9 +30,11 @@ from torch import fx
 
 from ..out_of_place import may_write
 from ..tensor_spec import hint
-from ..torch_compat import private
+from ..torch_compat import attention, private
 
 _ROOTS = {"torch": torch, "operator": operator, "math": math, "builtins": builtins}
+# The first part of the name of an attention kernel.
+_ATTENTION = "attention"
 _VERSIONED = {"torch", *sys.stdlib_module_names}
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
@@ -84,6 +88,7 @@ class _Writer:
         self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
         self._described: list[list] = []
         self._sources: dict[str, str] = {}  # digests by module
+        self._kernels = private.sdpa_backends(with_priority=True)  # of attention, those that may run, the preferred first
         # Memory that inputs share matters where the graph writes to some of it.
         self._storages: dict[int, tuple[int, torch.dtype]] | None = {} if any(map(may_write, graph.graph.nodes)) else None
 
@@ -92,7 +97,7 @@ class _Writer:
             if isinstance(fake, torch.SymInt):
                 self._number(fake)
         inputs = [self._input(fake) for fake in fakes]
-        nodes = [self._node(node) for node in self._graph.graph.nodes]
+        nodes = [self._node(node) for node in self._graph.graph.nodes if not self._is_order_of_kernels(node)]
         sources = dict(sorted(self._sources.items()))
         return {"inputs": inputs, "symbols": self._described, "nodes": nodes, "sources": sources}
 
@@ -175,8 +180,16 @@ class _Writer:
         if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is a number of this process
             raise CannotTravel(f"it calls {node.target}, which PyTorch keeps in a table of its own")
         if node.op == "call_function":
-            target = self._name_of(node.target)
+            kernel = attention.kernel_for(node, self._kernels) if node.target in attention.FUNCTIONS else None
+            target = self._name_of(node.target) if kernel is None else f"{_ATTENTION}.{kernel}"
         return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
+
+    def _is_order_of_kernels(self, node: fx.Node) -> bool:
+        """Whether it is what `sdpa_kernel` puts into a graph; then it holds for the attention after it."""
+        if node.target is private.sdpa_kernel:
+            named = [kernel.args[0] if isinstance(kernel, fx.Node) else kernel.name for kernel in node.args[0]]
+            self._kernels = [getattr(torch.nn.attention.SDPBackend, name) for name in named]
+        return node.target in (private.sdpa_kernel, private.backend_from_string)
 
     def _value(self, value: Any) -> Any:
         """An argument: JSON's own values as they are, others as {kind: ...}."""
@@ -238,7 +251,7 @@ class _Reader:
                 target, args, kwargs = rest
                 args, kwargs = self._value(args), self._value(kwargs)
                 if op == "call_function":
-                    target = find_class(target) if isinstance(target, list) else find_function(target)
+                    target = _find(target)
                 node = graph.output(args[0]) if op == "output" else graph.create_node(op, target, args, kwargs)
             self._nodes.append(node)
         module = fx.GraphModule(torch.nn.Module(), graph)
@@ -381,6 +394,13 @@ def name_of_function(function: Any) -> str:
     if same is not function and getattr(same, "__wrapped__", None) is not function:
         raise CannotTravel(f"it calls {name}, which cannot be found by that name")
     return name
+
+
+def _find(target: Any) -> Any:
+    root, _, kernel = target.partition(".") if isinstance(target, str) else ("", "", "")
+    if root == _ATTENTION:
+        return attention.KERNELS[kernel]
+    return find_class(target) if isinstance(target, list) else find_function(target)
 
 
 def find_function(name: str) -> Any:

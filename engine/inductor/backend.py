@@ -7,7 +7,7 @@ keys become one kernel (docs/measurements.md, where the time goes).
 
 import functools
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,15 +28,24 @@ def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict |
     """A backend of torch.compile: inductor with `options`; on CUDA with REPLACEMENTS and OPTIONS."""
     if private.compile_fx is None:
         private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
-    options, table = options or {}, None
-    on_nvidia = any(isinstance(t, torch.Tensor) and is_nvidia(t.device) for t in example_inputs)
-    if on_nvidia and private.select_decomp_table is not None:
-        table = _table_with_replacements
+    options = options or {}
+    if _has_replacements(example_inputs):
         needed = {name: value for options_of in OPTIONS for name, value in options_of(graph.graph).items()}
         free = {name: value for name, value in needed.items() if getattr(private.inductor_config, name, None) is None}
         options = {**_as_eager_rounds(), **free, **options}
-    with in_one_pass(), nullcontext() if table is None else _table_scope.applied(table=table):
+    with in_one_pass(), replacements(example_inputs):
         return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
+
+
+def _has_replacements(inputs: Sequence) -> bool:
+    on_nvidia = any(isinstance(t, torch.Tensor) and is_nvidia(t.device) for t in inputs)
+    return on_nvidia and private.select_decomp_table is not None
+
+
+def replacements(inputs: Sequence) -> AbstractContextManager:
+    """Have inductor replace operators as `REPLACEMENTS` says, where it does. An artefact is to be serialised inside as well:
+    from PyTorch 2.15 on it names the function that gives the table."""
+    return _table_scope.applied(table=_table_with_replacements) if _has_replacements(inputs) else nullcontext()
 
 
 def _table_with_replacements() -> dict:

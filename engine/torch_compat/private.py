@@ -101,15 +101,11 @@ NAMES = {
     "lookup_backend": PrivateName("torch._dynamo:lookup_backend"),
     "get_funcname": PrivateName("torch._dynamo.symbolic_convert:get_funcname", _SLOWER_TRACE),
     "profile_guard_manager": PrivateName("torch._dynamo.guards:profile_guard_manager", _SLOWER_TRACE),
-    "exit_of_sdpa_kernel": PrivateName(
-        "torch._dynamo.variables.ctx_manager:SDPAKernelVariable.exit", "code with a chosen attention kernel is not cached"
-    ),
     "maybe_has_backedge": PrivateName(
         "torch._dynamo.symbolic_convert:InstructionTranslatorBase.maybe_has_backedge",
         "blocks with patches of other nodes are compiled in smaller parts",
         lambda _translator: True,
     ),
-    "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", "the order of attention kernels may change", _nothing),
     "iter_contains": PrivateName("torch._dynamo.variables.lists:iter_contains", "a model that counts prompts may break"),
     "variables": PrivateName("torch._dynamo.variables", "a model that counts prompts may break"),
     "function_modes": PrivateName("torch.overrides:_get_current_function_mode_stack", _MODES, list),
@@ -150,6 +146,8 @@ NAMES = {
     "sympy_functions": PrivateName("torch.utils._sympy.functions", _IN_CALL),
     "int_oo": PrivateName("torch.utils._sympy.numbers:int_oo", _IN_CALL),
     "sdpa_backends": PrivateName("torch.nn.attention:_cur_sdpa_kernel_backends", _IN_CALL),
+    "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", _IN_CALL),
+    "backend_from_string": PrivateName("torch.nn.attention:_backend_from_string", _IN_CALL),
     "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
     "cpp_kernels": PrivateName(
         "torch._inductor.codecache:CppPythonBindingsCodeCache.cache", "kernels for a CPU may be built once more", {}

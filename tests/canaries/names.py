@@ -118,9 +118,10 @@ TORCH = {
     "torch.fx.experimental._config.use_duck_shape": READ,
     # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.
     "torch._dynamo.variables.lists.iter_contains": replaced("items", "search", "tx"),
-    # What Dynamo asks for the order of attention kernels, and for a line of a debug log.
-    "torch._dynamo.variables.ctx_manager.SDPAKernelVariable.exit": replaced("self", "tx"),
-    "torch.nn.attention._sdpa_kernel": called(1, "set_priority"),
+    # What `sdpa_kernel` puts into a graph.
+    "torch.nn.attention._sdpa_kernel": READ,
+    "torch.nn.attention._backend_from_string": READ,
+    # What Dynamo asks for a line of a debug log.
     "torch._dynamo.symbolic_convert.get_funcname": replaced("filename", "lineno"),
     # Whether it takes a break for one in a loop.
     "torch._dynamo.symbolic_convert.InstructionTranslatorBase.maybe_has_backedge": replaced("self"),
@@ -312,7 +313,6 @@ FOREIGN = {
     "_compiled_call_impl": Foreign("torch.nn.Module"),
     "_forward_hooks": Foreign("torch.nn.Module"),
     "_forward_pre_hooks": Foreign("torch.nn.Module"),
-    "_backend_from_string": Foreign("torch.nn.attention"),
     "_dynamo_static_indices": Foreign("torch._dynamo.decorators"),
     "_has_dynamo_dim_marking": Foreign("torch._dynamo.decorators", since="2.13"),
     "_schema": Foreign("torch._ops.OpOverload"),

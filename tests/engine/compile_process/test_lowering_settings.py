@@ -6,7 +6,6 @@ import json
 import pytest
 import torch
 from support import torch_settings
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
 @contextlib.contextmanager
@@ -33,8 +32,6 @@ MODES = {
     "inference mode": torch.inference_mode,
     "no gradients": torch.no_grad,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "one kernel": lambda: sdpa_kernel([SDPBackend.MATH]),
-    "two kernels": lambda: sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]),
     "default dtype": lambda: default_dtype(torch.float64),
     "deterministic": deterministic,
 }

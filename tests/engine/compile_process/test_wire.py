@@ -17,7 +17,8 @@ from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.nn.attention import SDPBackend
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 sys.path.append(str(Path(__file__).parent))
 import traced_graphs
@@ -356,6 +357,42 @@ def test_what_a_graph_may_not_hold(wire, value):
         wire.dumps(held(value), [fake(2)])
 
 
+def kernels_of(engine, function, *more):
+    """The attention kernels in what goes over of a function of tensors."""
+    wire, inputs = engine("compile_process.wire"), (torch.randn(1, 2, 8, 16), *more)
+    (described,) = traced(engine, function, *inputs, use=wire.dumps, dynamic=False)
+    assert "sdpa_kernel" not in json.dumps(described)
+    graph, _fakes, _mode = wire.loads(json.loads(json.dumps(described)))
+    torch.testing.assert_close(graph(*inputs), function(*inputs))
+    kernels = engine("torch_compat.attention").KERNELS.values()
+    return [node.target.__name__ for node in graph.graph.nodes if node.target in kernels]
+
+
+def test_attention_goes_over_with_the_kernel_that_it_gets_here(engine):
+    def plain(q):
+        return functional.scaled_dot_product_attention(q, q, q)
+
+    def chosen(q):
+        with sdpa_kernel([SDPBackend.MATH]):
+            first = plain(q)
+        return (plain(first),)
+
+    assert kernels_of(engine, lambda q: (plain(q),)) == ["flash_attention"]
+    assert kernels_of(engine, chosen) == ["math", "flash_attention"]
+    with sdpa_kernel([SDPBackend.MATH]):
+        assert kernels_of(engine, lambda q: (plain(q),)) == ["math"]
+
+
+def test_a_mask_of_bools_is_what_pytorch_makes_of_it(engine):
+    mask = torch.rand(1, 1, 8, 8) > 0.5
+    mask[..., 0] = True
+
+    def masked(q, mask):
+        return (functional.scaled_dot_product_attention(q, q, q, mask, scale=0.3),)
+
+    assert kernels_of(engine, masked, mask) == ["flash_attention"]
+
+
 def test_a_kernel_that_is_a_number_of_this_process(wire):
     kernel = torch._higher_order_ops.triton_kernel_wrap.triton_kernel_wrapper_mutation
     call = "call_function", kernel, (), {"kernel_idx": 0, "constant_args_idx": 0, "grid": [(1, 1, 1)]}
@@ -473,8 +510,6 @@ class TestTheKey:
         }
         with torch.autocast("cpu", torch.bfloat16):
             others["autocast"] = key()
-        with torch.nn.attention.sdpa_kernel([SDPBackend.MATH]):
-            others["attention"] = key()
         default = torch.get_default_dtype()
         try:
             torch.set_default_dtype(torch.float64)

@@ -1,0 +1,116 @@
+"""Attention with its kernel by name: which kernel PyTorch would take is decided where a graph is traced.
+
+There the card is; the compile process has none to ask, and would be told that no kernel can run. So `kernel_for` looks
+at what PyTorch makes of each call of `scaled_dot_product_attention`, and the call goes over as one of KERNELS: what PyTorch
+does once it has decided (aten/src/ATen/native/transformers/attention.cpp). The traced function's guards on sizes hold for the
+choice, since tracing has asked PyTorch the same.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+FUNCTIONS = {torch.nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
+# By kernel, operators that only it has.
+_OPERATORS = {
+    "flash_attention": {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"},
+    "efficient_attention": {"_scaled_dot_product_efficient_attention"},
+    "cudnn_attention": {"_scaled_dot_product_cudnn_attention"},
+    "math": {"_softmax", "_safe_softmax"},
+}
+# As cuDNN's kernel and the others take a mask of bools.
+_MASKED_FOR_CUDNN, _MASKED = -65504.0, float("-inf")
+# Widths of heads for flash attention, and of rows of a mask for efficient attention, are multiples of it.
+_ALIGNMENT = 8
+
+
+class _Noting(TorchDispatchMode):
+    """Note the operators that PyTorch calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is aten.scaled_dot_product_attention.default:  # in inference mode it comes whole
+            with self:
+                return func.decompose(*args, **(kwargs or {}))
+        self.called.add(func.name().removeprefix("aten::"))
+        return func(*args, **(kwargs or {}))
+
+
+def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
+    """The name in KERNELS of the kernel that a call in Dynamo's graph gets; None for a kernel of another kind.
+
+    Args:
+        enabled: the kernels that may run, the preferred first.
+    """
+    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda argument: argument.meta["example_value"])
+    chosen = torch.nn.attention.sdpa_kernel(list(enabled), set_priority=True)
+    mode = next(value.fake_mode for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+    with chosen, mode, _Noting() as noting:
+        torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
+    return next((kernel for kernel, operators in _OPERATORS.items() if operators & noting.called), None)
+
+
+def _additive(mask: torch.Tensor | None, masked: float, dtype: torch.dtype) -> torch.Tensor | None:
+    if mask is None or mask.dtype is not torch.bool:
+        return mask
+    return torch.where(mask, 0.0, torch.full((), masked, dtype=dtype, device=mask.device))
+
+
+def _padded(tensor: torch.Tensor, size: Any) -> torch.Tensor:
+    missing = -size % _ALIGNMENT
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
+
+
+def _as_called(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With the arguments of `scaled_dot_product_attention`."""
+
+    def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+
+    attend.__name__ = attend.__qualname__ = kernel.__name__  # PyTorch pickles it by name
+    return attend
+
+
+@_as_called
+def flash_attention(q, k, v, mask, dropout, causal, scale, _gqa):
+    if q.device.type == "cpu":
+        mask = _additive(mask, _MASKED, q.dtype)
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, dropout, causal, attn_mask=mask, scale=scale)[0]
+    width = q.shape[-1]
+    scale = width**-0.5 if scale is None else scale
+    q, k, v = (_padded(tensor, width) for tensor in (q, k, v))
+    return aten._scaled_dot_product_flash_attention(q, k, v, dropout, causal, False, scale=scale)[0][..., :width]
+
+
+@_as_called
+def efficient_attention(q, k, v, mask, dropout, causal, scale, _gqa):
+    mask = _additive(mask, _MASKED, q.dtype)
+    if mask is not None:
+        keys = mask.shape[-1]
+        mask = _padded(mask, keys)[..., :keys].expand(*q.shape[:3], k.shape[2])
+    return aten._scaled_dot_product_efficient_attention(q, k, v, mask, False, dropout, causal, scale=scale)[0]
+
+
+@_as_called
+def cudnn_attention(q, k, v, mask, dropout, causal, scale, _gqa):
+    mask = _additive(mask, _MASKED_FOR_CUDNN, q.dtype)
+    return aten._scaled_dot_product_cudnn_attention(q, k, v, mask, False, dropout, causal, False, scale=scale)[0]
+
+
+@_as_called
+def math(q, k, v, mask, dropout, causal, scale, gqa):
+    mask = _additive(mask, _MASKED, q.dtype)
+    return aten._scaled_dot_product_attention_math(q, k, v, mask, dropout, causal, None, scale=scale, enable_gqa=gqa)[0]
+
+
+KERNELS = {kernel.__name__: kernel for kernel in (flash_attention, efficient_attention, cudnn_attention, math)}
+# By these names PyTorch asks which functions may be in an artefact; all that they do is in the graph.
+NAMES = [f"{kernel.__module__}.{kernel.__name__}" for kernel in KERNELS.values()]

@@ -1,0 +1,164 @@
+"""Stand in for graphics cards in a process that must not touch them: the compile process lowers for cards that are described.
+
+It then makes no CUDA context, which would take some 600 MiB of the card's memory, and needs neither a card nor a driver: the
+cards are hidden from it (`CUDA_VISIBLE_DEVICES`), and what lowering asks a driver is answered here, from `describe`, which runs
+where the cards are. Nothing can be launched, so nothing can be measured.
+"""
+
+import functools
+import struct
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch._subclasses import FakeTensorMode, fake_tensor
+
+# In a cubin: the section on all kernels, the attribute with registers a thread, and the form of attributes with a payload
+# (docs.nvidia.com/cuda/cuda-binary-utilities; seen with `cuobjdump -elf`: EIATTR_REGCOUNT, EIFMT_SVAL).
+_INFO, _REGISTERS, _WITH_PAYLOAD = b".nv.info", 0x2F, 4
+
+
+def describe() -> list[dict[str, Any]]:
+    """The properties of the NVIDIA cards that this process uses, as JSON."""
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
+        return []
+    return [_described(torch.cuda.get_device_properties(i)) for i in range(torch.cuda.device_count())]
+
+
+def _described(card: Any) -> dict[str, Any]:
+    values = {name: getattr(card, name) for name in dir(card) if not name.startswith("_")}
+    return {name: value for name, value in values.items() if isinstance(value, int | str)}
+
+
+def stand_in(cards: list[dict[str, Any]]) -> None:
+    """Answer for these cards until the process ends. To be called before inductor is imported.
+
+    Args:
+        cards: of `describe`.
+    """
+    properties = [SimpleNamespace(**card) for card in cards]
+
+    def of(device: Any = None) -> Any:
+        return properties[(device if isinstance(device, int) else torch.device(device or "cuda").index) or 0]
+
+    def nothing(*_args: Any, **_kwargs: Any) -> None: ...
+
+    def first(*_args: Any) -> int:
+        return 0
+
+    answers: dict[Any, dict[str, Any]] = {
+        torch.cuda: {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "device_count": lambda: len(properties),
+            "current_device": first,
+            "get_device_properties": of,
+            "get_device_capability": lambda device=None: (of(device).major, of(device).minor),
+            "get_device_name": lambda device=None: of(device).name,
+            "is_bf16_supported": lambda *_args, **_kwargs: of().major >= 8,
+            "memory_allocated": first,
+            "synchronize": nothing,
+            "get_rng_state": lambda *_args: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": nothing,
+            "_lazy_init": nothing,
+            "_exchange_device": first,
+            "_maybe_exchange_device": first,
+        },
+        torch._C: {
+            "_cuda_exchangeDevice": first,
+            "_cuda_maybeExchangeDevice": first,
+            "_cuda_setDevice": nothing,
+            "_cuda_getDevice": first,
+            "_cuda_getCurrentRawStream": first,
+            "_accelerator_getDeviceIndex": first,
+        },
+        # Dynamo would ask for its stream.
+        torch.accelerator: {"is_available": lambda: False, "current_accelerator": nothing, "current_device_index": first},
+    }
+    # As PyTorch itself does where it sees no card, so that entering the device of a fake tensor does nothing.
+    FakeTensorMode.avoid_device_init = property(lambda _mode: True)
+    fake_tensor.init_gpu_context = nothing
+    for owner, functions in answers.items():
+        for name, function in functions.items():
+            setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each, so they must differ
+    _stand_in_for_compiler(of)
+
+
+def _stand_in_for_compiler(of: Any) -> None:
+    from torch._inductor import config as inductor_config
+    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class Card(DriverBase):
+        """Triton's view of the first card. Inductor names the card of a kernel itself."""
+
+        def __init__(self) -> None: ...
+
+        @classmethod
+        def is_active(cls) -> bool:
+            return True
+
+        def map_python_to_cpp_type(self, ty: str) -> str:
+            return ty
+
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget("cuda", of().major * 10 + of().minor, of().warp_size)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cuda", 0)
+
+        def get_device_interface(self) -> Any:
+            return torch.cuda
+
+        def get_benchmarker(self) -> Any:
+            raise RuntimeError("there is no card here")
+
+    inductor_config.shape_padding = False  # whether it pays is measured, for each product
+    backends["nvidia"] = replace(backends["nvidia"], driver=Card)
+    CachingAutotuner._make_launchers = _note_registers
+
+
+def _note_registers(autotuner: Any) -> None:
+    """In place of `CachingAutotuner._make_launchers`, which loads kernels onto the card. Inductor asks a loaded kernel for its
+    registers, whether another with smaller blocks would run faster."""
+    for result in autotuner.compile_results:
+        kernel = result.kernel
+        if getattr(kernel, "n_regs", None) is None:
+            kernel.n_regs = registers(_cubin_of(kernel))
+
+
+def _cubin_of(kernel: Any) -> bytes:
+    if hasattr(kernel, "asm"):
+        return kernel.asm["cubin"]
+    if kernel.cubin_path is None:
+        return kernel.cubin_raw
+    with open(kernel.cubin_path, "rb") as file:
+        return file.read()
+
+
+def registers(cubin: bytes) -> int | None:
+    """Registers a thread, of the kernel in a cubin, a file of ELF's; None if it does not tell."""
+    (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
+    # Of each section: where its name is among the names, where it begins, and its size.
+    sections = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(count)]
+    for name, begin, length in sections:
+        at = sections[names][1] + name
+        if cubin[at : cubin.index(b"\0", at)] == _INFO:
+            return max(_registers_in(cubin[begin : begin + length]), default=None)
+    return None
+
+
+def _registers_in(info: bytes) -> list[int]:
+    found, at = [], 0
+    while at < len(info):
+        form, attribute, size = struct.unpack_from("<BBH", info, at)
+        if form == _WITH_PAYLOAD and attribute == _REGISTERS:
+            found.append(struct.unpack_from("<I", info, at + 8)[0])
+        at += 4 + (size if form == _WITH_PAYLOAD else 0)
+    return found

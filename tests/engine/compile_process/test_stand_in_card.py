@@ -1,0 +1,104 @@
+"""The compile process lowers for a card that it does not see: here for one that is not there, and needs no driver."""
+
+import re
+import struct
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+sys.path.append(str(Path(__file__).parent))
+from traced_graphs import traced
+
+# Properties as PyTorch tells them (`torch.cuda.get_device_properties`).
+H100 = {
+    "name": "NVIDIA H100 80GB HBM3",
+    "major": 9,
+    "minor": 0,
+    "multi_processor_count": 132,
+    "total_memory": 84929347584,
+    "warp_size": 32,
+    "max_threads_per_multi_processor": 2048,
+    "max_threads_per_block": 1024,
+    "regs_per_multiprocessor": 65536,
+    "shared_memory_per_block": 49152,
+    "shared_memory_per_block_optin": 232448,
+    "shared_memory_per_multiprocessor": 233472,
+    "L2_cache_size": 52428800,
+    "is_integrated": 0,
+}
+RTX_4090 = H100 | {"name": "NVIDIA GeForce RTX 4090", "minor": 9, "major": 8, "multi_processor_count": 128}
+pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
+
+
+@pytest.fixture
+def process(engine, monkeypatch):
+    """The compile process, to which cards are described; and what is asked of the driver is answered."""
+    client, stand_in_card = engine("compile_process.client"), engine("torch_compat.stand_in_card")
+    client.compile_process.stop()
+    client.compile_process.unavailable = None
+    cards = []
+    monkeypatch.setattr(stand_in_card, "describe", lambda: cards)
+    # What lowering_settings notes of the card of a graph.
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _device=None: cards[0]["name"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (cards[0]["major"], cards[0]["minor"]))
+    yield client.compile_process, cards
+    client.compile_process.stop()
+    client.compile_process.unavailable = None
+
+
+class Block(nn.Module):
+    def forward(self, x, weight, scale):
+        y = nn.functional.layer_norm(x, x.shape[-1:]) * (1 + scale)
+        q = (y @ weight).view(x.shape[0], -1, 4, 64).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(q, q, q).transpose(1, 2).reshape(x.shape)
+        # `contiguous` enters the device of its tensor in C++, also that of a fake one.
+        normed = nn.functional.group_norm(attended.transpose(1, 2).contiguous(), 32)
+        return x + nn.functional.gelu(normed.transpose(1, 2), approximate="tanh")
+
+
+def request_of(engine, options):
+    obtain = engine("compile_process.obtain")
+    with FakeTensorMode():
+        sizes = (2, 128, 256), (256, 256), (2, 1, 256)
+        inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+    (request,) = traced(
+        engine,
+        Block(),
+        *inputs,
+        use=lambda graph, fakes: obtain.request_for(graph, fakes, options, torch.device("cuda", 0)),
+    )
+    return request
+
+
+@pytest.mark.parametrize(("card", "architecture"), [(H100, 90), (RTX_4090, 89)], ids=["H100", "RTX 4090"])
+def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatch, card, architecture):
+    compile_process, cards = process
+    cards.append(card)
+    monkeypatch.setattr(engine("torch_compat.attention"), "kernel_for", lambda _node, _enabled: "flash_attention")
+    request = request_of(engine, engine("settings").CompileSettings().inductor_options())
+    assert "attention.flash_attention" in request.text
+    artefact = compile_process.lower(request.text, measures=request.measures).artefact
+    cubins = [at.start() for at in re.finditer(b"\x7fELF", artefact)]
+    assert cubins
+    for at in cubins:  # the first byte of its flags, or, by the version of the format, the second (EF_CUDA_SM)
+        flags = struct.unpack_from("<BB", artefact, at + 48)
+        assert architecture in flags, flags
+    assert b"_scaled_dot_product_flash_attention" in artefact
+    assert not compile_process._running.sees_cards
+
+
+def test_a_mode_that_tunes_kernels_is_shown_the_cards(engine, process):
+    compile_process, cards = process
+    cards.append(H100)
+    tuned = request_of(engine, engine("settings").CompileSettings(mode="max-autotune").inductor_options())
+    assert tuned.measures
+    compile_process.start()
+    before = compile_process.pid
+    assert not compile_process._running.sees_cards
+    running = compile_process._ensure(tuned.measures)
+    assert running.sees_cards and compile_process.pid != before
+    assert compile_process._ensure() is running
