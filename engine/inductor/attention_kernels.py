@@ -8,6 +8,7 @@ import functools
 import operator
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from ..errors import InvalidSetting
 from ..log import logger
 from ..tensor_spec import TensorSpec
-from ..torch_compat import private
+from ..torch_compat import attention, private
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -48,6 +49,8 @@ _SHARE = 0.9
 # Channels a head for which cuDNN has kernels; for others it compiles one for each shape and thread, a quarter of a second each:
 # SD 1.5's first image took half as long again, for half a millisecond a step.
 _READY_WIDTHS = {64, 128}
+# Loading the kernels takes the same time for fewer tokens than most images have, and less memory.
+_PREPARED_TOKENS = 1024
 
 
 def override_with(priority: list[SDPBackend]) -> Callable:
@@ -125,6 +128,17 @@ class AttentionSurvey:
                 why = f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
                 raise InvalidSetting("attention", self.wanted, why)
 
+    def prepare(self) -> None:
+        """Have kernels loaded that calls like these may take, on any thread: of small tensors, beside a model that samples."""
+        for queries, keys, _values, _mask, scale in _costliest(self.calls) if self._suits_cudnn() else ():
+            shapes = [(1, spec.shape[1], min(spec.shape[2], _PREPARED_TOKENS), spec.shape[3]) for spec in (queries, keys, keys)]
+            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(queries.device)):  # no memory, or no such kernel
+                tensors = [torch.zeros(shape, dtype=queries.dtype, device=queries.device) for shape in shapes]
+                attention.cudnn_attention(*tensors, scale=scale)  # does not switch the others off, as `sdpa_kernel` does
+
+    def _suits_cudnn(self) -> bool:
+        return {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
+
     def best(self) -> str:
         """The kernel with the least time over the costliest calls; `host` if no kernel beats the one that the host prefers.
 
@@ -136,7 +150,7 @@ class AttentionSurvey:
         if not chosen:
             self.complete = False  # a step cache may have skipped the call
             return "comfyui"
-        ready = {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
+        ready = self._suits_cudnn()
         try:
             measured = {name: [_measure(name, call) for call in chosen] for name in KERNELS if ready or name != "cudnn"}
         except (torch.OutOfMemoryError, _NotMeasured) as error:

@@ -1,6 +1,7 @@
 """Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
 
 import functools
+import threading
 from collections.abc import Callable
 
 import comfy.ldm.modules.attention as host_attention
@@ -9,12 +10,14 @@ from torch import nn
 
 from ...cache.code_store import current
 from ...cache.structure import name_of
+from ...compile.traced_graph import gpu_locks
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger
 from ...options.outside import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
+from ...threads import started
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
@@ -23,6 +26,10 @@ OPTIONS_AT = 5
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 # The same, as measured in this process, by structure and input: ComfyUI may free a model after each prompt.
 _measured: dict[tuple[str, str], str] = {}
+# Per model, the survey whose kernels a thread makes ready, and that thread.
+_being_prepared: PerModel[list[tuple[AttentionSurvey, threading.Thread]]] = PerModel(lambda _network: [])
+# Cards on which this process has made kernels ready.
+_prepared: set[torch.device] = set()
 # Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
 _preferences: PerModel[list[nn.Module]] = PerModel(
     lambda network: [module for module in network.modules() if type(module).__name__ == "ComfyAttention"]
@@ -47,11 +54,12 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
     return _chosen(network).get(wanted)
 
 
-def with_attention(wanted: str, base_model, args: tuple) -> tuple[tuple, Callable | None]:
+def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = True) -> tuple[tuple, Callable | None]:
     """The arguments of the host's `apply_model`, with a kernel in the options where that is allowed, and a function or None.
 
     Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments.
-    That is the sampler's own call: another pack may count calls, or draw random numbers.
+    That is the sampler's own call: another pack may count calls, or draw random numbers. Unless the call is `synchronous`,
+    kernels are first made ready on a thread of their own, and measured after a later call: loading cuDNN's takes 1 to 2 s.
     """
     options = args[OPTIONS_AT]
     if wanted == "comfyui" or OVERRIDE in options or not _can_measure(args[0].device):
@@ -66,9 +74,13 @@ def with_attention(wanted: str, base_model, args: tuple) -> tuple[tuple, Callabl
         elif "multigpu_thread_device" in options:
             # To measure a kernel is to switch the others off, for the process, and other threads call other GPUs.
             return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
+        elif being_prepared := _being_prepared(network):
+            survey, thread = being_prepared[0]
+            return args, (lambda: None) if thread.is_alive() else functools.partial(_choose, base_model, survey)
         else:
             survey = AttentionSurvey(wanted)
-            return _with_override(args, survey), functools.partial(_choose, base_model, survey)
+            choose = _choose if synchronous or not _must_prepare(args[0].device) else _prepare
+            return _with_override(args, survey), functools.partial(choose, base_model, survey)
     override = override_for(chosen[wanted])
     return (args if override is None else _with_override(args, override)), None
 
@@ -92,8 +104,29 @@ def _is_kept(wanted: str) -> bool:
     return wanted == "auto" and getattr(host_attention.optimized_attention, "__name__", "") == HOST_FUNCTION
 
 
+def _must_prepare(device: torch.device) -> bool:
+    return device.type == "cuda" and device not in _prepared
+
+
+def _prepare(base_model, survey: AttentionSurvey) -> None:
+    """In place of `_choose`, which a later call does."""
+    device = next((call[0].device for call in survey.calls), None)
+    if device is None:  # there is nothing to measure
+        return _choose(base_model, survey)
+
+    def prepare() -> None:
+        with gpu_locks[device]:  # a capture bears no other work on its card
+            survey.prepare()
+        _prepared.add(device)
+
+    thread = threading.Thread(target=prepare, name="torch-compile-kit attention", daemon=True)
+    _being_prepared(base_model.diffusion_model).append((survey, thread))
+    started(thread)
+
+
 def _choose(base_model, survey: AttentionSurvey) -> None:
     network, cache = base_model.diffusion_model, current()
+    _being_prepared(network).clear()
     best = survey.best()
     _keep(base_model, survey.wanted, best)
     if not survey.complete:

@@ -102,7 +102,7 @@ class BlockCompiler:
             watch_of(network).put_off = payback.put_off
             if not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous):
                 return eager(network, functools.partial(executor, *args, **kwargs))
-            args, measure_attention = with_attention(self.settings.attention, base_model, args)
+            args, measure_attention = with_attention(self.settings.attention, base_model, args, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)

@@ -2,6 +2,7 @@
 
 import functools
 import logging
+import threading
 
 import pytest
 import torch
@@ -66,6 +67,41 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         assert (found, remembered, asked) == ("cudnn", ["cudnn"], ["flash", "cudnn", "efficient"])
     else:
         assert (found, remembered, asked) == ("comfyui", [], ["flash"])
+
+
+def test_kernels_are_made_ready_beside_uncompiled_calls(engine, monkeypatch):
+    """Loading cuDNN's took 1.8 s of the first image of Flux, on the sampler's thread."""
+    choice, begun, ready = engine("host.model.attention_choice"), threading.Event(), threading.Event()
+    kernels = engine("inductor.attention_kernels")
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    monkeypatch.setattr(choice, "_must_prepare", lambda _device: True)
+    monkeypatch.setattr(choice, "current", lambda: None)
+    monkeypatch.setattr(kernels, "_measure", lambda kernel, _call: {"cudnn": 0.5}.get(kernel, 1.0))
+    monkeypatch.setattr(kernels.AttentionSurvey, "prepare", lambda _survey: begun.set() or ready.wait(60))
+    model, args = Model(), (torch.zeros(1), 0, None, None, None, {})
+    given, after = choice.with_attention("auto", model, args, False)
+    model.apply(given[0], given[5])
+    after()
+    assert begun.wait(60)
+    meanwhile, after = choice.with_attention("auto", model, args, False)
+    after()
+    assert meanwhile is args and choice.chosen_kernel(model.diffusion_model, "auto") is None
+    ready.set()
+    while threads := [t for t in threading.enumerate() if t.name == "torch-compile-kit attention"]:
+        threads[0].join(60)
+    _, after = choice.with_attention("auto", model, args, False)
+    after()
+    assert choice.chosen_kernel(model.diffusion_model, "auto") == "cudnn"
+    assert choice.with_attention("auto", model, args, False)[1] is None
+
+
+def test_a_model_whose_attention_is_not_the_hosts_is_compiled_at_once(engine, monkeypatch):
+    choice = engine("host.model.attention_choice")
+    monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
+    monkeypatch.setattr(choice, "_must_prepare", lambda _device: True)
+    model = Model()
+    choice.with_attention("auto", model, (torch.zeros(1), 0, None, None, None, {}), False)[1]()
+    assert choice.chosen_kernel(model.diffusion_model, "auto") == "comfyui"
 
 
 @pytest.mark.parametrize(("flag", "kept"), [("pytorch", True), ("sage", False), ("a partial of another pack", False)])
