@@ -101,7 +101,7 @@ class Binding:
 
     @property
     def paged(self) -> bool:
-        return self._weights is not None and self._weights.paged
+        return self._weights is not None and self._weights.paged and not self.call.waits
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -111,6 +111,7 @@ class Binding:
         as always, and a forward that another node has put there stays.
         """
         code = code_of(self._model)
+        self.call.uncompiled |= self.call.waits
         self.call.trace_seconds = min(CALL_SECONDS, RUN_SECONDS - code.traced)
         runs: dict[nn.Module, _Run] = code.look(self._model, lambda: self._runs(code), {})
         try:
@@ -133,7 +134,7 @@ class Binding:
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:
         the block before them has begun to fetch these."""
-        if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
+        if self.call.waits or self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.eager.clear()
             code.parts.clear()
             return {}

@@ -41,15 +41,15 @@ class Request:
         text: for the compile process, as JSON.
         key: SHA-256 of the text and of the versions and the device here, without the sizes that the symbols had: code for one
             size fits others.
-        measures: lowering runs kernels on the card.
         sizes: those that the sizes among the inputs had, for the guards that lowering adds.
+        measures: lowering runs kernels on the card.
     """
 
     text: str
     key: str
-    measures: bool
     sizes: tuple[int, ...]
     device: torch.device
+    measures: bool = False
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
@@ -74,7 +74,7 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     sizes = tuple(hint(fake) for fake in fakes if is_symbol(fake))
     tuning = (getattr(private.inductor_config, name, False) for name in ("max_autotune", "max_autotune_gemm"))
     measures = bool(options.keys() - NOT_MEASURED) or any(tuning)
-    return Request(text, hashlib.sha256(name.encode()).hexdigest(), measures, sizes, device)
+    return Request(text, hashlib.sha256(name.encode()).hexdigest(), sizes, device, measures)
 
 
 def _is_custom(node: fx.Node) -> bool:
@@ -177,18 +177,30 @@ def load(code: Code) -> Callable[..., Any]:
     return lambda *args: artefact(*args)
 
 
+# Names whose modules tracing and `load` need.
+_IMPORTED = "callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"
+_importing: list[threading.Thread] = []
+
+
 @functools.cache
 def import_ahead() -> threading.Thread:
-    """Import what tracing and `load` need, seconds of Python, on a thread of its own: while a model is loaded, or the compile
-    process works. Once a process."""
+    """Import what tracing and `load` need, seconds of Python, on a thread of its own. Once a process."""
     thread = threading.Thread(target=_import, name="torch-compile-kit import", daemon=True)
+    _importing.append(thread)
     started(thread)
     return thread
+
+
+def is_imported() -> bool:
+    """Whether that is done, or no thread could be started for it: then the first trace imports it."""
+    if _importing:
+        return not _importing[0].is_alive()
+    return all(private.is_imported(name) for name in _IMPORTED)
 
 
 def _import() -> None:
     began = time.perf_counter()
     with suppress(private.MissingName):
-        for name in ("callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"):
+        for name in _IMPORTED:
             getattr(private, name)
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

@@ -18,7 +18,7 @@ STAND_IN = Path(__file__).with_name("stand_in_for_graphs.py")
 @pytest.mark.parametrize("model", ["flux_small", "sdxl_small"])
 def test_a_session_is_replayed_and_every_image_is_right(tmp_path, model, monkeypatch):
     options = argparse.Namespace(host=str(host_folder()), model=model, folder=tmp_path, pack=server.ROOT, cpu=True)
-    vars(options).update(settings={"backend": "eager"}, weights="default", prompt_limit=240)
+    vars(options).update(settings={"backend": "eager"}, weights="default", prompt_limit=240, compile_now=False)
     monkeypatch.setattr(
         "real_sessions.PROMPTS", [p for p in PROMPTS if p.name in ("first image", "next seed", "LoRA on", "again")]
     )
@@ -44,5 +44,7 @@ def test_a_session_is_replayed_and_every_image_is_right(tmp_path, model, monkeyp
         running.stop()
     replays = [row["replays"] for row in session.rows]
     assert "CUDA graphs are off" not in running.log()
-    assert all(later > before for before, later in itertools.pairwise(replays)), replays
+    assert replays[0], "until the compiler is imported"
+    # The next prompt is traced, and captured anew; with four steps that can be all of it.
+    assert all(later > before for before, later in itertools.pairwise(replays[1:])), replays
     assert max(max(row["errors"]) for row in session.rows) < 1e-5

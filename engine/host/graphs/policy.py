@@ -38,9 +38,9 @@ class Way(enum.Enum):
 
 
 def way_of_call(
-    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, synchronous: bool, notes: list[str]
+    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: list[str]
 ) -> Way:
-    """How the next call runs, which changes once `measure` has timed a call; `notes` gets why wanted graphs are impossible.
+    """How a call runs, which changes once `measure` has timed one; `notes` gets why wanted graphs are impossible.
 
     Args:
         size: numbers in the latent.
@@ -51,10 +51,11 @@ def way_of_call(
             note(notes, obstacle)
         return Way.WITHOUT_GRAPHS
     pays = settings.wants_graphs or _recall(network, size)
-    # Until all code is there calls are replayed as well: beside a thread that compiles, launching kernels is slow.
-    if pays or (not synchronous and code_of(network).is_being_compiled):
+    # Until all code is there calls are replayed as well: beside a thread that imports or compiles, launching kernels is slow.
+    code = code_of(network)
+    if pays or (not call.synchronous and (call.waits or code.is_being_compiled)):
         return Way.REPLAYED
-    if graphs_of(network).graphs and not payoff_of(network).pay_to:
+    if graphs_of(network).graphs and code.compiles and not payoff_of(network).pay_to:
         graphs_of(network).drop()
     return Way.MEASURED if pays is None else Way.COMPILED
 

@@ -11,8 +11,9 @@ from torch import nn
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
-from ...compile.registry import code_of
+from ...compile.registry import ModelCode, code_of
 from ...compile.session import watching
+from ...compile_process.obtain import import_ahead, is_imported
 from ...cuda_graphs.capture import graphs_of
 from ...inductor.kitchen import products_as_operators
 from ...notices.recompile_log import is_warming
@@ -27,6 +28,8 @@ from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
+# A call that may load weights, the capture, and a replay; what has no graph by then gets none.
+CALLS_TO_REPLAY = 3
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
 
@@ -55,8 +58,10 @@ class NetworkCalls:
     ) -> object:
         """Make the call `run`, of a latent of `size` numbers, within the context `told`."""
         network = loaded.network
+        call.waits = not call.synchronous and self.settings.backend != "cudagraphs" and not is_imported()
         with traceable_casts(network), products_as_operators():
-            way = way_of_call(self.settings, network, loaded.device, size, call.synchronous, self.notes)
+            way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
+            way = self._while_importing(code_of(network), call, way)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
@@ -70,6 +75,18 @@ class NetworkCalls:
                 result = run()
                 code_of(network).eager_calls += call.uncompiled
             return result
+
+    @staticmethod
+    def _while_importing(code: ModelCode, call: ModelCall, way: Way) -> Way:
+        """Import the compiler, seconds of Python in which launching kernels is slow: beside replays, if there will be some."""
+        if call.waits:
+            code.waited += 1
+            if way is not Way.REPLAYED or code.waited > CALLS_TO_REPLAY:
+                import_ahead()
+        elif code.waited:
+            code.waited = 0
+            return Way.COMPILED if way is Way.REPLAYED else way  # a replay traces nothing
+        return way
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:

@@ -24,7 +24,6 @@ from torch import nn
 
 from ...cache.structure import name_of
 from ...compile.registry import code_of
-from ...compile_process.obtain import import_ahead
 from ...notices.recompile_log import is_warming, watch_of
 from ...notices.status import tell_begun
 from ...per_model import PerModel
@@ -44,8 +43,6 @@ RUNS = 10
 # The first call of the sampler loads weights and kernels. The median between these two counts: something may be made ready in
 # one of them, or a step cache skip one.
 CALLS = 2, 5
-# From so many steps on most models pay back: the compiler is imported while the first step loads the weights.
-MANY_STEPS = 15
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
@@ -113,8 +110,6 @@ class Payback:
                 self._decide(len(all_steps) - 1)
         if record.is_decided:
             self.after = None
-        elif not synchronous and len(all_steps) > MANY_STEPS:
-            import_ahead()
         return synchronous or record.is_decided
 
     def _decide(self, steps: int) -> None:

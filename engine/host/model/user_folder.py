@@ -20,6 +20,9 @@ STORE = "store"
 LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
 # Modules of the host that register what graphs name: the layouts of quantised weights.
 REGISTERING = ("comfy.quant_ops",)
+# After a start without a prompt for so long nobody waits for what else is done. Beside the steps of one, imports slow these.
+QUIET_SECONDS = 2.0
+_prompt_came = threading.Event()
 
 
 def kit_folder() -> Path:
@@ -48,6 +51,7 @@ def users_settings() -> dict:
 def get_ready(settings: CompileSettings) -> None:
     """Open the store; start the compile process while the model loads, unless code of these versions is kept here or shared:
     then it may not be needed, and is started by the first graph that is missing."""
+    _prompt_came.set()
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
     compile_process.arguments = ["--cpu"]  # what such a module reads of ComfyUI's command line must make no CUDA context
     open_users_store()
@@ -64,6 +68,13 @@ def _start_unless_kept() -> None:
 
 
 def get_ready_again() -> None:
-    """After a restart, before the first prompt: import what loading needs, if there is code that was made here before."""
+    """After a restart: import what loading needs before the first prompt, if there is code that was made here before."""
     if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
+        timer = threading.Timer(QUIET_SECONDS, _import_if_quiet)
+        timer.daemon = True
+        started(timer)
+
+
+def _import_if_quiet() -> None:
+    if not _prompt_came.is_set():
         import_ahead()

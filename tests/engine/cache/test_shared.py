@@ -327,9 +327,9 @@ def test_a_claim_is_held_while_a_graph_is_compiled_and_released(configure, obtai
     process = engine("compile_process.obtain").compile_process
     lower = process.lower
 
-    def lower_or_fail(text, patient):
+    def lower_or_fail(*request):
         held.append(not cache.claim(NAME))
-        return 1 / 0 if fails else lower(text, patient)
+        return 1 / 0 if fails else lower(*request)
 
     monkeypatch.setattr(process, "lower", lower_or_fail)
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():

@@ -86,15 +86,6 @@ def a_call_takes(monkeypatch, engine):
     return of_a_call
 
 
-def test_the_compiler_is_imported_when_it_is_likely(flux, engine, monkeypatch):
-    """It slows the first image, which few steps may never get back."""
-    asked = []
-    monkeypatch.setattr(engine("host.model.payback"), "import_ahead", lambda: asked.append(True))
-    flux.cost(1e6)
-    assert flux(steps=14)[0] == 0 and not asked
-    assert flux(steps=15)[0] == 0 and asked
-
-
 def test_one_large_prompt_is_no_reason_to_compile(flux, a_call_takes):
     flux.cost(6.0)
     for a_call_takes[0] in (0.1, 1.0):  # 1 s saved in ten prompts, 10 s in ten of the larger, 5.5 s in ten of both

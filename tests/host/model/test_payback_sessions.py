@@ -75,7 +75,6 @@ def history(engine, monkeypatch, tmp_path):
     clock = [0.0]
     monkeypatch.setattr(payback, "may_wait", lambda _device: True)
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr(payback, "import_ahead", lambda: None)
     monkeypatch.setattr(records, "_records", {})
     monkeypatch.setattr(records, "_write_later", lambda write: write())
     monkeypatch.setattr(code_store._Current, "opened", True)

@@ -22,6 +22,8 @@ def folder(engine, monkeypatch):
     monkeypatch.setattr(module.compile_process, "start", lambda: module.asked.append("process"))
     monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
     monkeypatch.setattr(module, "open_users_store", lambda: None)
+    monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
+    monkeypatch.setattr(module, "_prompt_came", threading.Event())
     yield module
     del module.asked
 
@@ -127,8 +129,24 @@ def test_after_a_restart_the_store_is_found_wherever_it_is(engine, folder, monke
     monkeypatch.setattr(folder, "kit_folder", lambda: tmp_path / "user" / "torch-compile-kit")
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: is_current))
     before = list(tmp_path.rglob("*"))
-    folder.get_ready_again()
+    start_and_wait(folder)
     assert folder.asked == (["import"] if place is not None and is_current else []) and list(tmp_path.rglob("*")) == before
+
+
+def start_and_wait(folder):
+    others = set(threading.enumerate())
+    folder.get_ready_again()
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+
+
+def test_imports_do_not_slow_a_prompt_that_comes_with_the_start(engine, folder, monkeypatch):
+    monkeypatch.setattr(folder, "was_opened_before", lambda _store: True)
+    monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: True))
+    monkeypatch.setattr(folder, "current", lambda: types.SimpleNamespace(has_current=lambda: True))
+    folder.get_ready(engine("settings").CompileSettings())
+    start_and_wait(folder)
+    assert not folder.asked
 
 
 def test_a_folder_that_cannot_be_looked_into_is_no_store(folder, monkeypatch):
