@@ -9,6 +9,8 @@ const MODEL = "TorchCompileKitModel";
 const VAE = "TorchCompileKitVAEChannelsLast";
 const CONTROLNET = "TorchCompileKitControlNet";
 const BENCHMARK = "TorchCompileKitBenchmark";
+// The page connects their other inputs as the sampler's are (from_sampler.js).
+const FILLED = [BENCHMARK, "TorchCompileKitWarmup"];
 // Their line comes while they are used, not when they have run.
 const HAVE_LINE = [MODEL, VAE, CONTROLNET];
 const hasLine = (node) => HAVE_LINE.includes(node?.comfyClass);
@@ -36,13 +38,23 @@ function putInPlace(node) {
   document.querySelector(`[data-node-id="${node.id}"] .${REPORT}`)?.replaceWith(element);
 }
 
+// Where there is nothing to report. ComfyUI runs a prompt without a word around a node that is not connected.
+function hint(node) {
+  const input = node.inputs?.[0];
+  const isUsed = !hasLine(node) || node.outputs?.[0]?.links?.length > 0;
+  if (node.mode || (input?.link != null && isUsed)) return say("statusHere");
+  if (FILLED.includes(node.comfyClass)) return say("connectInput", input?.localized_name ?? input?.name);
+  if (node.comfyClass === MODEL) return say("connectLoader");
+  return hasLine(node) ? say("connectBoth") : say("statusHere");
+}
+
 function reportWidget(node) {
   const known = node.widgets?.find((widget) => widget.name === WIDGET);
   if (known) return known;
   const text = document.createElement("pre");
   text.style.cssText = "margin:0; padding:5px 6px; overflow:auto; white-space:pre-wrap; font-size:11px; user-select:text;";
   text.className = REPORT;
-  text.textContent = say("statusHere");
+  text.textContent = hint(node);
   return node.addDOMWidget(WIDGET, "torch-compile-kit.report", text, {
     serialize: false,
     getMinHeight: () => node.torchCompileKitTextHeight ?? LEAST[node.comfyClass] ?? TALLEST + 20,
@@ -60,7 +72,7 @@ function show(node, text) {
   const { torchCompileKitError: error, torchCompileKitLine: line } = node;
   element.style.color = colorOf(error ? "failed" : line?.state);
   const begins = error ? null : line?.begins;
-  const whole = error ?? [...(node.torchCompileKitWarnings ?? []), text ?? say("statusHere")].join("\n");
+  const whole = error ?? [...(node.torchCompileKitWarnings ?? []), text ?? hint(node)].join("\n");
   const size = node.torchCompileKitSize;
   const shown = `${size} ${begins} ${whole}`;
   if (node.torchCompileKitShown === shown) return;
@@ -300,6 +312,11 @@ app.registerExtension({
     reportWidget(node).serialize = false;
     const least = WIDTHS[node.comfyClass];
     if (least) node.setSize([Math.max(node.size[0], least), node.size[1]]);
+    const onConnectionsChange = node.onConnectionsChange;
+    node.onConnectionsChange = function () {
+      onConnectionsChange?.apply(this, arguments);
+      setTimeout(() => show(this, this.torchCompileKitText)); // when its links are those of the graph
+    };
     const onExecuted = node.onExecuted;
     node.onExecuted = function (output) {
       onExecuted?.apply(this, arguments);

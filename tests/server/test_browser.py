@@ -132,7 +132,10 @@ def test_a_new_node_shows_its_line_in_whole_and_its_inputs_in_order(page):
         const whole = element.scrollHeight <= element.clientHeight && element.scrollWidth <= element.clientWidth;
         return [node.comfyClass, element.isConnected && whole && element.textContent];
     })""")
-    assert dict(cut) == {f"TorchCompileKit{name}": "Press Run to see the status." for name in KIT_NODES}
+    hints = dict.fromkeys(KIT_NODES, "Press Run to see the status.") | {"Model": "Connect it to loader and sampler."}
+    hints |= dict.fromkeys(("ControlNet", "VAEChannelsLast"), "Connect its input and its output.")
+    hints |= dict.fromkeys(("Warmup", "Benchmark"), "Connect model: the rest comes from the sampler.")
+    assert dict(cut) == {f"TorchCompileKit{name}": hint for name, hint in hints.items()}
     assert page.js("() => kit.widget('Model', 'compile_when').options.getOptionLabel('in background')") == "in background"
     assert page.js("() => kit.node('Model').widgets.map(({ name }) => name)") == [
         *("mode", "compile_when", "backend", "dynamic", "fullgraph", "cache_limit", "block_swap", "attention", "on_failure"),

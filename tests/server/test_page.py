@@ -36,6 +36,7 @@ const document = { querySelector: () => "dark-theme", createElement: () => ({
 const requestAnimationFrame = () => {};
 const created = (id, comfyClass) => {
   const node = nodes[id] = { id, comfyClass, widgets: [], size: [200, 100], setSize(size) { this.size = size; } };
+  Object.assign(node, { inputs: [{ name: "model", link: 1 }], outputs: [{ links: [1] }] });
   node.addDOMWidget = (name, type, element) => (node.widgets.push({ name, element }), node.widgets.at(-1));
   extension.nodeCreated(node);
   return node;
@@ -262,6 +263,37 @@ def test_the_model_node_says_how_it_goes():
     ready = "ready: 42% faster (0.059 -> 0.034 s a step)"
     asked = ["/torch-compile-kit/status?client_id=me&workflow=open&language="]
     assert play("node_report.js", scene) == [EMPTY, "compiling 2 kinds of blocks, 2 s", EMPTY, ready, asked]
+
+
+@pytest.mark.parametrize(
+    ("kind", "hint"),
+    [
+        ("Model", "Connect it to loader and sampler."),
+        ("ControlNet", "Connect its input and its output."),
+        ("Warmup", "Connect model: the rest comes from the sampler."),
+        ("FixKeys", EMPTY),
+    ],
+)
+def test_a_node_that_is_not_connected_says_what_it_lacks(kind, hint):
+    """ComfyUI runs a prompt without a word around such a node, which would ask to press Run for ever."""
+    scene = f"""
+        const node = created("3", "TorchCompileKit{kind}");
+        const after = async (link, links) => {{
+          Object.assign(node.inputs[0], {{ link }});
+          Object.assign(node.outputs[0], {{ links }});
+          node.onConnectionsChange();
+          await settled();
+          said.push(text(node));
+        }};
+        await after(null, null);
+        await after(1, []);
+        await after(1, [2]);
+        await after(null, [2]);
+        node.mode = 4; // bypassed
+        await after(null, null);
+    """
+    without_output = EMPTY if kind == "Warmup" else hint
+    assert play("node_report.js", scene) == [hint, without_output, EMPTY, hint, EMPTY]
 
 
 def test_compiling_begins_now_with_a_button_on_the_line():
