@@ -53,6 +53,7 @@ function button(text, press) {
       made.disabled = false;
     }
     await refresh();
+    element?.querySelector(".told")?.scrollIntoView?.({ block: "nearest" }); // the button may be far below it
   };
   return made;
 }
@@ -103,7 +104,7 @@ async function save() {
   const filename = await dialog().prompt({ title: say("save"), message: say("saveName"), defaultValue: "compile_cache" });
   if (!filename) return undefined;
   const { text, error } = await ask("cache/save", { filename });
-  return text ?? say("inEnglish", error);
+  return text ? `${text}\n\n${say("savedNext")}` : say("inEnglish", error);
 }
 
 async function loadFile(file) {

@@ -831,6 +831,24 @@ def test_code_is_loaded_from_a_file_only_when_the_user_is_sure():
     assert said == ["nothing", 0, message, "damaged", asked]
 
 
+def test_a_file_for_another_machine_says_what_to_do_with_it():
+    scene = """
+        app.extensionManager.dialog.prompt = async () => "mine";
+        let scrolled = 0;
+        const where = { scrollIntoView: () => (scrolled += 1) };
+        element = { querySelector: (what) => (what === ".told" ? where : null), replaceChildren() {} };
+        api.fetchApi = async () => ({ json: async () => ({ text: "mine.tckcache, 2 MiB", models: [], error: "no folder" }) });
+        await button("save", save).onclick();
+        const written = told;
+        api.fetchApi = async () => ({ json: async () => ({ error: "not a name" }) });
+        said.push(written, scrolled, await save());
+    """
+    written, scrolled, refused = play("panel.js", scene, PANEL)
+    what, cure = written.split("\n\n")
+    assert (what, scrolled, refused) == ("mine.tckcache, 2 MiB", 1, "not a name")
+    assert "same GPU and PyTorch" in cure and "copy the file" in cure and "Load" in cure
+
+
 def test_a_benchmark_begins_with_its_result_in_a_node_that_is_wide_enough():
     scene = """
         const node = created("3", "TorchCompileKitBenchmark");

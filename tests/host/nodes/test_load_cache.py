@@ -42,7 +42,7 @@ def test_what_others_could_have_written_is_said_and_not_loaded(engine, folder, s
     file.chmod(0o606)
     assert "not loaded" in load(file.name) and not [*store.entries()]
     file.chmod(0o600)
-    assert load(file.name) == "mine.tckcache: 1 kinds of blocks for Flux; 64x64 batch 1"
+    assert load(file.name) == "mine.tckcache, for Flux; 64x64 batch 1; kinds of blocks: 1"
     assert store.get(NAME) == b"graph"
 
 

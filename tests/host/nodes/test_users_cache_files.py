@@ -66,9 +66,9 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
         store.remember(engine("cache.structure").name_of(network), "attention", f"kernel {number}")
         models.append((network, types.SimpleNamespace(groups={"key": group}, title="")))
     monkeypatch.setattr(files, "live_models", lambda: models)
-    assert files.save_all("mine").endswith(" MiB; UNetModel, UNetModel 2")
+    assert files.save_all("mine").endswith(" MiB: UNetModel, UNetModel 2; kinds of blocks: 2")
     store.clear()
-    assert files.load_cache("mine.tckcache") == "mine.tckcache: 2 kinds of blocks for UNetModel, UNetModel 2"
+    assert files.load_cache("mine.tckcache") == "mine.tckcache, for UNetModel, UNetModel 2; kinds of blocks: 2"
     assert {*store.entries()} == set(NAMES)
     names = [engine("cache.structure").name_of(network) for network, _ in models]
     assert [store.recall(name, "attention") for name in names] == ["kernel 1", "kernel 2"]
