@@ -1,5 +1,6 @@
 """Draw bars of prompt time relative to the uncompiled model, as an SVG that suits a light and a dark page."""
 
+import math
 from xml.sax.saxutils import escape
 
 WIDTH = 860
@@ -9,6 +10,7 @@ BAR, GAP = 15, 15
 SERIES = {"KJNodes": "kjnodes", "Torch Compile Kit": "ours"}
 # Bars of slower ones are cut here, with their number after it: one of 2.5 would make all others short.
 LIMIT = 1.8
+DIED = "no image, ends with an error"
 STYLE = """
   svg { font-family: system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; font-size: 13px }
   .page { fill: #ffffff; stroke: #d8dee6 } .ink { fill: #16202e } .muted { fill: #5c6878 } .grid { stroke: #e3e7ed }
@@ -29,24 +31,28 @@ def draw(groups: list[tuple[str, str, list[float | None]]]) -> str:
     """The chart.
 
     Args:
-        groups: of each model its name, what it runs at, and its ratio in each series; None where there is none.
+        groups: of each model its name, what it runs at, and its ratio in each series: None where there is none, infinite
+            where it died.
     """
-    highest = min(max([1.0, *(ratio for *_, ratios in groups for ratio in ratios if ratio)]), LIMIT) * 1.06
+    highest = min(max([1.0, *(ratio for *_, ratios in groups for ratio in ratios if ratio and ratio < math.inf)]), LIMIT) * 1.06
 
     def x(ratio: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * min(ratio / highest, 1)
 
     body, y = [], TOP
     for name, detail, ratios in groups:
-        known = [(kind, ratio) for kind, ratio in zip(SERIES.values(), ratios, strict=True) if ratio is not None]
+        known = [(*of, ratio) for of, ratio in zip(SERIES.items(), ratios, strict=True) if ratio is not None]
         height = max(len(known), 2) * BAR  # a name and its detail need as much
         body += [
             _text(LEFT - 14, y + height / 2 - 3, name, "ink strong end"),
             _text(LEFT - 14, y + height / 2 + 13, detail, "muted end"),
         ]
         top = y + (height - len(known) * BAR) / 2
-        for index, (kind, ratio) in enumerate(known):
+        for index, (series, kind, ratio) in enumerate(known):
             bar = top + index * BAR
+            if ratio == math.inf:
+                body.append(_text(LEFT + 6, bar + BAR - 3, f"{series}: {DIED}", "value muted"))
+                continue
             body.append(_rect(LEFT, bar + 1, x(ratio) - LEFT, BAR - 2, kind))
             if ratio > highest:
                 body += [_line(x(ratio) - at, bar + BAR + 1, x(ratio) - at + 8, bar - 1, "cut") for at in (24, 19)]

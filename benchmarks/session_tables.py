@@ -340,8 +340,11 @@ def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
         detail = ", ".join(
             part for part in (FORMATS.get(setup.weights, "").strip("`"), cut, f"{STEPS[setup.model]} steps") if part
         )
+        rows_of = [of.get(variant, {}) for variant in ("kjnodes", "ours")]
+        without = [math.inf if "died" in row else None for row in rows_of]
         ratios = [
-            of[v]["seconds"] / of["eager"]["seconds"] if "seconds" in of.get(v, {}) else None for v in ("kjnodes", "ours")
+            row["seconds"] / of["eager"]["seconds"] if "seconds" in row else none
+            for row, none in zip(rows_of, without, strict=True)
         ]
         groups.append((name, detail, ratios))
     return sorted(groups, key=lambda group: group[2][-1] or math.inf)
