@@ -136,7 +136,8 @@ class running:  # noqa: N801  used as a function
         self.session.sampled(self.server, nodes, "again")
         seconds = round(time.monotonic() - began, 2)
         samplings = self.server.get("/session/steps")["samplings"]
-        return {"seconds": seconds, "steps": [round(step, 4) for sampling in samplings for step in sampling]}
+        line = next(iter(self.server.get("/torch-compile-kit/status").values()), None) if compiled else None
+        return {"seconds": seconds, "steps": [round(step, 4) for sampling in samplings for step in sampling], "line": line}
 
     def __exit__(self, *_error):
         self.server.stop()

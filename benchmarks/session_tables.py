@@ -329,6 +329,32 @@ def second_worker() -> str:
     return ", ".join(each)
 
 
+def _recorded() -> dict:
+    """Flux with the node, of the newest run of benchmarks/ready.py; `where` says on what."""
+    found, sources = rows("ready", "ready")
+    row = next(row for row in found if row["source"] == found[-1]["source"] and row["model"] == "flux")
+    return {**row, "where": sources[-1].rpartition(", `")[0]}
+
+
+def recorded_line() -> dict:
+    """What the node says on a GPU once Flux is compiled, as the page is sent it: for the pictures.
+
+    Runs before `line` was recorded have what it compares: the median step without the node and that of the last prompt.
+    """
+    row = _recorded()
+    before, now = row["eager"]["step"], row["step_after"]
+    steps = ["faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}"]
+    made = {"state": "faster", "says": ["readyBut", steps], "seconds": None, "begins": None}
+    return row["prompts"][-1].get("line") or made
+
+
+def recorded_where() -> str:
+    """The caption of those pictures."""
+    row = _recorded()
+    steps = len(row["prompts"][-1]["steps"])
+    return f"{NAMES['flux']}, {PRECISIONS['flux']}, {steps} steps on {row['where']}"
+
+
 def prompt_ratios() -> list[tuple[str, str, list[float | None]]]:
     """Seconds of a prompt once compiled relative to eager's, KJNodes' and ours, for the chart; the largest gain first."""
     measured, _ = _measured()

@@ -30,9 +30,11 @@ INLINE = {
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
     "second worker": session_tables.second_worker,
+    "recorded": session_tables.recorded_where,
 }
 README = {"gains": session_tables.gains_table, "waited": session_tables.readme_waited_note, **INLINE}
 FIGURES = {"table": session_tables.short_table, "waited": session_tables.waited_note, "parts": figure_tables.parts_table}
+GUIDE = {"recorded": session_tables.recorded_where}
 MEASUREMENTS = {
     "table": session_tables.table_table,
     "sessions": session_tables.sessions_table,
@@ -44,7 +46,7 @@ MEASUREMENTS = {
     "training": figure_tables.training_table,
     "models": compatibility.set_ups_table,
 }
-FILES = {"README.md": README, "docs/figures.md": FIGURES, "docs/measurements.md": MEASUREMENTS}
+FILES = {"README.md": README, "docs/figures.md": FIGURES, "docs/guide.md": GUIDE, "docs/measurements.md": MEASUREMENTS}
 
 
 def made() -> dict[Path, str]:

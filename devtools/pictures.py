@@ -5,6 +5,8 @@
 1. Each picture is of a page on which something has just run: what its texts say is what was measured.
 2. `take` refuses a page that holds a test's name, a path of temporary files, an error or a verdict that is none (REFUSED).
 3. The animation shows what happened in its order; a caption says when, so that leaving out time is no lie.
+4. No speed is gained on a CPU, so `use` and the animation's end show the line of a run on a GPU, sent to the page as the server
+   sends it (benchmarks/results/ready.json); the caption says whose.
 
 Needs Playwright, Chromium and Pillow. The base directory must not exist: its name is in the picture of the tab.
 """
@@ -67,17 +69,25 @@ MARGIN = 24
 CORNER = 90, 150  # of the window, where the first node is
 # Where nodes are that are not in the picture: their links come from above, between the others.
 ABOVE = {"LighthousePrompt": [430, -260], "VAEDecode": [80, -260], "VAELoader": [-300, -260], "EmptyLatentImage": [390, -420]}
+THREE = {"UNETLoader": [0, 0, 290, 90], "TorchCompileKitModel": [340, 0, 340, 130], "KSampler": [750, 0, 280, 262]}
+# What the nodes hold in benchmarks/ready.py, for the line that it has recorded.
+FLUX = "flux1-dev.safetensors"
+RECORDED = (
+    *(("UNETLoader", "unet_name", FLUX), ("KSampler", "steps", 20)),
+    *(("EmptyLatentImage", "width", 1024), ("EmptyLatentImage", "height", 1024)),
+)
 # Of the animation: what is said meanwhile, and for how many seconds it is shown; at most 10 in all.
 PHASES = {
     "before": ("Torch Compile between model and sampler. Press Run.", 1.2),
-    "first": ("It compiles in the background.", 1.4),
-    "compiling": ("Images keep coming meanwhile.", 2.4),
-    "compiled": ("Compiled.", 1.2),
-    "compiled, at rest": ("Compiled.", 1.0),
-    "another size": ("Another size: nothing is compiled again.", 1.0),
-    "another size, at rest": ("Another size: nothing is compiled again.", 0.8),
-    "back": ("Compiled once, for all sizes.", 0.4),
-    "back, at rest": ("Compiled once, for all sizes.", 0.6),
+    "first": ("It compiles in the background.", 1.2),
+    "compiling": ("Images keep coming meanwhile.", 2.2),
+    "compiled": ("Compiled.", 0.8),
+    "compiled, at rest": ("Compiled.", 0.6),
+    "another size": ("Another size: nothing is compiled again.", 0.8),
+    "another size, at rest": ("Another size: nothing is compiled again.", 0.6),
+    "back": ("Compiled once, for all sizes.", 0.3),
+    "back, at rest": ("Compiled once, for all sizes.", 0.5),
+    "on a GPU": ("", 1.8),  # the caption is `Story.where`
 }
 MOST = 10  # pictures of a phase
 
@@ -104,11 +114,12 @@ def take(window, clip=None):
 class Story:
     """The page of a server with the lighthouse in it, and what is pressed there.
 
+    recorded: the line of a run on a GPU; where: on which.
     frames: (phase, picture, when) of the animation.
     """
 
-    def __init__(self, browser, server, job):
-        self.server, self.job, self.frames = server, job, []
+    def __init__(self, browser, server, job, recorded, where):
+        self.server, self.job, self.recorded, self.where, self.frames = server, job, recorded, where, []
         self.info = server.get("/object_info")
         context = browser.new_context(
             viewport={"width": 1400, "height": 1100}, device_scale_factor=SHARP, reduced_motion="reduce", color_scheme="dark"
@@ -194,6 +205,14 @@ class Story:
         """What the node says."""
         return self.js("() => kit.text('Model')")
 
+    def show_recorded(self):
+        """The nodes as of the run on a GPU, with its line."""
+        for node, widget, value in RECORDED:
+            self.set(node, widget, value)
+        line = """(line) => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status",
+            { workflow: app.rootGraph.id, node: String(kit.node("Model").id), ...line })"""
+        self.js(line, self.recorded)
+
     def being_compiled(self):
         return any(model["being_compiled"] for model in self.server.get("/torch-compile-kit/report")["models"])
 
@@ -238,16 +257,14 @@ class Story:
         self.record(clip, "back", self.press_run())
         time.sleep(1)
         self.record(clip, "back, at rest", lambda: True)
+        self.show_recorded()
+        self.place({**THREE, "EmptyLatentImage": [0, 140, 290, 110]})
+        self.record(clip, "on a GPU", lambda: True)
 
     def use(self):
         """The three nodes, large; after `animate`."""
-        return take(
-            self.window,
-            self.place(
-                {"UNETLoader": [0, 0, 290, 90], "TorchCompileKitModel": [340, 0, 340, 130], "KSampler": [750, 0, 280, 262]},
-                VAEDecode=[1100, -260],
-            ),
-        )
+        self.show_recorded()
+        return take(self.window, self.place(THREE, VAEDecode=[1100, -260]))
 
     def panel(self):
         self.window.get_by_role("button", name="Torch Compile Kit:").first.click()
@@ -264,8 +281,8 @@ class Story:
         return picture
 
 
-def animation(frames):
-    """The frames as pictures with their captions, and the milliseconds that each is shown."""
+def animation(frames, where):
+    """The frames as pictures with their captions, and the milliseconds that each is shown; where: of the recorded line."""
     from PIL import Image, ImageDraw, ImageFont
 
     began, pictures, durations = frames[0][2], [], []
@@ -279,21 +296,29 @@ def animation(frames):
             whole = Image.new("RGB", (picture.width, picture.height + BAR), "#0b0b0b")
             whole.paste(picture, (0, 0))
             pen, middle = ImageDraw.Draw(whole), picture.height + BAR / 2
-            pen.text((MARGIN, middle), words, "#ffffff", ImageFont.load_default(19), anchor="lm")
-            clock = f"{at - began:.0f} s"
+            pen.text(
+                (MARGIN, middle),
+                words or f"Measured: {where}",
+                "#ffffff",
+                ImageFont.load_default(19 if words else 15),
+                anchor="lm",
+            )
+            clock = f"{at - began:.0f} s" if words else ""
             pen.text((picture.width - MARGIN, middle), clock, "#a0a0a0", ImageFont.load_default(19), anchor="rm")
             pictures.append(whole)
             durations.append(round(1000 * seconds / len(chosen)))
     return pictures, durations
 
 
-def save_animation(frames, file):
-    pictures, durations = animation(frames)
+def save_animation(frames, file, where):
+    pictures, durations = animation(frames, where)
     pictures[0].save(file, save_all=True, append_images=pictures[1:], duration=durations, loop=0, quality=90, method=6)
 
 
 def main():
     from playwright.sync_api import sync_playwright
+
+    from benchmarks import session_tables
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base", type=Path, required=True, help="a folder that is made, and deleted in the end")
@@ -303,6 +328,8 @@ def main():
     try:
         inprocess.enter_host(options.base)
         gpu, (job, arguments) = inprocess.has_gpu(), tiny_job(options.base)
+        models = options.base / "models" / "diffusion_models"
+        shutil.copy(next(models.iterdir()), models / FLUX)  # a name to choose; it is not loaded
         # One thread for the model, so that it does not wait for the compiler's cores.
         environment = {"OMP_NUM_THREADS": "1"}
         with (
@@ -311,7 +338,7 @@ def main():
         ):
             chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
             browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])
-            story = Story(browser, server, job)
+            story = Story(browser, server, job, session_tables.recorded_line(), session_tables.recorded_where())
             for name in ("animate", "use", "panel"):
                 try:
                     picture = getattr(story, name)()
@@ -322,7 +349,7 @@ def main():
                 if picture:
                     (options.out / f"{name}.png").write_bytes(picture)
                 else:
-                    save_animation(story.frames, options.out / "use.webp")
+                    save_animation(story.frames, options.out / "use.webp", story.where)
     finally:
         shutil.rmtree(options.base)
 

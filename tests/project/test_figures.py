@@ -222,6 +222,39 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
 
 
+def test_the_line_in_the_pictures_is_the_nodes_own_with_what_was_recorded_on_a_gpu(benchmark, engine, tmp_path, monkeypatch):
+    made = benchmark("session_tables")
+    environment = dict.fromkeys(benchmark("results").PROVENANCE, "") | {"date": "2026-11-26", "device": "NVIDIA H200"}
+    environment |= {"torch": "2.11.0", "comfyui": "0.33.0"}
+    prompts = [{"steps": [0.13] * 20}]
+    flux = {
+        "kind": "ready",
+        "model": "flux",
+        "pack": "new",
+        "eager": {"step": 0.1756},
+        "step_after": 0.1331,
+        "prompts": prompts,
+    }
+    rows = [{**flux, "model": "sdxl"}, flux, {**flux, "pack": "older", "step_after": 0.9}]
+    former = {"environments": [environment], "rows": [{**flux, "step_after": 0.1}]}
+    file = tmp_path / "ready.json"
+    file.write_text(json.dumps({"runs": [former, {"environments": [environment], "rows": rows}]}))
+    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
+
+    status = engine("notices.status")
+    steps = status.Steps()
+    for seconds, where in ((0.1756, steps.uncompiled), (0.1331, steps.fast)):
+        where.extend([seconds] * status.FEWEST)
+    state, says = steps.compared()
+    line = made.recorded_line()
+    assert line == status.News(state, status.told("readyBut", says))._asdict() and line["state"] == "faster"
+    where = "Flux-dev 12B, 1024x1024, bf16, 20 steps on NVIDIA H200, ComfyUI 0.33.0, PyTorch 2.11.0, 2026-11-26"
+    assert made.recorded_where() == where
+    prompts[0]["line"] = {"state": "faster", "says": ["readyBut", ["faster", "25%", "0.176", "0.132"]]}
+    file.write_text(json.dumps({"runs": [{"environments": [environment], "rows": rows}]}))
+    assert made.recorded_line() == prompts[0]["line"]
+
+
 def test_seconds_have_the_digits_that_their_percentages_need(benchmark):
     tables = benchmark("session_tables")
     shown = re.findall(r"\| ([\d.]+) \|[^*\n]*\*\*([\d.]+)\*\* \((-\d+) %\)", tables.gains_table())
