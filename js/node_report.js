@@ -140,9 +140,11 @@ export function offer(node, size) {
 function fit(node, widget) {
   const { element } = widget;
   requestAnimationFrame(() => {
-    if (!element.clientHeight || element.scrollHeight <= element.clientHeight) return;
+    node.torchCompileKitUnseen = !element.clientHeight; // out of sight: it is not drawn
+    if (element.scrollHeight <= element.clientHeight) return;
     node.torchCompileKitTextHeight = Math.min(element.scrollHeight, TALLEST) + 2 * (widget.margin ?? 10);
     node.setSize([node.size[0], Math.max(node.size[1], node.computeSize()[1])]);
+    node.setDirtyCanvas?.(true, true); // the classic renderer lays the text out when it draws
   });
 }
 
@@ -215,6 +217,7 @@ function draw(node) {
 
 function drawAll() {
   for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitLine)) draw(node);
+  for (const node of nodesOf(rootGraph(), (found) => found.torchCompileKitUnseen)) fit(node, reportWidget(node));
 }
 
 // In another language: what the server has told, and what stands where it has told nothing. Reports stay as they came.

@@ -322,16 +322,18 @@ def test_a_line_can_be_read_in_both_themes(page, palette):
     assert len(contrasts) == 6 and min(contrasts.values()) >= 4.5, contrasts
 
 
+# What a node is told where prompts have few steps, on a GPU.
+SHORT_PROMPTS = """() => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", {
+    workflow: app.rootGraph.id, node: String(kit.node("Model").id),
+    state: "unclear", says: ["putOff", 12], seconds: null, begins: "5eed",
+})"""
+
+
 @TWINS
 def test_compiling_begins_now_with_a_button_on_the_node(page):
     """As for a prompt of few steps on a GPU; this server has none."""
     page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
-    page.js(
-        """() => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", {
-            workflow: app.rootGraph.id, node: String(kit.node("Model").id),
-            state: "unclear", says: ["putOff", 12], seconds: null, begins: "5eed",
-        })"""
-    )
+    page.js(SHORT_PROMPTS)
     page.js("() => (app.canvas.centerOnNode(kit.node('Model')), kit.frames())")
     asked = []
 
@@ -347,6 +349,24 @@ def test_compiling_begins_now_with_a_button_on_the_node(page):
     finally:
         page.window.unroute("**/torch-compile-kit/begin")
     assert asked == [{"model": "5eed"}] and not page.window.get_by_role("button", name="Compile now").count()
+
+
+@CLASSIC
+def test_a_line_that_came_while_its_node_was_out_of_sight_is_shown_in_whole(page):
+    """With its button: a node that is not drawn has no height, by which it could be made taller."""
+    page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
+    page.js("() => { app.canvas.ds.offset = [-5000, -5000]; app.canvas.setDirty(true, true); return kit.frames(); }")
+    page.until("() => !kit.widget('Model', 'torch_compile_kit_report').element.clientHeight")
+    page.js(SHORT_PROMPTS)
+    page.js("() => kit.frames()")
+    page.js("() => (app.canvas.centerOnNode(kit.node('Model')), kit.frames())")
+    page.until("() => kit.widget('Model', 'torch_compile_kit_report').element.clientHeight")
+    page.until(
+        """() => {
+            const { element } = kit.widget("Model", "torch_compile_kit_report");
+            return element.querySelector("button") && element.scrollHeight <= element.clientHeight;
+        }"""
+    )
 
 
 def load_without_latent(page, prompt):
