@@ -10,7 +10,7 @@ const STYLE = `
   .torch-compile-kit h2 { margin: 0 0 4px; font-size: 16px; }
   .torch-compile-kit h3 { margin: 12px 0 4px; font-size: 14px; }
   .torch-compile-kit .model { border: 1px solid var(--border-color, #555); border-radius: 6px; padding: 8px; margin: 6px 0; }
-  .torch-compile-kit .quiet { opacity: 0.7; overflow-wrap: anywhere; }
+  .torch-compile-kit .quiet { opacity: 0.8; overflow-wrap: anywhere; }
   .torch-compile-kit .told { white-space: pre-line; overflow-wrap: anywhere; margin-top: 8px; }
   .torch-compile-kit button { margin: 6px 6px 0 0; padding: 3px 10px; cursor: pointer; border-radius: 4px;
     border: 1px solid var(--border-color, #555); background: var(--comfy-input-bg, #333); color: inherit; }

@@ -16,10 +16,12 @@ pytestmark = MARKS
 # By state of a line, how much its colour differs from what is behind it.
 CONTRASTS = """async () => {
     const context = document.createElement("canvas").getContext("2d");
-    const luminance = (color) => {
+    const luminance = (color, over = color, opacity = 1) => {
         context.clearRect(0, 0, 1, 1);
-        context.fillStyle = color;
-        context.fillRect(0, 0, 1, 1);
+        for (const [paint, alpha] of [[over, 1], [color, opacity]]) {
+            Object.assign(context, { fillStyle: paint, globalAlpha: alpha });
+            context.fillRect(0, 0, 1, 1);
+        }
         const linear = (part) => (part <= 0.03928 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4);
         const [r, g, b] = [...context.getImageData(0, 0, 1, 1).data].map((part) => linear(part / 255));
         return 0.2126 * r + 0.7152 * g + 0.0722 * b;
@@ -32,13 +34,18 @@ CONTRASTS = """async () => {
         }
         return LiteGraph.NODE_DEFAULT_BGCOLOR;
     };
-    const { element } = kit.widget("Model", "torch_compile_kit_report"), found = {};
+    const contrast = (element) => {
+        const { color, opacity } = getComputedStyle(element), over = behind(element);
+        const [one, other] = [luminance(color, over, Number(opacity)), luminance(over)];
+        return (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+    };
+    const { element } = kit.widget("Model", "torch_compile_kit_report");
+    const found = { tab: contrast(document.querySelector(".torch-compile-kit .quiet")) };
     for (const state of ["compiling", "ready", "faster", "unclear", "slower", "failed"]) {
         const line = { workflow: app.rootGraph.id, node: String(kit.node("Model").id), state, says: ["ready"], seconds: null };
         comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit.status", line);
         await kit.frames();
-        const [one, other] = [getComputedStyle(element).color, behind(element)].map(luminance);
-        found[state] = (Math.max(one, other) + 0.05) / (Math.min(one, other) + 0.05);
+        found[state] = contrast(element);
     }
     return found;
 }"""
@@ -309,17 +316,18 @@ def test_what_ended_a_prompt_stands_in_the_node_until_the_next_one(page, prompt)
 @BOTH
 @pytest.mark.parametrize("palette", ["dark", "light"])
 def test_a_line_can_be_read_in_both_themes(page, palette):
-    """Contrast of 4.5:1 at least between its colours and the node (WCAG 2.2, 1.4.3)."""
+    """Contrast of 4.5:1 at least between its colours and the node, and in the tab (WCAG 2.2, 1.4.3)."""
     page.js("(palette) => app.extensionManager.setting.set('Comfy.ColorPalette', palette)", palette)
     try:
         page.until(f"() => !!document.querySelector('html.dark-theme, body.dark-theme') === {str(palette == 'dark').lower()}")
         page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
         page.js("() => kit.frames()")
+        open_panel(page).locator(".quiet").first.wait_for()
         contrasts = page.js(CONTRASTS)
         page.picture(f"theme {palette} {'vue' if page.js('() => !!LiteGraph.vueNodesMode') else 'classic'}")
     finally:
         page.js("() => app.extensionManager.setting.set('Comfy.ColorPalette', 'dark')")
-    assert len(contrasts) == 6 and min(contrasts.values()) >= 4.5, contrasts
+    assert len(contrasts) == 7 and min(contrasts.values()) >= 4.5, contrasts
 
 
 # What a node is told where prompts have few steps, on a GPU.
