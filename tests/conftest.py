@@ -32,6 +32,12 @@ os.environ.setdefault("TQDM_DISABLE", "1")
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 # After each graph PyTorch else looks for garbage, 3 ms.
 os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+# Each source is compiled by g++ once in the session, also in processes whose caches are their own, and in xdist's workers; CI
+# gives all its sessions one folder.
+os.environ.setdefault("TORCH_COMPILE_KIT_COMPILED", str(BASE / "compiled"))
+COMPILERS = f"{ROOT / 'tests' / 'compilers'}{os.pathsep}"
+if shutil.which("g++") and not os.environ["PATH"].startswith(COMPILERS):
+    os.environ["PATH"] = COMPILERS + os.environ["PATH"]
 # One cache for the session: no test profits from an earlier session, and each graph is built only once.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(BASE / "inductor")
 

@@ -242,6 +242,8 @@ class Process:
         if where == "now":
             die()
         elif where == "compiling":
+            folders = os.environ["PATH"].split(os.pathsep)  # g++ itself: a copy of its result would be there too soon
+            os.environ["PATH"] = os.pathsep.join(folder for folder in folders if Path(folder).name != "compilers")
 
             def watch():
                 while not any((self.base / "tmp").rglob("*.cpp")):
