@@ -2,10 +2,9 @@
 
     python restart.py BASE ACTIONS
 
-ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `load=FILE`, `warm` (with `one`: one kind of
-block; with `attention`: with a kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of
-kernels), `save=NAME`, `after` (as `before`). BASE is the host's base directory; restarting is running it again with the same
-one.
+ACTIONS, separated by commas, in any order: `before` (a torch.compile without us), `warm` (with `one`: one kind of block; with
+`attention`: with a kernel of ours, as on a GPU; with `order`: after something has changed PyTorch's order of kernels), `after`
+(as `before`). BASE is the host's base directory; restarting is running it again with the same one.
 """
 
 import asyncio
@@ -74,9 +73,6 @@ def main(base, actions):
         torch._C._set_sdp_priority_order([3, 1, 2, 0, 4])
     counters.clear()
     with torch.inference_mode():
-        for action in actions:
-            if action.startswith("load="):
-                answer["loaded"] = module("engine.host.nodes.cache_files").load_cache(action.partition("=")[2])
         if "warm" in actions:
             patcher = tiny_models.build_patcher("flux")
             settings = module("engine.settings").CompileSettings(
@@ -97,9 +93,6 @@ def main(base, actions):
             expected, result = (one_step(p, positive, negative) for p in (patcher, compiled))
             answer["error"] = float((result - expected).abs().max() / expected.abs().max())
             answer |= {"graphs": stats.graphs, "from_disk": stats.from_disk, "seconds": stats.seconds}
-        for action in actions:
-            if action.startswith("save="):
-                answer["saved"] = str(module("engine.host.nodes.cache_files").save_cache(compiled, action.partition("=")[2])[0])
     # Of this process, where nothing is lowered; and how many compile processes there were.
     answer["lowered_here"] = sum(counters["inductor"][f"fxgraph_cache_{kind}"] for kind in ("hit", "miss", "bypass"))
     answer["processes"] = module("engine.compile_process.client").compile_process.started

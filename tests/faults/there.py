@@ -354,7 +354,9 @@ def read_only_cache(machine):
     kept = machine.store.rename(machine.kit / "kept")
     machine.store.write_text("not a folder")
     answer = machine.process("run", "run")
-    assert right(answer) and "cannot be used" in str(answer["said"]), answer
+    said = next(line for line in answer["said"] if "cannot be used" in line)
+    assert right(answer) and str(machine.store) in said, answer
+    assert len(list((machine.base / "home" / ".cache" / "torch-compile-kit" / "store").glob("*.code"))) == 1
     machine.store.unlink()
     kept.rename(machine.store)
     assert read(machine.process("run"))
@@ -387,7 +389,10 @@ def two_save(machine):
     answers = [machine.end(pid) for pid in both]
     assert all(right(answer) and not answer["raised"] for answer in answers), answers
     machine.entry.unlink()
-    assert read(machine.process("load=mine.tckcache", "run")) and not machine.leftovers()
+    answer = machine.process("load=mine.tckcache", "run")
+    assert read(answer) and not machine.leftovers()
+    assert all(word in answer["loaded"] for word in (machine.saved.name, "Flux")), answer["loaded"]
+    assert {file.suffix for file in machine.store.iterdir()} == {".code", ".json", ".key"}
 
 
 def two_read(machine):
