@@ -5,7 +5,6 @@ from devtools.prompts import MODEL_FILES, MODEL_NODE, WARMUP_NODE
 EMPTY = {
     "flux": "EmptySD3LatentImage",
     "qwen_image": "EmptySD3LatentImage",
-    "sdxl": "EmptyLatentImage",
     "wan": "EmptyHunyuanLatentVideo",
 }
 LENGTHS = {"wan": 5}

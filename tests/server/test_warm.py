@@ -41,7 +41,7 @@ def loras(server, tiny):
     folder = server.base / "models" / "loras"
     folder.mkdir(exist_ok=True)
     for name in EMPTY:
-        layers = ("linear1", "img_attn.qkv", "self_attn.q", "attn.to_q", "attn1.to_q")
+        layers = ("linear1", "img_attn.qkv", "self_attn.q", "attn.to_q")
         safetensors.torch.save_file(lora_file(tiny.build_patcher(name), layers=layers), folder / f"tiny-{name}.safetensors")
 
 
@@ -88,7 +88,6 @@ def real_work(name, prompt, cfg):
     [
         ("flux", "eager"),
         pytest.param("wan", "eager", marks=pytest.mark.rest),
-        pytest.param("sdxl", "eager", marks=pytest.mark.rest),
         pytest.param("qwen_image", "inductor", marks=pytest.mark.rest),
     ],
 )
