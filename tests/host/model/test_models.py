@@ -41,8 +41,9 @@ def loaded(name, tiny, model_files):
     return tiny.build_patcher(name)
 
 
-# Inductor's own code of whole models; of one kind of block in the first part.
-MORE_CODE = [pytest.param(name, "inductor", marks=pytest.mark.rest) for name in ("flux", "wan", "qwen_image")]
+# Inductor's own code of a whole model; of one kind of block in the first part. Flux and SDXL: test_lowered_elsewhere.py,
+# Qwen-Image on a server: server/test_warm.py.
+MORE_CODE = [pytest.param("wan", "inductor", marks=pytest.mark.rest)]
 
 
 # SD3's and Qwen-Image's blocks are like Flux' double ones.
