@@ -8,20 +8,13 @@ from paging import Buffers, own_streams, paged
 
 pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
 
-# Layers between their blocks, or blocks in another order than they are written down in. Once all of SWEPT passed.
-INTERLEAVED = [
-    "sdxl", "cascade_c", "flux2", "hunyuan_image21", "wan_vace", "wan_s2v", "wan_animate", "wan_dancer", "omnigen2", "boogu",
-    "kandinsky5", "triposplat", "lumina2", "z_image",
-]  # fmt: skip
+# One of each way in which a model runs layers between its blocks, or blocks in another order than they are written down in, and
+# three that people use; once all of SWEPT passed.
+FIRST = ["flux2", "wan_vace", "omnigen2"]
+OTHERS = ["sdxl", "wan_s2v", "z_image"]
 
 
-# One of each way in which a model runs layers between its blocks; the others are what CI runs beside.
-FIRST = {"flux2", "wan_vace", "omnigen2"}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name in FIRST else pytest.param(name, marks=pytest.mark.rest) for name in INTERLEAVED]
-)
+@pytest.mark.parametrize("name", [*FIRST, *(pytest.param(name, marks=pytest.mark.rest) for name in OTHERS)])
 def test_weights_that_come_through_shared_buffers(name, engine, monkeypatch):
     """Layers outside the blocks are fetched through the same two buffers, by the host, wherever a model runs them."""
     own_streams(engine, monkeypatch)

@@ -13,7 +13,6 @@ from support import relative_error, wait_until_compiled
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
-MODES = ["in background", pytest.param("before first image", marks=pytest.mark.rest)]
 FORMATS = "float8_e4m3fn", "int8_tensorwise", "mxfp8", "nvfp4", "convrot_w4a4", "asym_w4a8_int8"
 # Each format once; int8 is computed in the same way either way.
 FIRST = {("float8_e4m3fn", True), ("int8_tensorwise", False), ("mxfp8", False), ("nvfp4", True), ("convrot_w4a4", False)}
@@ -107,7 +106,6 @@ def lora_patches(patcher):
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("format_name", "native", "rounded"),
     [
@@ -117,7 +115,7 @@ def lora_patches(patcher):
         ("convrot_w4a4", False, True),
     ],
 )
-def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, rounded, mode, tiny, engine, monkeypatch):
+def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, rounded, tiny, engine, monkeypatch):
     """For products in the weight's format, which not every GPU has.
 
     On a CPU the host's paged layers leave LoRA out: the image to compare with is that of other layers, which round nothing.
@@ -136,7 +134,7 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
     with paged(monkeypatch, runs.patcher.model):
         for layer, patch in patches.items():
             layer.weight_lowvram_function = patch
-        compiled = runs.attach(runs.patcher, compile_when=mode)
+        compiled = runs.attach(runs.patcher, compile_when="in background")
         for _ in range(2):
             assert (relative_error(runs.run(compiled), expected) > 1e-3) == rounded
             wait_until_compiled(engine)
@@ -144,9 +142,8 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("assigned", [False, True])
-def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, mode, tiny, engine, monkeypatch):
+def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, tiny, engine, monkeypatch):
     """In fp8, but where the loader assigns a bf16 file's tensors, as under dynamic VRAM: there only the pages are in fp8."""
     import comfy.memory_management
     import comfy.model_patcher
@@ -168,7 +165,7 @@ def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, mo
         with paged(monkeypatch, runs.patcher.model) as pages:
             pages.resident = set(pages.layers)
             images.append(runs.run(runs.patcher))
-            compiled = runs.attach(runs.patcher, compile_when=mode)
+            compiled = runs.attach(runs.patcher, compile_when="in background")
             for _ in range(2):
                 assert relative_error(runs.run(compiled), images[-1]) < 1e-4
                 wait_until_compiled(engine)
@@ -176,15 +173,14 @@ def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, mo
     assert (relative_error(*images) > 1e-2) is not assigned
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_layers_with_lora_in_low_memory_compute_as_the_hosts_do(mode, tiny, engine, monkeypatch):
+def test_layers_with_lora_in_low_memory_compute_as_the_hosts_do(tiny, engine, monkeypatch):
     """In full precision, though the GPU has products in the weight's format."""
     runs = Runs(tiny, engine, "flux", cfg=1.0, only="single_blocks.*")
     runs.patcher = loaded(quantised(runs.patcher.model.diffusion_model.state_dict(), "float8_e4m3fn"), True, monkeypatch)
     load_partly(runs.patcher, 0.0)
     patched = lora(runs.patcher)
     expected = runs.run(patched)
-    compiled = runs.attach(patched, compile_when=mode)
+    compiled = runs.attach(patched, compile_when="in background")
     for _ in range(2):
         assert relative_error(runs.run(compiled), expected) < 1e-4
         wait_until_compiled(engine)
