@@ -32,7 +32,7 @@ def answer(process):
 
 @pytest.mark.rest
 def test_workers_that_start_at_once_compile_each_graph_once(tmp_path, place):
-    processes = [start(tmp_path / str(number), place) for number in range(8)]
+    processes = [start(tmp_path / str(number), place) for number in range(4)]
     answers = [answer(process) for process in processes]
     assert sum(found["compiled"] for found in answers) == 2, answers
     assert all(found["compiled"] + found["taken"] == 2 for found in answers), answers
