@@ -36,6 +36,8 @@ NEAR_DUPLICATES = set(
     joyimage_edit pid pid15 ltxv_i2v ltxav_connectors ltxav_23 anima cosmos1_i2v cosmos_predict2_i2v cogvideox_5b
     cogvideox_i2v cogvideox15_i2v cogvideox_inpaint kandinsky5_i2v minimax_h3_keyframe ace_step15_codes
     ace_step15_timbre stable_audio3 hunyuan3d_v2_turbo
+    zero123 sdxl_refiner flux_kontext ovis longcat hunyuan_video_i2v hunyuan_image21_refiner hunyuan_video_15_sr
+    wan21_i2v wan22_5b wan_camera qwen_image_edit kandinsky5_image
     """.split()  # noqa: SIM905
 )
 
@@ -82,9 +84,15 @@ class Outcome:
     torch: str = ""
 
 
-def runs_of(setup) -> list[dict]:
-    """Arguments of `Setup.inputs`: the first shape twice (steps), then sizes, prompts, batches, then all of them again."""
+def runs_of(setup, brief: bool = False) -> list[dict]:
+    """Arguments of `Setup.inputs`: the first shape twice (steps), then sizes, prompts, batches, then all of them again.
+
+    Args:
+        brief: another size and another batch alone, for models that are traced anew for each.
+    """
     batch = setup.max_batch or 2
+    if brief:
+        return [{"size": 1, "batch": batch}, {"size": 0, "batch": 1}]
     changes = [{"size": 1, "batch": batch}]
     if setup.text is not None and not setup.fixed_tokens:
         changes.append({"size": 0, "batch": batch, "tokens": setup.tokens + 9})
@@ -94,18 +102,19 @@ def runs_of(setup) -> list[dict]:
     return changes
 
 
-def run_setup(engine, setup, backend: str = "eager", **settings) -> Outcome:
+def run_setup(engine, setup, backend: str = "eager", brief: bool = False, **settings) -> Outcome:
     """Compile `setup` and compare every run with eager: in the background both while code is made and when it is there.
 
     Args:
         engine: engine("settings") is that module of the loaded pack.
+        brief: see `runs_of`.
     """
     # On a CPU convolutions choose their kernel by size, with a guard for each choice; GPUs do not.
     with torch.backends.mkldnn.flags(enabled=False):
-        return _run_setup(engine, setup, backend, settings)
+        return _run_setup(engine, setup, backend, runs_of(setup, brief), settings)
 
 
-def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
+def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) -> Outcome:
     began = time.process_time()
     report = engine("notices.report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, **settings})
@@ -139,11 +148,11 @@ def _run_setup(engine, setup, backend: str, settings: dict) -> Outcome:
         clear_state(network)
         call(model, setup.inputs(model=model, percent=0.4, **first))
     outcome.groups = len(forms)
-    compare(percent=0.6, **first)
-    for shape in runs_of(setup):
+    compare(percent=0.6, calls=1, **first)
+    for shape in shapes:
         compare(**shape)
     outcome.graphs_after = graphs() - outcome.graphs
-    for shape in [first, *runs_of(setup)]:
+    for shape in [first, *shapes[::2]]:
         compare(percent=0.8, calls=1, **shape)  # the code is there
     outcome.graphs_again = graphs() - outcome.graphs - outcome.graphs_after
     stats = report.stats_for(network, chosen)
