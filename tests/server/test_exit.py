@@ -1,5 +1,6 @@
 """A real server that is told to end while code is compiled in the background."""
 
+import os
 import signal
 from pathlib import Path
 
@@ -18,7 +19,11 @@ def test_it_ends_as_without_the_pack(told, code, model_files, tmp_path, monkeypa
     models = Path(next(iter(model_files.values()))).parents[1]
     (tmp_path / "models").symlink_to(models, target_is_directory=True)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    monkeypatch.delenv("TORCHINDUCTOR_VEC_ISA_OK")  # PyTorch waits for one process after the other
+    compiler = tmp_path / "compilers" / "g++"
+    compiler.parent.mkdir()
+    compiler.write_text("#!/bin/sh\nsleep 20\nexit 1\n")  # takes no core meanwhile
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{compiler.parent}{os.pathsep}{os.environ['PATH']}")
     with Server(inprocess.host_folder(), tmp_path, inprocess.has_gpu()) as server:
         shipped = prompts.to_api(prompts.load(), server.get("/object_info"))
         prompt = prompts.shrink(shipped, width=64, height=64, steps=2)
@@ -33,7 +38,13 @@ def test_it_ends_as_without_the_pack(told, code, model_files, tmp_path, monkeypa
 
         wait_until(is_compiling, "code is compiled in the background")
         process = psutil.Process(server.process.pid)
-        started = wait_until(lambda: process.children(recursive=True), "PyTorch has started a process")
+
+        def both():
+            """The compile process, and the compiler that it has started."""
+            found = process.children(recursive=True)
+            return len(found) > 1 and found
+
+        started = wait_until(both, "PyTorch has started a process")
         assert is_compiling()
         server.process.send_signal(told)
         assert server.process.wait(60) == code, server.log()[-3000:]
