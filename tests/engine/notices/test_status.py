@@ -31,7 +31,7 @@ def node(engine, clock, monkeypatch):
         stats=types.SimpleNamespace(graphs=0),
         code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
     )
-    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[])
+    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waited=0)
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
     found.code = code
@@ -115,6 +115,14 @@ def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeyp
     monkeypatch.setattr(engine("notices.status").time, "monotonic", another_thread_says_ready)
     node.tell()
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
+
+
+def test_while_the_compiler_is_imported_the_line_says_that_compiling_comes_next(node, clock):
+    run(node, clock, [1.0])
+    assert said(node)[0] == ""
+    node.code.waited = 3
+    run(node, clock, [1.0])
+    assert said(node) == ("unclear", ["beginsNext"])
 
 
 def test_a_run_begins_while_the_thread_that_compiles_tells_the_line(node, monkeypatch):
