@@ -101,7 +101,7 @@ class Binding:
 
     @property
     def paged(self) -> bool:
-        return self._weights is not None and self._weights.paged and not self.call.waits
+        return self._weights is not None and self._weights.paged
 
     @contextmanager
     def bound(self) -> Iterator[None]:
@@ -134,7 +134,7 @@ class Binding:
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:
         the block before them has begun to fetch these."""
-        if self.call.waits or self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
+        if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
             code.eager.clear()
             code.parts.clear()
             return {}
@@ -143,8 +143,8 @@ class Binding:
         code.parts = Counter(type(part).__name__ for part in choice.parts)
         effort = Effort(Counter(map(kind_of, choice.compiled))) if choice.left_out else None
         places = self._weights.of_block if self._weights is not None else {}
-        compiled = dict.fromkeys(choice.compiled)
-        code.bound = choice.compiled
+        compiled = {} if self.call.waits else dict.fromkeys(choice.compiled)
+        code.bound = list(compiled)
         runs = {}
         for block in dict.fromkeys([*self._free, *compiled]):
             weights = places.get(id(block))
