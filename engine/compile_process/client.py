@@ -295,7 +295,12 @@ class CompileProcess:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     return self._ask(request, measures)
+                except LoweringFailed:
+                    if self._running is None or self._running.sees_cards or attempt == ATTEMPTS:
+                        raise
+                    measures = True  # as far as anybody knows nothing else asks a card
                 except Lost as error:
+                    measures = True  # whatever it was, the next process is as plain as can be
                     if attempt < ATTEMPTS:
                         logger.warning("%s Another one is started.", error)
                     elif isinstance(error, NotStarted):
@@ -413,7 +418,8 @@ class CompileProcess:
             **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
             **os.environ,
             **scratch,
-            **({"CUDA_VISIBLE_DEVICES": "-1"} if cards else {}),
+            # Workers that are no fork would not know the cards.
+            **({"CUDA_VISIBLE_DEVICES": "-1", "TORCHINDUCTOR_WORKER_START": "fork"} if cards else {}),
         }
         try:
             process = subprocess.Popen(

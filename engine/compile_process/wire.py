@@ -88,7 +88,9 @@ class _Writer:
         self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
         self._described: list[list] = []
         self._sources: dict[str, str] = {}  # digests by module
-        self._kernels = private.sdpa_backends(with_priority=True)  # of attention, those that may run, the preferred first
+        # Of attention, the kernels that may run, the preferred first, and the order of all.
+        self._kernels = private.sdpa_backends(with_priority=True)
+        self._order = list(self._kernels)
         # Memory that inputs share matters where the graph writes to some of it.
         self._storages: dict[int, tuple[int, torch.dtype]] | None = {} if any(map(may_write, graph.graph.nodes)) else None
 
@@ -187,8 +189,14 @@ class _Writer:
     def _is_order_of_kernels(self, node: fx.Node) -> bool:
         """Whether it is what `sdpa_kernel` puts into a graph; then it holds for the attention after it."""
         if node.target is private.sdpa_kernel:
-            named = [kernel.args[0] if isinstance(kernel, fx.Node) else kernel.name for kernel in node.args[0]]
+            kernels, *in_order = node.args
+            named = [kernel.args[0] if isinstance(kernel, fx.Node) else kernel.name for kernel in kernels]
             self._kernels = [getattr(torch.nn.attention.SDPBackend, name) for name in named]
+            others = [kernel for kernel in self._order if kernel not in self._kernels]
+            if any(in_order):
+                self._order = self._kernels + others
+            else:
+                self._kernels.sort(key=(self._order + self._kernels).index)
         return node.target in (private.sdpa_kernel, private.backend_from_string)
 
     def _value(self, value: Any) -> Any:

@@ -64,6 +64,14 @@ def _additive(mask: torch.Tensor | None, masked: float, dtype: torch.dtype) -> t
     return torch.where(mask, 0.0, torch.full((), masked, dtype=dtype, device=mask.device))
 
 
+def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """As autocast does with the arguments of the function that is called, but not of its kernels."""
+    if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
+        return tensor
+    is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type)) if is_cast else tensor
+
+
 def _padded(tensor: torch.Tensor, size: Any) -> torch.Tensor:
     missing = -size % _ALIGNMENT
     return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor
@@ -73,6 +81,7 @@ def _as_called(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
     """With the arguments of `scaled_dot_product_attention`."""
 
     def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+        query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))
         return kernel(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
 
     attend.__name__ = attend.__qualname__ = kernel.__name__  # PyTorch pickles it by name

@@ -91,6 +91,26 @@ def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatc
     assert not compile_process._running.sees_cards
 
 
+@pytest.mark.parametrize("lacks", ["Triton", "what a setting asks a card for"])
+def test_what_fails_without_the_cards_is_tried_with_them(engine, process, monkeypatch, tmp_path, lacks):
+    """Then the user reads what that says: here that there is no card. A process that does not start would say nothing."""
+    compile_process, cards = process
+    cards.append(H100)
+    monkeypatch.setattr(engine("torch_compat.attention"), "kernel_for", lambda _node, _enabled: "flash_attention")
+    request = request_of(engine, engine("settings").CompileSettings().inductor_options())
+    if lacks == "Triton":
+        (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
+        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    else:
+        monkeypatch.setenv("TORCHINDUCTOR_BENCHMARK_FUSION", "1")
+    compile_process.start()
+    assert not compile_process._running.sees_cards
+    failed = engine("compile_process.client").LoweringFailed
+    with pytest.raises(failed):
+        compile_process.lower(request.text, measures=request.measures)
+    assert compile_process._running.sees_cards
+
+
 def test_a_mode_that_tunes_kernels_is_shown_the_cards(engine, process):
     compile_process, cards = process
     cards.append(H100)

@@ -383,6 +383,35 @@ def test_attention_goes_over_with_the_kernel_that_it_gets_here(engine):
         assert kernels_of(engine, lambda q: (plain(q),)) == ["math"]
 
 
+@pytest.mark.parametrize("in_order", [False, True])
+def test_an_order_of_kernels_holds_where_it_was_asked_for(engine, in_order):
+    order, within = [SDPBackend.MATH, SDPBackend.FLASH_ATTENTION], []
+    before = torch.nn.attention._cur_sdpa_kernel_backends(with_priority=True)
+    note = lambda _node, enabled: within.append(list(enabled)) or "math"  # noqa: E731
+
+    def chosen(q):
+        with sdpa_kernel(order, set_priority=in_order):
+            first = functional.scaled_dot_product_attention(q, q, q)
+        return (functional.scaled_dot_product_attention(first, q, q),)
+
+    attention = engine("torch_compat.attention")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "kernel_for", note)
+        kernels_of(engine, chosen)
+    assert within == [order if in_order else [k for k in before if k in order], before]
+
+
+def test_attention_under_autocast(engine):
+    def plain(q):
+        return (functional.scaled_dot_product_attention(q, q, q, scale=0.3),)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        assert kernels_of(engine, plain) == ["flash_attention"]
+        q = torch.randn(1, 2, 8, 16)
+        kernel = engine("torch_compat.attention").KERNELS["math"]
+        assert kernel(q, q, q).dtype is plain(q)[0].dtype is torch.bfloat16
+
+
 def test_a_mask_of_bools_is_what_pytorch_makes_of_it(engine):
     mask = torch.rand(1, 1, 8, 8) > 0.5
     mask[..., 0] = True
