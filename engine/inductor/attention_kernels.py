@@ -132,9 +132,10 @@ class AttentionSurvey:
         """Have kernels loaded that calls like these may take, on any thread: of small tensors, beside a model that samples."""
         for queries, keys, _values, _mask, scale in _costliest(self.calls) if self._suits_cudnn() else ():
             shapes = [(1, spec.shape[1], min(spec.shape[2], _PREPARED_TOKENS), spec.shape[3]) for spec in (queries, keys, keys)]
-            with suppress(RuntimeError), torch.cuda.stream(torch.cuda.Stream(queries.device)):  # no memory, or no such kernel
-                tensors = [torch.zeros(shape, dtype=queries.dtype, device=queries.device) for shape in shapes]
-                attention.cudnn_attention(*tensors, scale=scale)  # does not switch the others off, as `sdpa_kernel` does
+            with suppress(RuntimeError):  # no memory
+                q, k, v = (torch.zeros(shape, dtype=queries.dtype, device=queries.device) for shape in shapes)
+                if _can_run("cudnn", q, k, v, None):
+                    attention.cudnn_attention(q, k, v, scale=scale)  # `sdpa_kernel` would switch the other kernels off
 
     def _suits_cudnn(self) -> bool:
         return {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS

@@ -1,5 +1,6 @@
 """A real server that is told to end while code is compiled in the background."""
 
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -31,12 +32,16 @@ def test_it_ends_as_without_the_pack(told, code, model_files, tmp_path, monkeypa
         model = prompt.pop(warmup)["inputs"]["model"]
         for node in prompt.values():
             node["inputs"] = {name: model if value == [warmup, 0] else value for name, value in node["inputs"].items()}
-        server.queue(prompt)
+        seeds = itertools.count(1)
 
         def is_compiling():
             return any(model["being_compiled"] for model in server.get("/torch-compile-kit/report")["models"])
 
-        wait_until(is_compiling, "code is compiled in the background")
+        def is_compiling_after_a_prompt():  # the first ones come before the compiler is imported
+            server.queue(prompts.change(prompt, "KSampler", seed=next(seeds)))
+            return is_compiling()
+
+        wait_until(is_compiling_after_a_prompt, "code is compiled in the background")
         process = psutil.Process(server.process.pid)
 
         def both():

@@ -1,13 +1,14 @@
 """Give a model the attention kernel that is fastest for it, unless the user or another node has chosen one."""
 
 import functools
-import threading
+import weakref
 from collections.abc import Callable
 
 import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
+from ...background.thread import Job, compiler
 from ...cache.code_store import current
 from ...cache.structure import name_of
 from ...compile.traced_graph import gpu_locks
@@ -17,7 +18,6 @@ from ...log import logger
 from ...options.outside import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
-from ...threads import started
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
@@ -26,8 +26,8 @@ OPTIONS_AT = 5
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
 # The same, as measured in this process, by structure and input: ComfyUI may free a model after each prompt.
 _measured: dict[tuple[str, str], str] = {}
-# Per model, the survey whose kernels a thread makes ready, and that thread.
-_being_prepared: PerModel[list[tuple[AttentionSurvey, threading.Thread]]] = PerModel(lambda _network: [])
+# Per model, the survey whose kernels the worker makes ready, and that job.
+_being_prepared: PerModel[list[tuple[AttentionSurvey, Job]]] = PerModel(lambda _network: [])
 # Cards on which this process has made kernels ready.
 _prepared: set[torch.device] = set()
 # Modules in which ComfyUI 0.38 keeps the attention that a checkpoint or a LoRA asks for (comfy/ldm/modules/attention.py).
@@ -59,7 +59,7 @@ def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = Tru
 
     Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments.
     That is the sampler's own call: another pack may count calls, or draw random numbers. Unless the call is `synchronous`,
-    kernels are first made ready on a thread of their own, and measured after a later call: loading cuDNN's takes 1 to 2 s.
+    kernels are first made ready on the worker thread, and measured after a later call: loading cuDNN's takes 1 to 2 s.
     """
     options = args[OPTIONS_AT]
     if wanted == "comfyui" or OVERRIDE in options or not _can_measure(args[0].device):
@@ -75,8 +75,9 @@ def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = Tru
             # To measure a kernel is to switch the others off, for the process, and other threads call other GPUs.
             return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
         elif being_prepared := _being_prepared(network):
-            survey, thread = being_prepared[0]
-            return args, (lambda: None) if thread.is_alive() else functools.partial(_choose, base_model, survey)
+            survey, job = being_prepared[0]
+            is_ready = synchronous or job.over
+            return args, functools.partial(_choose, base_model, survey) if is_ready else lambda: None
         else:
             survey = AttentionSurvey(wanted)
             choose = _choose if synchronous or not _must_prepare(args[0].device) else _prepare
@@ -119,9 +120,9 @@ def _prepare(base_model, survey: AttentionSurvey) -> None:
             survey.prepare()
         _prepared.add(device)
 
-    thread = threading.Thread(target=prepare, name="torch-compile-kit attention", daemon=True)
-    _being_prepared(base_model.diffusion_model).append((survey, thread))
-    started(thread)
+    job = Job(weakref.ref(survey), prepare, device)
+    _being_prepared(base_model.diffusion_model).append((survey, job))
+    compiler.submit(job)
 
 
 def _choose(base_model, survey: AttentionSurvey) -> None:

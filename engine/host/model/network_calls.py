@@ -57,11 +57,13 @@ class NetworkCalls:
         self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object], told: AbstractContextManager | None = None
     ) -> object:
         """Make the call `run`, of a latent of `size` numbers, within the context `told`."""
-        network = loaded.network
-        call.waits = not call.synchronous and self.settings.backend != "cudagraphs" and not is_imported()
+        network, code = loaded.network, code_of(loaded.network)
+        may_wait = not call.synchronous and self.settings.backend != "cudagraphs"
+        call.waits = may_wait and not code.compiles and not is_imported()
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
-            way = self._while_importing(code_of(network), call, way)
+            way = self._while_importing(code, call, way)
+            code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
@@ -73,7 +75,9 @@ class NetworkCalls:
                 if way is Way.MEASURED:
                     run = functools.partial(measure, network, loaded.device, size, call, run, has_convolutions(network))
                 result = run()
-                code_of(network).eager_calls += call.uncompiled
+                code.eager_calls += call.uncompiled
+                if call.ran and not call.waits:
+                    code.waited = 0
             return result
 
     @staticmethod
@@ -83,9 +87,8 @@ class NetworkCalls:
             code.waited += 1
             if way is not Way.REPLAYED or code.waited > CALLS_TO_REPLAY:
                 import_ahead()
-        elif code.waited:
-            code.waited = 0
-            return Way.COMPILED if way is Way.REPLAYED else way  # a replay traces nothing
+        elif code.waited and way is Way.REPLAYED:
+            return Way.COMPILED  # a replay traces nothing
         return way
 
 
@@ -116,6 +119,8 @@ def end_run(base_model: nn.Module) -> None:
     network = getattr(base_model, "diffusion_model", base_model)
     graphs_of(network).model.new_run()
     payback_of(network).end_run(network)
+    if code_of(network).waited:  # nothing samples
+        import_ahead()
 
 
 def raise_if_interrupted() -> None:

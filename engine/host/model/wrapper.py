@@ -59,6 +59,7 @@ class BlockCompiler:
         options = args[OPTIONS_AT]
         inputs = str(x.shape), shapes_of(args[2:4], kwargs), control is not None, _patches_in(options)
         self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
+        code.replays_operators = False
         before, waits = (code.eager_calls, monitor.compilations, graphs.captures + graphs.checks), compiler.awaited
         try:
             result = self._call(executor, *args, **kwargs)
@@ -68,9 +69,11 @@ class BlockCompiler:
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures + graphs.checks
         # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
         beside = eager_calls > before[0] and x.device.type == "cpu"
-        self.status.ends(eager_calls > before[0], waits or beside or tuple(other) != before[1:])
+        # Replayed operators are neither steps without this pack nor what comes of compiling.
+        one_off = waits or beside or code.replays_operators or tuple(other) != before[1:]
+        self.status.ends(eager_calls > before[0], one_off)
         sizes, shape = watch_of(network).sizes, x.shape
-        if eager_calls == before[0] and shape not in sizes:
+        if eager_calls == before[0] and not code.replays_operators and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
 

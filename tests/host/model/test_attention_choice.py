@@ -87,8 +87,7 @@ def test_kernels_are_made_ready_beside_uncompiled_calls(engine, monkeypatch):
     after()
     assert meanwhile is args and choice.chosen_kernel(model.diffusion_model, "auto") is None
     ready.set()
-    while threads := [t for t in threading.enumerate() if t.name == "torch-compile-kit attention"]:
-        threads[0].join(60)
+    assert engine("background.thread").compiler.wait(60)
     _, after = choice.with_attention("auto", model, args, False)
     after()
     assert choice.chosen_kernel(model.diffusion_model, "auto") == "cudnn"

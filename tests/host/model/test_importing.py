@@ -20,7 +20,7 @@ class Importing(Runs):
     """
 
     def __init__(self, tiny, engine, monkeypatch, **settings):
-        super().__init__(tiny, engine, "flux", cfg=1.0, steps=6)
+        super().__init__(tiny, engine, "flux", cfg=1.0, steps=settings.pop("steps", 6))
         self.is_imported, self.asked, self.settings = False, [], settings
         self.may_lower = threading.Event()
         self.may_lower.set()
@@ -91,6 +91,32 @@ def test_with_graphs_operators_are_replayed_until_then(flux, engine, monkeypatch
     assert relative_error(flux.image(), plain) < 1e-5
     assert flux.captured.replays > replays and flux.code.eager_calls == eager
     assert flux.captured.differences == 0
+
+
+def test_a_model_of_few_steps_has_the_compiler_imported_between_its_prompts(tiny, engine, monkeypatch):
+    """A checkpoint for two steps that is freed after each prompt never comes to a replay."""
+    short = Importing(tiny, engine, monkeypatch, steps=2)
+    record(engine, monkeypatch)
+    short.image()
+    assert short.asked == [2] and short.captured.replays == 0
+
+
+def test_the_call_that_is_to_be_traced_may_end_before_a_block(flux, engine, monkeypatch):
+    plain = flux.run(flux.patcher)
+    capture_again(engine, monkeypatch)
+    flux.image()
+    flux.is_imported = True
+
+    def stop(_module, _args):
+        hook.remove()
+        raise InterruptedError
+
+    hook = flux.network.register_forward_pre_hook(stop)
+    with pytest.raises(InterruptedError):
+        flux.image()
+    assert relative_error(flux.image(), plain) < 1e-5
+    flux.made()
+    assert flux.code.compiles
 
 
 def test_by_default_the_operators_are_replayed_until_code_is_there(flux, engine, monkeypatch):
