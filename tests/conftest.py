@@ -132,17 +132,8 @@ def engine():
     return load
 
 
-def always_imported():
-    return True
-
-
 def without_bounds():
-    """On a busy machine, or before the compiler is imported, blocks would be traced in later calls than those of a test; see
-    `test_trace_limits.py` and `test_importing.py`."""
-    calls = sys.modules.get(f"{PACKAGE}.engine.host.model.network_calls")
-    if calls is not None and not hasattr(calls, "bounds_taken_off"):
-        calls.bounds_taken_off = True
-        calls.is_imported = always_imported
+    """On a machine that is busy blocks would be traced in later calls than those of a test; see `test_trace_limits.py`."""
     binding = sys.modules.get(f"{PACKAGE}.engine.compile.binding")
     if binding is not None and not hasattr(binding, "bounds_taken_off"):
         binding.bounds_taken_off = True

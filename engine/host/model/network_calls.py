@@ -30,6 +30,8 @@ from .payback import payback_of
 
 # A call that may load weights, the capture, and a replay; what has no graph by then gets none.
 CALLS_TO_REPLAY = 3
+# On a CPU calls would share its cores with the import.
+may_wait: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
 
@@ -58,8 +60,8 @@ class NetworkCalls:
     ) -> object:
         """Make the call `run`, of a latent of `size` numbers, within the context `told`."""
         network, code = loaded.network, code_of(loaded.network)
-        may_wait = not call.synchronous and self.settings.backend != "cudagraphs"
-        call.waits = may_wait and not code.compiles and not is_imported()
+        waits = not call.synchronous and self.settings.backend != "cudagraphs" and may_wait(loaded.device)
+        call.waits = waits and not code.compiles and not is_imported()
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
             way = self._while_importing(code, call, way)
