@@ -38,6 +38,7 @@ class ModelCode:
         traced: for how many seconds blocks were traced in this run; `lowered`: of them, graphs were lowered inside.
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
         waited: how many calls ran uncompiled since the compiler was not imported yet; 0 again once one has run that did not.
+        waits_since: when they began, by `time.monotonic`, and how many calls had been replayed by then.
         replays_operators: the call of now is replayed, if it is, without the code that is to come.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
@@ -61,6 +62,7 @@ class ModelCode:
         self.traced = self.lowered = 0.0
         self.put_off = 0
         self.waited = 0
+        self.waits_since = 0.0, 0
         self.replays_operators = False
         self._new_groups: Counter[tuple] = Counter()
         self._over_limit: list[tuple[BlockState, tuple]] = []

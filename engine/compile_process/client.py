@@ -291,15 +291,18 @@ class CompileProcess:
         """
         if patient and time.monotonic() < self._not_before:
             raise Postponed("the compile process does not start")
+        failed: LoweringFailed | None = None
         with self._lock:
             for attempt in range(1, ATTEMPTS + 1):
                 try:
                     return self._ask(request, measures)
-                except LoweringFailed:
+                except LoweringFailed as error:
                     if self._running is None or self._running.sees_cards or attempt == ATTEMPTS:
                         raise
-                    measures = True  # as far as anybody knows nothing else asks a card
+                    failed, measures = error, True  # as far as anybody knows nothing else asks a card
                 except Lost as error:
+                    if failed is not None:
+                        raise failed from error
                     measures = True  # whatever it was, the next process is as plain as can be
                     if attempt < ATTEMPTS:
                         logger.warning("%s Another one is started.", error)

@@ -128,14 +128,18 @@ class AttentionSurvey:
                 why = f"this card cannot run it for {shape} {q.dtype}; set attention to auto."
                 raise InvalidSetting("attention", self.wanted, why)
 
-    def prepare(self) -> None:
-        """Have kernels loaded that calls like these may take, on any thread: of small tensors, beside a model that samples."""
+    def prepare(self) -> bool:
+        """Have kernels loaded that calls like these may take, on any thread: of small tensors, beside a model that samples.
+        Returns whether some were."""
+        some = False
         for queries, keys, _values, _mask, scale in _costliest(self.calls) if self._suits_cudnn() else ():
             shapes = [(1, spec.shape[1], min(spec.shape[2], _PREPARED_TOKENS), spec.shape[3]) for spec in (queries, keys, keys)]
             with suppress(RuntimeError):  # no memory
                 q, k, v = (torch.zeros(shape, dtype=queries.dtype, device=queries.device) for shape in shapes)
                 if _can_run("cudnn", q, k, v, None):
                     attention.cudnn_attention(q, k, v, scale=scale)  # `sdpa_kernel` would switch the other kernels off
+                    some = True
+        return some
 
     def _suits_cudnn(self) -> bool:
         return {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS

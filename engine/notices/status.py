@@ -242,7 +242,7 @@ class Status(Line):
         if not any(group.stats.graphs for group in groups):
             put_off = watch_of(network).put_off()
             if put_off is None:
-                return BEGINS_NEXT if code.waited else News()
+                return BEGINS_NEXT if code.waited and not code.uncalled else News()
             runs, name = put_off
             return News("unclear", told("putOff", runs), begins=name) if runs else BEGINS_NEXT
         state, steps = self._compared()

@@ -55,7 +55,7 @@ def way_of_call(
     code = code_of(network)
     if pays or (not call.synchronous and (call.waits or code.is_being_compiled)):
         return Way.REPLAYED
-    if graphs_of(network).graphs and code.compiles and not payoff_of(network).pay_to:
+    if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
         graphs_of(network).drop()
     return Way.MEASURED if pays is None else Way.COMPILED
 

@@ -76,11 +76,10 @@ def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = Tru
             return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
         elif being_prepared := _being_prepared(network):
             survey, job = being_prepared[0]
-            is_ready = synchronous or job.over
-            return args, functools.partial(_choose, base_model, survey) if is_ready else lambda: None
+            return args, lambda: _choose(base_model, survey) if synchronous or job.over else None
         else:
             survey = AttentionSurvey(wanted)
-            choose = _choose if synchronous or not _must_prepare(args[0].device) else _prepare
+            choose = _choose if synchronous or wanted != "auto" or not _must_prepare(args[0].device) else _prepare
             return _with_override(args, survey), functools.partial(choose, base_model, survey)
     override = override_for(chosen[wanted])
     return (args if override is None else _with_override(args, override)), None
@@ -105,6 +104,11 @@ def _is_kept(wanted: str) -> bool:
     return wanted == "auto" and getattr(host_attention.optimized_attention, "__name__", "") == HOST_FUNCTION
 
 
+def is_being_prepared(network: nn.Module) -> bool:
+    """Whether kernels of attention are made ready for the network, or are to be measured next."""
+    return bool(_being_prepared(network))
+
+
 def _must_prepare(device: torch.device) -> bool:
     return device.type == "cuda" and device not in _prepared
 
@@ -117,10 +121,10 @@ def _prepare(base_model, survey: AttentionSurvey) -> None:
 
     def prepare() -> None:
         with gpu_locks[device]:  # a capture bears no other work on its card
-            survey.prepare()
-        _prepared.add(device)
+            if survey.prepare():
+                _prepared.add(device)
 
-    job = Job(weakref.ref(survey), prepare, device)
+    job = Job(weakref.ref(base_model.diffusion_model), prepare, device)
     _being_prepared(base_model.diffusion_model).append((survey, job))
     compiler.submit(job)
 

@@ -1,6 +1,7 @@
 """Run each call of a network that the host has loaded: compiled, replayed from a CUDA graph, or uncompiled."""
 
 import functools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -11,7 +12,7 @@ from torch import nn
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
-from ...compile.registry import ModelCode, code_of
+from ...compile.registry import code_of
 from ...compile.session import watching
 from ...compile_process.obtain import import_ahead, is_imported
 from ...cuda_graphs.capture import graphs_of
@@ -28,8 +29,8 @@ from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
-# A call that may load weights, the capture, and a replay; what has no graph by then gets none.
-CALLS_TO_REPLAY = 3
+# For so long the compiler is not imported for a call that may yet be replayed. What has no graph by then may get none.
+SECONDS_TO_REPLAY = 3.0
 # On a CPU calls would share its cores with the import.
 may_wait: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
@@ -64,9 +65,14 @@ class NetworkCalls:
         call.waits = waits and not code.compiles and not is_imported()
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
-            way = self._while_importing(code, call, way)
-            code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
+            if call.waits:
+                _import_beside(network, way is Way.REPLAYED and binding.plain)
+            elif way is Way.REPLAYED and code.waited and not code.uncalled and self.settings.backend != "cudagraphs":
+                way = Way.COMPILED  # a replay traces nothing
+            code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
+            if way is not Way.REPLAYED and code.waited and is_crowded(loaded.device):
+                graphs_of(network).drop()  # beside one the call needs its memory once more
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
                     scopes.enter_context(graphed(loaded, binding, self.notes))
@@ -82,16 +88,22 @@ class NetworkCalls:
                     code.waited = 0
             return result
 
-    @staticmethod
-    def _while_importing(code: ModelCode, call: ModelCall, way: Way) -> Way:
-        """Import the compiler, seconds of Python in which launching kernels is slow: beside replays, if there will be some."""
-        if call.waits:
-            code.waited += 1
-            if way is not Way.REPLAYED or code.waited > CALLS_TO_REPLAY:
-                import_ahead()
-        elif code.waited and way is Way.REPLAYED:
-            return Way.COMPILED  # a replay traces nothing
-        return way
+
+def _import_beside(network: nn.Module, may_be_replayed: bool) -> None:
+    """Import the compiler, seconds of Python in which launching kernels is slow: beside replays, if there will be some."""
+    code, now = code_of(network), (time.monotonic(), graphs_of(network).replays)
+    if not code.waited:
+        code.waits_since = now
+    code.waited += 1
+    (since, replays_before), (seconds, replays) = code.waits_since, now
+    if not may_be_replayed or replays > replays_before or seconds - since > SECONDS_TO_REPLAY:
+        import_ahead()
+
+
+def is_crowded(device: torch.device) -> bool:
+    """Whether less than a quarter of a card's memory is free."""
+    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
+    return free < total / 4
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:

@@ -23,7 +23,7 @@ from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import note
 from ..weights.blocks import Loaded
-from .attention_choice import OPTIONS_AT, with_attention
+from .attention_choice import OPTIONS_AT, is_being_prepared, with_attention
 from .network_calls import NetworkCalls, are_training, eager
 from .payback import payback_of
 from .training import TRAINING, begin_step
@@ -70,10 +70,12 @@ class BlockCompiler:
         # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
         beside = eager_calls > before[0] and x.device.type == "cpu"
         # Replayed operators are neither steps without this pack nor what comes of compiling.
-        one_off = waits or beside or code.replays_operators or tuple(other) != before[1:]
+        replays_operators = code.replays_operators and eager_calls == before[0]
+        beside |= bool(code.waited) or is_being_prepared(network)  # slower than without this pack
+        one_off = waits or beside or replays_operators or tuple(other) != before[1:]
         self.status.ends(eager_calls > before[0], one_off)
         sizes, shape = watch_of(network).sizes, x.shape
-        if eager_calls == before[0] and not code.replays_operators and shape not in sizes:
+        if eager_calls == before[0] and not replays_operators and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
 

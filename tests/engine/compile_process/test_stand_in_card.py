@@ -3,6 +3,7 @@
 import re
 import struct
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -109,6 +110,22 @@ def test_what_fails_without_the_cards_is_tried_with_them(engine, process, monkey
     with pytest.raises(failed):
         compile_process.lower(request.text, measures=request.measures)
     assert compile_process._running.sees_cards
+
+
+def test_a_second_try_that_does_not_start_hides_no_failure(engine, process, monkeypatch):
+    compile_process, _cards = process
+    client, asked = engine("compile_process.client"), []
+
+    def ask(_request, measures):
+        asked.append(measures)
+        raise client.NotStarted("no room") if measures else client.LoweringFailed("it is wrong", "mend it", False)
+
+    monkeypatch.setattr(compile_process, "_ask", ask)
+    monkeypatch.setattr(compile_process, "_running", types.SimpleNamespace(sees_cards=False))
+    with pytest.raises(client.LoweringFailed, match="it is wrong"):
+        compile_process.lower("", patient=True)
+    assert asked == [False, True]
+    monkeypatch.setattr(compile_process, "_running", None)
 
 
 def test_a_mode_that_tunes_kernels_is_shown_the_cards(engine, process):

@@ -31,7 +31,9 @@ def node(engine, clock, monkeypatch):
         stats=types.SimpleNamespace(graphs=0),
         code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
     )
-    code = types.SimpleNamespace(groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waited=0)
+    code = types.SimpleNamespace(
+        groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waited=0, uncalled=None
+    )
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
     found.code = code

@@ -82,7 +82,7 @@ def test_with_graphs_operators_are_replayed_until_then(flux, engine, monkeypatch
     stand_in(engine, monkeypatch)
     assert relative_error(flux.image(), plain) < 1e-5
     assert flux.captured.captures == 1 and flux.captured.replays >= 3
-    assert flux.asked[0] == 4, "not before a call could be replayed"
+    assert flux.asked[0] == 4, "not before a call was replayed"
     assert flux.code.compiles == 0
     flux.is_imported = True
     assert relative_error(flux.image(), plain) < 1e-5
@@ -92,6 +92,14 @@ def test_with_graphs_operators_are_replayed_until_then(flux, engine, monkeypatch
     assert relative_error(flux.image(), plain) < 1e-5
     assert flux.captured.replays > replays and flux.code.eager_calls == eager
     assert flux.captured.differences == 0
+
+
+def test_calls_of_many_seconds_are_not_waited_for(flux, engine, monkeypatch):
+    """Of a video: the third is a minute later."""
+    record(engine, monkeypatch)
+    monkeypatch.setattr(engine("host.model.network_calls"), "SECONDS_TO_REPLAY", -1.0)
+    flux.image()
+    assert flux.asked[0] == 1
 
 
 def test_a_model_of_few_steps_has_the_compiler_imported_between_its_prompts(tiny, engine, monkeypatch):
