@@ -299,11 +299,11 @@ class CompileProcess:
                 except LoweringFailed as error:
                     if self._running is None or self._running.sees_cards or attempt == ATTEMPTS:
                         raise
-                    failed, measures = error, True  # as far as anybody knows nothing else asks a card
+                    failed, measures = error, True  # it may have asked a card what the stand-in does not answer
                 except Lost as error:
                     if failed is not None:
                         raise failed from error
-                    measures = True  # whatever it was, the next process is as plain as can be
+                    measures = True  # the next process does without the stand-in
                     if attempt < ATTEMPTS:
                         logger.warning("%s Another one is started.", error)
                     elif isinstance(error, NotStarted):

@@ -49,7 +49,7 @@ _SHARE = 0.9
 # Channels a head for which cuDNN has kernels; for others it compiles one for each shape and thread, a quarter of a second each:
 # SD 1.5's first image took half as long again, for half a millisecond a step.
 _READY_WIDTHS = {64, 128}
-# Loading the kernels takes the same time for fewer tokens than most images have, and less memory.
+# For the sake of memory: 64 tokens load cuDNN in 1.1 s on an H200, 4,608 took 0.5 s more; what lies between was not measured.
 _PREPARED_TOKENS = 1024
 
 

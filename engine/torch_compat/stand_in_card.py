@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch._subclasses import FakeTensorMode, fake_tensor
+from torch._subclasses import FakeTensorMode
 
 # In a cubin: the section on all kernels, the attribute with registers a thread, and the form of attributes with a payload
 # (docs.nvidia.com/cuda/cuda-binary-utilities; seen with `cuobjdump -elf`: EIATTR_REGCOUNT, EIFMT_SVAL).
@@ -78,7 +78,6 @@ def stand_in(cards: list[dict[str, Any]]) -> None:
     }
     # As PyTorch itself does where it sees no card, so that entering the device of a fake tensor does nothing.
     FakeTensorMode.avoid_device_init = property(lambda _mode: True)
-    fake_tensor.init_gpu_context = nothing
     for owner, functions in answers.items():
         for name, function in functions.items():
             setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each, so they must differ
