@@ -452,6 +452,19 @@ class TestGroupNorm:
                 kernels.apply_factors(x, kernels.factors_of(x, groups, scale, shift, 1e-5), out, silu)
                 assert relative_error(out.double(), expected) < bound
 
+    def test_what_was_compiled_for_images_on_the_cpu_runs_as_it_is(self, engine):
+        """Other threads may capture meanwhile, which work on the GPU would break."""
+        kernels, norms = engine("cuda_graphs.group_norm"), engine("host.graphs.norm_kernels")
+        names = "_sum_channels", "_find_factors", "_apply_factors", "_turn_weight"
+        caches = [getattr(kernels, name).device_caches[torch.cuda.current_device()][0] for name in names]
+        for cache in caches:
+            cache.clear()
+        with kernels.only_compiling():
+            norms._run_all(torch.device("cpu"))
+        compiled = [set(cache) for cache in caches]
+        norms._run_all(torch.device("cuda"))
+        assert all(compiled) and [set(cache) for cache in caches] == compiled
+
     @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 130, 3, 3), (4, 1, 7, 7), (3, 200, 1, 3)])
     def test_weights_side_by_side(self, engine, shape):
         weight = torch.randn(*shape, device="cuda", dtype=torch.half)

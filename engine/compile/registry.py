@@ -1,5 +1,6 @@
 """Keep compiled code by model: shared by all clones and nodes, kept across executions, freed with the model."""
 
+import enum
 import functools
 import types
 import weakref
@@ -24,6 +25,13 @@ from .eager import CALL_SECONDS, RUN_SECONDS, Eager, Taken
 from .group import BlockGroup
 
 
+class WaitsFor(enum.Enum):
+    """What has to come before a model is compiled."""
+
+    PAYBACK = enum.auto()  # more runs of it
+    IMPORT = enum.auto()  # the compiler
+
+
 class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
@@ -37,8 +45,7 @@ class ModelCode:
         runs: how many have begun.
         traced: for how many seconds blocks were traced in this run; `lowered`: of them, graphs were lowered inside.
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
-        waited: how many calls ran uncompiled since the compiler was not imported yet; 0 again once one has run that did not.
-        waits_since: when they began, by `time.monotonic`, and how many calls had been replayed by then.
+        waits_for: why the last call could compile nothing.
         replays_operators: the call of now is replayed, if it is, without the code that is to come.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
@@ -61,8 +68,7 @@ class ModelCode:
         self.runs = 0
         self.traced = self.lowered = 0.0
         self.put_off = 0
-        self.waited = 0
-        self.waits_since = 0.0, 0
+        self.waits_for: WaitsFor | None = None
         self.replays_operators = False
         self._new_groups: Counter[tuple] = Counter()
         self._over_limit: list[tuple[BlockState, tuple]] = []

@@ -4,6 +4,11 @@ PyTorch's group norm copies such images first. cuDNN's 16-bit convolutions want 
 other layouts at each call.
 """
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -88,6 +93,26 @@ def _turn_weight(weight, out, channels, taps, CHANNELS: tl.constexpr, TAPS: tl.c
     tl.store(out + base + t[:, None] * channels + c[None, :], tile, mask=(t < taps)[:, None] & (c < channels)[None, :])
 
 
+# In this context kernels are compiled and not run.
+_compiles_only: ContextVar[bool] = ContextVar("compiles_only", default=False)
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """Kernels are compiled for the current device and do not run: their tensors may be on the CPU."""
+    token = _compiles_only.set(True)
+    try:
+        yield
+    finally:
+        _compiles_only.reset(token)
+
+
+def _launched(kernel: Any, *grid: int) -> Callable[..., object]:
+    if _compiles_only.get():
+        return lambda *args, **options: kernel.warmup(*args, grid=grid, **options)
+    return kernel[grid]
+
+
 def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
     """The group norm of `x` as factors `[images, 2, channels]` in float32: norm(x) = x * factors[:, 0] + factors[:, 1]."""
     images, channels, height, width = x.shape
@@ -97,11 +122,11 @@ def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.T
     shares = triton.cdiv(pixels, share)
     sums = torch.empty(images, shares, 2, channels, dtype=torch.float32, device=x.device)
     factors = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
-    _sum_channels[shares, columns, images](x, sums, pixels, channels, share, _ROWS, _CHANNELS)
+    _launched(_sum_channels, shares, columns, images)(x, sums, pixels, channels, share, _ROWS, _CHANNELS)
     each = channels // groups
     padded = max(128, triton.next_power_of_2(each))  # the widest of the usual ones: one kernel for all
     args = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
-    _find_factors[groups, images](*args, num_warps=1)
+    _launched(_find_factors, groups, images)(*args, num_warps=1)
     return factors
 
 
@@ -109,7 +134,7 @@ def apply_factors(x: torch.Tensor, factors: torch.Tensor, out: torch.Tensor, sil
     """`out` = x * factors[:, 0] + factors[:, 1], with `silu` its SiLU; all channels_last."""
     images, channels, height, width = x.shape
     size = channels * height * width
-    _apply_factors[triton.cdiv(size, 1024), images](x, factors, out, size, channels, silu, 1024)
+    _launched(_apply_factors, triton.cdiv(size, 1024), images)(x, factors, out, size, channels, silu, 1024)
 
 
 def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
@@ -118,6 +143,7 @@ def channels_last_weight(weight: torch.Tensor) -> torch.Tensor:
     taps = height * width
     out = torch.empty_like(weight, memory_format=torch.channels_last)
     block = min(128, triton.next_power_of_2(channels))
-    grid = (outputs, triton.cdiv(channels, block))
-    _turn_weight[grid](weight, out, channels, taps, block, triton.next_power_of_2(taps))
+    _launched(_turn_weight, outputs, triton.cdiv(channels, block))(
+        weight, out, channels, taps, block, triton.next_power_of_2(taps)
+    )
     return out

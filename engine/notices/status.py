@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from ..compile.compiled_code import on_trace
-from ..compile.registry import code_of
+from ..compile.registry import ModelCode, WaitsFor, code_of
 from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
 from .report import groups_for
@@ -240,15 +240,22 @@ class Status(Line):
         if failed:
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not any(group.stats.graphs for group in groups):
-            put_off = watch_of(network).put_off()
-            if put_off is None:
-                return BEGINS_NEXT if code.waited and not code.uncalled else News()
-            runs, name = put_off
-            return News("unclear", told("putOff", runs), begins=name) if runs else BEGINS_NEXT
+            return self._before_compiling(network, code)
         state, steps = self._compared()
         says = told("readyBut", steps) if steps else told("ready")
         pack = watch_of(network).foreign
         return News(state, says if pack is None else [says, told("graphsOff", pack)])
+
+    def _before_compiling(self, network: nn.Module, code: ModelCode) -> News:
+        put_off, (state, steps) = watch_of(network).put_off(), self._compared()
+        replayed = [steps] if state == "faster" else []
+        if put_off is None and (code.waits_for is not WaitsFor.IMPORT or code.uncalled):
+            return News(state, replayed) if replayed else News()
+        runs, name = put_off or (0, None)
+        if not runs:
+            return BEGINS_NEXT
+        says = told("putOff", runs)
+        return News("faster", [*replayed, says], begins=name) if replayed else News("unclear", says, begins=name)
 
     def _compared(self) -> tuple[str, list]:
         """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these

@@ -40,16 +40,22 @@ class _NormKernels:
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
-        module = kernels()
+        with kernels().only_compiling():  # seconds, in which other threads may capture
+            _run_all(torch.device("cpu"))
         with gpu_locks[device]:
-            for dtype in (torch.float16, torch.bfloat16):
-                image = torch.zeros(1, 320, 64, 64, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
-                weight = torch.zeros(320, dtype=dtype, device=device)
-                factors = module.factors_of(image, 32, weight, weight, 1e-5)
-                for silu in (False, True):
-                    module.apply_factors(image, factors, torch.empty_like(image), silu)
-                module.channels_last_weight(torch.zeros(320, 320, 3, 3, dtype=dtype, device=device))
+            _run_all(device)
         self.ready = True
+
+
+def _run_all(device: torch.device) -> None:
+    module = kernels()
+    for dtype in (torch.float16, torch.bfloat16):
+        image = torch.zeros(1, 320, 64, 64, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)
+        weight = torch.zeros(320, dtype=dtype, device=device)
+        factors = module.factors_of(image, 32, weight, weight, 1e-5)
+        for silu in (False, True):
+            module.apply_factors(image, factors, torch.empty_like(image), silu)
+        module.channels_last_weight(torch.zeros(320, 320, 3, 3, dtype=dtype, device=device))
 
 
 norm_kernels = _NormKernels()

@@ -15,8 +15,10 @@ import torch
 from torch import nn
 
 from ...background.model_call import ModelCall
+from ...blocks.convolutions import is_convolutional
 from ...cache.code_store import current
 from ...cache.structure import name_of
+from ...compile.binding import modules_at, plan_for
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
@@ -51,13 +53,24 @@ def way_of_call(
             note(notes, obstacle)
         return Way.WITHOUT_GRAPHS
     pays = settings.wants_graphs or _recall(network, size)
-    # Until all code is there calls are replayed as well: beside a thread that imports or compiles, launching kernels is slow.
     code = code_of(network)
-    if pays or (not call.synchronous and (call.waits or code.is_being_compiled)):
+    until_then = call.waits or (code.is_being_compiled and replays_operators(settings, network, device, size))
+    if pays or (not call.synchronous and until_then):
         return Way.REPLAYED
     if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
         graphs_of(network).drop()
-    return Way.MEASURED if pays is None else Way.COMPILED
+    return Way.MEASURED if pays is None and not code.is_being_compiled else Way.COMPILED
+
+
+def replays_operators(settings: CompileSettings, network: nn.Module, device: torch.device, size: int) -> bool:
+    """Whether calls are replayed from CUDA graphs until there is compiled code: of UNets, whose steps that more than halves."""
+    possible = settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
+    return possible and (settings.wants_graphs or _recall(network, size) is not False)
+
+
+def has_convolutions(network: nn.Module) -> bool:
+    """Whether a model has blocks of convolutions, which may stay eager."""
+    return any(map(is_convolutional, modules_at(network, plan_for(network))))
 
 
 def no_graphs(device: torch.device) -> str | None:

@@ -28,8 +28,7 @@ import torch
 from torch import nn
 
 from ...blocks.channels_last import run_channels_last
-from ...blocks.convolutions import is_convolutional
-from ...compile.binding import Binding, modules_at, plan_for
+from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.eager import Eager
 from ...compile.registry import code_of
@@ -56,7 +55,7 @@ from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
-from .policy import note
+from .policy import has_convolutions, note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one run of so many the first replay is compared with a plain call.
@@ -91,7 +90,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
         if binding.paged or state.pages:
             options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
         convolutional = has_convolutions(network)
-        generation = functools.partial(code.generation, convolutional and norm_kernels.ready)
+        generation = functools.partial(code.generation, convolutional and state.norms_ready)
         # Part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
 
@@ -128,7 +127,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
             with binding.bound():
                 convolutions = code.eager[Eager.CONVOLUTIONS]
                 if convolutions and fast:
-                    norm_kernels.ready = True  # from here on
+                    norm_kernels.ready = state.norms_ready = True  # from here on
                     return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
                 if convolutions:
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
@@ -264,11 +263,6 @@ def runs_channels_last(network: nn.Module) -> bool:
     return kernels() is not None and not state_of(network).channels_last_fails
 
 
-def has_convolutions(network: nn.Module) -> bool:
-    """Whether a model has blocks of convolutions, which may stay eager."""
-    return any(map(is_convolutional, modules_at(network, plan_for(network))))
-
-
 # Our replacements of methods of `ModelPatcher`; a second one where another pack has replaced the first.
 _watchers: list[Callable] = []
 
@@ -289,18 +283,19 @@ def _watch(name: str, have_moved: Callable[..., object]) -> None:
     hosts = getattr(patcher_class, name)
     if hosts in _watchers:
         return
+    watchers, all_graphs = _watchers, graphs_of  # at exit, when the host deletes patchers, this module's names are gone
 
     @functools.wraps(hosts)
     def unload(patcher, *args, **kwargs):
         result = hosts(patcher, *args, **kwargs)
         if have_moved(result, *args, **kwargs):
             networks = patcher.model, getattr(patcher.model, "diffusion_model", None)
-            for network, graphs in graphs_of.items():
+            for network, graphs in all_graphs.items():
                 if any(network is unloaded for unloaded in networks):
                     graphs.drop()
-        if getattr(patcher_class, name) is unload and not any(graphs.graphs for _, graphs in graphs_of.items()):
+        if getattr(patcher_class, name) is unload and not any(graphs.graphs for _, graphs in all_graphs.items()):
             setattr(patcher_class, name, hosts)
-            _watchers.remove(unload)
+            watchers.remove(unload)
         return result
 
     _watchers.append(unload)
@@ -317,6 +312,7 @@ def new_run(network: nn.Module) -> None:
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
     state_of(network).missed_calls = 0
+    state_of(network).norms_ready = norm_kernels.ready  # within a run that would have a graph captured again
 
 
 def graphs_summary(network: nn.Module) -> list[str]:
@@ -361,6 +357,7 @@ class NetworkState:
         keys: the options that the network's code reads.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         crowded: the paged weights do not all fit into memory.
+        norms_ready: the kernels for channels_last have been made.
         told_in: the sampling run in which it was said that blocks are not as the host made them.
     """
 
@@ -370,6 +367,7 @@ class NetworkState:
     missed_calls: int = 0
     crowded: bool = False
     channels_last_fails: bool = False
+    norms_ready: bool = False
     told_in: int = -1
 
 

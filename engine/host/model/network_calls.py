@@ -1,7 +1,6 @@
 """Run each call of a network that the host has loaded: compiled, replayed from a CUDA graph, or uncompiled."""
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
@@ -12,7 +11,7 @@ from torch import nn
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
 from ...compile.binding import Binding
-from ...compile.registry import code_of
+from ...compile.registry import ModelCode, WaitsFor, code_of
 from ...compile.session import watching
 from ...compile_process.obtain import import_ahead, is_imported
 from ...cuda_graphs.capture import graphs_of
@@ -22,15 +21,13 @@ from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs.policy import Way, measure, note, way_of_call
-from ..graphs.replay import graphed, has_convolutions, new_run
+from ..graphs.policy import Way, has_convolutions, measure, note, replays_operators, way_of_call
+from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
-# For so long the compiler is not imported for a call that may yet be replayed. What has no graph by then may get none.
-SECONDS_TO_REPLAY = 3.0
 # On a CPU calls would share its cores with the import.
 may_wait: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
@@ -59,20 +56,27 @@ class NetworkCalls:
     def run(
         self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object], told: AbstractContextManager | None = None
     ) -> object:
-        """Make the call `run`, of a latent of `size` numbers, within the context `told`."""
+        """Make the call `run`, of a latent of `size` numbers, within the context `told`.
+
+        With `call.waits` no block is compiled in it, as compiling would not pay yet; nor while the compiler is imported.
+        """
         network, code = loaded.network, code_of(loaded.network)
-        waits = not call.synchronous and self.settings.backend != "cudagraphs" and may_wait(loaded.device)
-        call.waits = waits and not code.compiles and not is_imported()
+        if call.waits:
+            code.waits_for = WaitsFor.PAYBACK
+        elif self._must_import(call, code, loaded.device):
+            call.waits, code.waits_for = True, WaitsFor.IMPORT
+            import_ahead()
+        if call.waits and not replays_operators(self.settings, network, loaded.device, size):
+            return eager(network, run)
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
-            if call.waits:
-                _import_beside(network, way is Way.REPLAYED and binding.plain)
-            elif way is Way.REPLAYED and code.waited and not code.uncalled and self.settings.backend != "cudagraphs":
-                way = Way.COMPILED  # a replay traces nothing
+            if not call.waits and code.waits_for and not code.uncalled:
+                if way is Way.REPLAYED:
+                    way = Way.COMPILED  # a replay traces nothing
+                if is_crowded(loaded.device):
+                    graphs_of(network).drop()  # beside one the call needs its memory once more
             code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
-            if way is not Way.REPLAYED and code.waited and is_crowded(loaded.device):
-                graphs_of(network).drop()  # beside one the call needs its memory once more
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
                     scopes.enter_context(graphed(loaded, binding, self.notes))
@@ -85,19 +89,13 @@ class NetworkCalls:
                 result = run()
                 code.eager_calls += call.uncompiled
                 if call.ran and not call.waits:
-                    code.waited = 0
+                    code.waits_for = None
             return result
 
-
-def _import_beside(network: nn.Module, may_be_replayed: bool) -> None:
-    """Import the compiler, seconds of Python in which launching kernels is slow: beside replays, if there will be some."""
-    code, now = code_of(network), (time.monotonic(), graphs_of(network).replays)
-    if not code.waited:
-        code.waits_since = now
-    code.waited += 1
-    (since, replays_before), (seconds, replays) = code.waits_since, now
-    if not may_be_replayed or replays > replays_before or seconds - since > SECONDS_TO_REPLAY:
-        import_ahead()
+    def _must_import(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:
+        """Whether the compiler has to be imported for a call that does not wait for it."""
+        needs_it = not call.synchronous and not code.compiles and self.settings.backend != "cudagraphs"
+        return needs_it and may_wait(device) and not is_imported()
 
 
 def is_crowded(device: torch.device) -> bool:
@@ -133,8 +131,6 @@ def end_run(base_model: nn.Module) -> None:
     network = getattr(base_model, "diffusion_model", base_model)
     graphs_of(network).model.new_run()
     payback_of(network).end_run(network)
-    if code_of(network).waited:  # nothing samples
-        import_ahead()
 
 
 def raise_if_interrupted() -> None:

@@ -9,6 +9,9 @@ RAM), and on disk. The bound also holds for who compiles sooner, and large model
    share of a step that compiled code of the structure was seen to save, else SAVED.
 2. Tracing is paid in each session: by the runs that it had so far, or those of a usual session.
 3. Lowering and the rest are paid once, as the code is kept: by all runs so far, or RUNS. Both go by what tracing took.
+
+A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of what there is to gain: compiled
+code has to pay beside these.
 """
 
 import itertools
@@ -24,25 +27,25 @@ from torch import nn
 
 from ...cache.structure import name_of
 from ...compile.registry import code_of
+from ...compile_process.obtain import import_ahead
 from ...notices.recompile_log import is_warming, watch_of
 from ...notices.status import tell_begun
 from ...per_model import PerModel
-from ..graphs.replay import has_convolutions
+from ..graphs.policy import has_convolutions
 from .structure_record import Record, find_record, record_of
 
 # What compiling costs prompts as a multiple of tracing, with lowering beside the sampler and loading: 3 to 5 s on two H100
 # machines, where Flux traced for 2.3 (benchmarks/results).
 FIRST_TIME = 2.0
-# UNets also capture CUDA graphs, and their uncompiled calls wait for the CPU as compiling does: on a machine where a call takes
-# 0.11 to 0.19 s it cost SDXL 10 s, so it is counted in calls, of at most so many seconds.
-CALLS_OF_UNET, LONGEST_CALL = 60, 0.15
-# Share of a step that compiling saves, with CUDA graphs for UNets (docs/measurements.md: 0.19 and more; 0.41 and more).
-SAVED, SAVED_UNET = 0.2, 0.4
+# Share of a step that compiling saves (docs/measurements.md: 0.19 and more; 0.14 and more of a UNet's replayed operators).
+SAVED = 0.2
 # Runs that a session is expected to have.
 RUNS = 10
 # The first call of the sampler loads weights and kernels. The median between these two counts: something may be made ready in
 # one of them, or a step cache skip one.
 CALLS = 2, 5
+# From this call on a run goes as later ones will: a UNet's graph was captured and compared.
+SETTLED = 9
 
 may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
@@ -54,49 +57,57 @@ class Payback:
     Args:
         after: in about how many runs of the sampler it will be; None: it is, or nothing was timed.
         _calls: of the sampler so far, in this run. With prompts that do not fit in one batch, each is several of the model.
-        _began: when the second call and the next ones that are timed have begun.
-        _call: seconds of a call, as timed last.
+        _began: when the calls that are timed have begun, by number.
     """
 
     record: Record
-    is_unet: bool
     after: int | None = None
     _sigmas: object = None
     _calls: int = 0
     _device: torch.device | None = None
-    _began: list[float] = field(default_factory=list)
-    _call: float = math.inf
+    _began: dict[int, float] = field(default_factory=dict)
 
     def put_off(self) -> tuple[int, str] | None:
         """In how many runs compiling begins, and what `begin_now` takes; None: it is not put off."""
         return None if self.after is None else (0 if self.record.is_decided else self.after, self.record.structure)
 
+    @property
+    def times_first_calls(self) -> bool:
+        """Whether this call is timed as one without this pack, of a structure that has not run yet."""
+        return not self.record.runs and self._calls <= CALLS[1]
+
     def end_run(self, network: nn.Module) -> None:
         record, code, share = self.record, code_of(network), watch_of(network).saved
-        if share is not None:  # what was slow once, on a busy machine, is tried again
-            record.share = max(share, self._default_share() / 4)
+        if share is not None and not has_convolutions(network):  # a UNet's is that of the graphs
+            record.share = max(share, SAVED / 4)  # what was slow once, on a busy machine, is tried again
         if code.traced:
             record.add_trace(code.traced - code.lowered)
             self.after = None
         elif self._began and not record.is_decided:
             with suppress(RuntimeError):  # of a run that has failed
                 # All calls: a step cache may have skipped the first ones.
-                self._call = (self._now() - self._began[0]) / (self._calls - 1)
-                record.seconds, record.runs = record.seconds + self._calls * self._call, record.runs + 1
+                first = SETTLED if SETTLED in self._began else CALLS[0]
+                call = (self._now() - self._began[first]) / (self._calls - first + 1)
+                record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
-        self._calls, self._sigmas, self._began = 0, None, []
+        if record.is_decided or self._is_due():
+            import_ahead()  # nothing samples
+        self._calls, self._sigmas, self._began = 0, None, {}
 
-    def is_worthwhile(self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False) -> bool:
-        """Called before each call of the model; False: it should run as without this pack.
+    def is_worthwhile(
+        self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False, replays: bool = False
+    ) -> bool:
+        """Called before each call of the model; False: it should run uncompiled.
 
         Args:
             x: the latent.
             options: the call's `transformer_options`; `sigmas` is one object in each call of the sampler, `sample_sigmas` has
                 one number more than there are steps (comfy/samplers.py).
             synchronous: the call waits for code, and is not timed.
+            replays: until compiling begins the model's operators are replayed.
         """
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
         if sigmas is None or all_steps is None or len(all_steps) < 3 or is_warming() or not may_wait(x.device):
@@ -107,45 +118,48 @@ class Payback:
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
             if not synchronous and not record.is_decided:
-                self._decide(len(all_steps) - 1)
+                self._decide(len(all_steps) - 1, replays)
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
 
-    def _decide(self, steps: int) -> None:
-        """In the first call by earlier runs, in the last call that is timed also by this run."""
+    def _decide(self, steps: int, replays: bool) -> None:
+        """In the first call by earlier runs, in the last call that is timed also by this run, unless these calls are not
+        replayed and later ones are."""
         record, last = self.record, min(CALLS[1], steps)
-        seconds, runs = record.seconds, record.runs
         if self._calls == 1:
-            record.is_decided = runs > 0 and not self._runs_to_go(seconds, runs, record.runs_now)
-        elif self._calls <= last:
-            self._began.append(self._now())
-            if self._calls == last and last > CALLS[0]:
-                self._call = statistics.median_low(b - a for a, b in itertools.pairwise(self._began))
-                seconds, runs = seconds + steps * self._call, runs + 1  # Heun and others call the model twice a step
+            record.is_decided = self._is_due()
+            if not record.runs and not replays:  # beside the first call, in which the CPU loads weights and kernels
+                import_ahead()
+        elif self._calls <= last or self._calls == SETTLED:
+            self._began[self._calls] = self._now()
+            if self._calls == last and last > CALLS[0] and not replays:
+                call = statistics.median_low(b - a for a, b in itertools.pairwise(self._began.values()))
+                seconds, runs = record.seconds + steps * call, record.runs + 1  # Heun and others call the model twice a step
                 self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
                 if not self.after:
                     record.seconds, record.runs, record.is_decided = seconds, runs, True
+
+    def _is_due(self) -> bool:
+        """Whether compiling is worth while by the runs so far."""
+        record = self.record
+        return record.runs > 0 and not self._runs_to_go(record.seconds, record.runs, record.runs_now)
 
     def _now(self) -> float:
         if self._device is not None and self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _default_share(self) -> float:
-        return SAVED_UNET if self.is_unet else SAVED
-
     def _runs_to_go(self, seconds: float, runs: float, runs_now: int) -> int:
         """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
         record = self.record
-        saved = max(seconds / runs * (record.share or self._default_share()), 1e-3)
+        saved = max(seconds / runs * (record.share or SAVED), 1e-3)
         # RUNS weigh as much as half a session.
         usual_session = (RUNS + 2 * record.session_runs) / (1 + 2 * record.sessions)
         # Runs that there were, runs that are expected, and the seconds that are to be saved in them.
         conditions: list[tuple[float, float, float]] = [(runs_now, usual_session, record.expected_trace(2))]
         if not record.is_kept:
-            trace, calls = record.expected_trace(1), CALLS_OF_UNET * min(LONGEST_CALL, self._call)
-            conditions += [(runs, RUNS, max(trace, calls) if self.is_unet else FIRST_TIME * trace)]
+            conditions += [(runs, RUNS, FIRST_TIME * record.expected_trace(1))]
         return max(math.ceil(cost / saved - were) if saved * max(were, usual) < cost else 0 for were, usual, cost in conditions)
 
 
@@ -158,4 +172,4 @@ def begin_now(structure: object) -> bool:
     return record is not None
 
 
-payback_of: PerModel[Payback] = PerModel(lambda network: Payback(record_of(name_of(network)), has_convolutions(network)))
+payback_of: PerModel[Payback] = PerModel(lambda network: Payback(record_of(name_of(network))))

@@ -12,7 +12,7 @@ from ...background.thread import compiler
 from ...blocks.discovery import unwrapped
 from ...compile.binding import blocks_of
 from ...compile.call_shapes import shapes_of
-from ...compile.registry import code_of
+from ...compile.registry import WaitsFor, code_of
 from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
@@ -21,7 +21,7 @@ from ...notices.report import stats_for
 from ...notices.status import Status
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
-from ..graphs.policy import note
+from ..graphs.policy import note, replays_operators
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, is_being_prepared, with_attention
 from .network_calls import NetworkCalls, are_training, eager
@@ -69,13 +69,11 @@ class BlockCompiler:
         eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures + graphs.checks
         # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
         beside = eager_calls > before[0] and x.device.type == "cpu"
-        # Replayed operators are neither steps without this pack nor what comes of compiling.
-        replays_operators = code.replays_operators and eager_calls == before[0]
-        beside |= bool(code.waited) or is_being_prepared(network)  # slower than without this pack
-        one_off = waits or beside or replays_operators or tuple(other) != before[1:]
+        beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # slower than without this pack
+        one_off = waits or beside or tuple(other) != before[1:]
         self.status.ends(eager_calls > before[0], one_off)
         sizes, shape = watch_of(network).sizes, x.shape
-        if eager_calls == before[0] and not replays_operators and shape not in sizes:
+        if eager_calls == before[0] and not code.replays_operators and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
 
@@ -105,9 +103,13 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off = payback.put_off
-            if not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous):
+            replays = replays_operators(self.settings, network, args[0].device, args[0].numel())
+            call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
+            if call.waits and (not replays or payback.times_first_calls):
                 return eager(network, functools.partial(executor, *args, **kwargs))
-            args, measure_attention = with_attention(self.settings.attention, base_model, args, call.synchronous)
+            measure_attention = None
+            if not call.waits:
+                args, measure_attention = with_attention(self.settings.attention, base_model, args, call.synchronous)
             run = functools.partial(executor, *args, **kwargs)
             if measure_attention is not None:
                 result = eager(network, run)

@@ -32,7 +32,7 @@ def node(engine, clock, monkeypatch):
         code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
     )
     code = types.SimpleNamespace(
-        groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waited=0, uncalled=None
+        groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
     )
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
@@ -119,10 +119,10 @@ def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeyp
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
 
 
-def test_while_the_compiler_is_imported_the_line_says_that_compiling_comes_next(node, clock):
+def test_while_the_compiler_is_imported_the_line_says_that_compiling_comes_next(node, clock, engine):
     run(node, clock, [1.0])
     assert said(node)[0] == ""
-    node.code.waited = 3
+    node.code.waits_for = engine("compile.registry").WaitsFor.IMPORT
     run(node, clock, [1.0])
     assert said(node) == ("unclear", ["beginsNext"])
 
