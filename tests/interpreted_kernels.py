@@ -27,7 +27,6 @@ def patch_tensor(tensor, scope):
 interpreter._patch_lang_tensor = patch_tensor
 
 from engine.cuda_graphs import group_norm as kernels  # noqa: E402
-from engine.inductor import int8_kernels, int8_products  # noqa: E402
 
 # images, channels, height, width, groups
 SHAPES = [(2, 64, 8, 8, 32), (1, 320, 7, 5, 32), (3, 48, 2, 2, 4), (1, 160, 9, 9, 1), (2, 30, 33, 3, 15), (1, 96, 16, 16, 96)]
@@ -56,17 +55,3 @@ for shape in WEIGHTS:
     turned = kernels.channels_last_weight(weight)
     same = torch.equal(turned, weight) and turned.is_contiguous(memory_format=torch.channels_last)
     print(json.dumps({"weight": shape, "same": same}))
-for dtype in (torch.float32, torch.float16):  # the interpreter rounds bf16 down
-    for rows, channels in ((3, 768), (2, 256)):
-        x = random(rows, channels).to(dtype)
-        values, scales = int8_kernels.rotate(x)
-        expected, expected_scales = int8_products.rotated_on_cpu(x)
-        row = {"rotated": [rows, channels], "differ": (values != expected).float().mean().item()}
-        print(json.dumps({**row, "scales": ((scales - expected_scales).abs() / expected_scales).max().item()}))
-for rows, columns, channels, with_bias in ((40, 160, 272, True), (300, 144, 128, False)):
-    x, weight = (torch.randint(-127, 128, (n, channels), generator=generator, dtype=torch.int8) for n in (rows, columns))
-    x_scales, w_scales, bias = random(rows, 1).abs(), random(columns).abs(), random(columns) if with_bias else None
-    y = int8_kernels.product(x, x_scales, weight, w_scales, bias, torch.float32)
-    exact = (x.double() @ weight.double().t()) * x_scales.double() * w_scales.double()
-    exact = exact if bias is None else exact + bias.double()
-    print(json.dumps({"product": [rows, columns, channels], "error": ((y - exact).norm() / exact.norm()).item()}))

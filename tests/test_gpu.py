@@ -364,32 +364,6 @@ class TestInTheBackground:
         assert code.eager_calls == before and not runs.failures and sum(g.stats.graph_breaks for g in runs.groups) == 0
 
 
-class TestInt8:
-    """ComfyUI's INT8 layers, split into quantising and the product on Hopper."""
-
-    @pytest.mark.parametrize("convrot", [True, False])
-    @pytest.mark.parametrize("rows", [2, 17, 300])
-    def test_kitchens_result(self, engine, rows, convrot):
-        import comfy_kitchen  # noqa: F401
-
-        ops, module = torch.ops.comfy_kitchen, engine("inductor.int8_products")
-        weight, x = (torch.randn(n, 512, device="cuda", dtype=torch.bfloat16) for n in (256, rows))
-        quantised = ops.quantize_int8_convrot_weight(weight, 256) if convrot else ops.quantize_int8_rowwise(weight)
-        bias = torch.randn(256, device="cuda", dtype=torch.bfloat16)
-        for input_act in (None, "gelu_tanh"):
-            args = x, *quantised, bias, 2, convrot, 256, input_act
-            assert relative_error(module.int8_linear(*args), ops.int8_linear(*args)) < 1e-2
-
-    @pytest.mark.parametrize("convrot", [True, False])
-    def test_without_rows(self, engine, convrot):
-        import comfy_kitchen  # noqa: F401
-
-        ops, module = torch.ops.comfy_kitchen, engine("inductor.int8_products")
-        weight = torch.randn(256, 512, device="cuda", dtype=torch.bfloat16)
-        quantised = ops.quantize_int8_convrot_weight(weight, 256) if convrot else ops.quantize_int8_rowwise(weight)
-        assert module.int8_linear(weight[:0], *quantised, None, 2, convrot, 256, None).shape == (0, 256)
-
-
 class TestAttention:
     def test_the_chosen_kernel_gives_what_the_host_does(self, engine):
         attention = engine("inductor.attention_kernels")

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..inductor import int8_products, rotary_norms
+from ..inductor import rotary_norms
 from ..inductor.kitchen import products_as_operators
 from ..torch_compat import attention, private
 from ..torch_settings import libdevice, libdevice_scope, lowering_settings
@@ -64,7 +64,6 @@ def for_graph(settings: dict[str, Any]) -> Iterator[None]:
 def scope() -> Iterator[None]:
     """In ComfyUI's process: the settings under which a graph is lowered in the call that traced it."""
     rotary_norms.register()
-    int8_products.register()
     with (
         lowering_settings.applied(**LOWERING_SWITCHES),
         libdevice_scope.applied(**libdevice()),

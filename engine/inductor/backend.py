@@ -20,19 +20,13 @@ from .persistent_reductions import in_one_pass
 aten = torch.ops.aten
 # Operator -> decomposition, out of place.
 REPLACEMENTS: dict[Any, Callable] = {}
-# Called with Dynamo's graph: the options of inductor that it needs.
-OPTIONS: list[Callable[[fx.Graph], dict[str, Any]]] = []
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
-    """A backend of torch.compile: inductor with `options`; on CUDA with REPLACEMENTS and OPTIONS."""
+    """A backend of torch.compile: inductor with `options`; on CUDA with REPLACEMENTS, and rounded as eager."""
     if private.compile_fx is None:
         private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
-    options = options or {}
-    if _has_replacements(example_inputs):
-        needed = {name: value for options_of in OPTIONS for name, value in options_of(graph.graph).items()}
-        free = {name: value for name, value in needed.items() if getattr(private.inductor_config, name, None) is None}
-        options = {**_as_eager_rounds(), **free, **options}
+    options = {**(_as_eager_rounds() if _has_replacements(example_inputs) else {}), **(options or {})}
     with in_one_pass(), replacements(example_inputs):
         return private.compile_fx.compile_fx(graph, example_inputs, config_patches=options)
 

@@ -121,9 +121,6 @@ NAMES = {
     "select_decomp_table": PrivateName("torch._inductor.decomposition:select_decomp_table", _NO_REPLACEMENTS),
     "decomp_table_in_use": PrivateName("torch._inductor.compile_fx:select_decomp_table", _NO_REPLACEMENTS),
     "list_mode_options": PrivateName("torch._inductor:list_mode_options", "every mode is as default", lambda mode: {}),
-    "CustomGraphPass": PrivateName(
-        "torch._inductor.custom_graph_pass:CustomGraphPass", "layers with one input quantise it more than once"
-    ),
     "InductorChoices": PrivateName("torch._inductor.choices:InductorChoices", _ONE_PASS),
     "ReductionHint": PrivateName("torch._inductor.runtime.hints:ReductionHint", _ONE_PASS),
     "V": PrivateName("torch._inductor.virtualized:V", _ONE_PASS),

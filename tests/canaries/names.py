@@ -71,7 +71,6 @@ COMPUTED = {
         *("apply_rope1", "apply_rope", "apply_rope_split_half1", "apply_rope_split_half"),
         *("rms_rope1", "rms_rope", "rms_rope_split_half1", "rms_rope_split_half"),
         *("adaln", "rms_adaln"),
-        *("int8_linear", "quantize_int8_convrot_weight", "quantize_int8_rowwise"),
     ),
 }
 # What reads like a name and is none.
@@ -136,7 +135,6 @@ TORCH = {
     "torch._inductor.decomposition.select_decomp_table": READ,
     "torch._inductor.choices.InductorChoices.should_use_persistent_reduction": replaced("features", "cooperative_reduction"),
     "torch._inductor.runtime.hints.ReductionHint.INNER": READ,
-    "torch._inductor.custom_graph_pass.CustomGraphPass": READ,
     "torch._inductor.virtualized.V.choices": READ,
     "torch._inductor.virtualized.V.set_choices_handler": READ,
     "torch._inductor.virtualized.V.graph.current_device": READ,

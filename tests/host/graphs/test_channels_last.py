@@ -319,11 +319,7 @@ def test_the_kernels_themselves():
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    norms, weights, rotations, products = (
-        [row for row in rows if kind in row] for kind in ("shape", "weight", "rotated", "product")
-    )
-    assert len(rotations) == 4 and all(row["differ"] < 2e-2 and row["scales"] < 1e-3 for row in rotations), rotations
-    assert len(products) == 2 and all(row["error"] < 1e-6 for row in products), products
+    norms, weights = ([row for row in rows if kind in row] for kind in ("shape", "weight"))
     assert len(norms) == 12 and len(weights) == 4
     assert all(row["norm"] < 5e-4 and row["silu"] < 1e-3 for row in norms), norms  # fp16 has eleven bits
     assert all(row["same"] for row in weights), weights
