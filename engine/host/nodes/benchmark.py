@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..graphs.policy import payoff_of
 from ..model.attach import Nothing, diffusion_model, eager_clone, model_name, notes_about, settings_for
 from ..weights.blocks import notes_on
-from .limits import Cures, PromptTimes, limits
+from .limits import found_in_model, limits, parts_of_model
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample
 from .warmup_plan import Size
@@ -80,11 +79,13 @@ def benchmark(
         profile, recorded = _unless_it_fails(lambda: _profiled(session, label, trace), "a step") or (None, None)
     last = result.compiled.rounds[-1]
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
-    cures = Cures(patcher, settings, profile)
-    times = PromptTimes(step, steps, skipped, _other_seconds(vae, clip, prepared["samples"]))
-    limits_of(diffusion_model(patcher))[:] = limits(cures, times)
+    parts = {} if profile is None else parts_of_model(patcher, settings, profile, step, steps - skipped)
+    found = found_in_model(patcher, settings, profile, steps, skipped)
+    others = _other_seconds(vae, clip, prepared["samples"])  # last: these models may take the memory of this one
+    lines = limits(parts | others, found, step * (steps - skipped) + sum(others.values()), steps)
+    limits_of(diffusion_model(patcher))[:] = lines
     notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
-    return replace(result, limits=limits_of(diffusion_model(patcher))[:], trace=recorded, notes=notes)
+    return replace(result, limits=lines, trace=recorded, notes=notes)
 
 
 def _choices(network, settings: CompileSettings) -> tuple:
@@ -151,12 +152,10 @@ class _Session:
 
         def begin() -> None:
             nonlocal began
-            _synchronize(device)
-            began = time.perf_counter()
+            began = _now(device)
 
         def on_step(*_: object) -> None:
-            _synchronize(device)
-            seconds.append(time.perf_counter() - began)
+            seconds.append(_now(device) - began)
             self._progress.update(1)
             after_step()
             begin()
@@ -170,23 +169,19 @@ class _Session:
 
         sampler.sampler_function = timed_loop
         sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
-        with self._counting_skipped(seconds) if side == "eager" else nullcontext():
+        # Of eager runs: a hook on a compiled block would be part of its code.
+        last_block = [*blocks_of(diffusion_model(patcher), CompileSettings())][-1:] if side == "eager" else []
+        ran: set[int] = set()  # steps in which the last block ran
+        hooks = [block.register_forward_hook(lambda *_: ran.add(len(seconds))) for block in last_block]
+        try:
             final = sample(patcher, *self.inputs, sigmas, on_step, sampler)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if side == "eager":
+            self.skipped = len(seconds) - len(ran) if ran else 0  # none: the model calls its blocks by other methods
         parts = final.unbind() if final.is_nested else [final]
         return tuple(seconds), torch.cat([part.flatten() for part in parts])
-
-    @contextmanager
-    def _counting_skipped(self, steps_done: list) -> Iterator[None]:
-        """Steps in which the last block ran; a hook on a compiled block would be part of its code."""
-        blocks = [*blocks_of(diffusion_model(self.patcher), CompileSettings())]
-        ran: set[int] = set()
-        hook = blocks[-1].register_forward_hook(lambda *_: ran.add(len(steps_done))) if blocks else None
-        try:
-            yield
-        finally:
-            if hook is not None:
-                hook.remove()
-        self.skipped = len(steps_done) - len(ran) if ran else 0  # none: the model calls its blocks by other methods
 
 
 def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | None, Trace | None]:
@@ -235,11 +230,9 @@ def _unless_it_fails(measure: Callable[[], T], name: str) -> T | None:
 def _seconds_of(work: Callable[[], object]) -> float:
     work()  # loads the model
     device = comfy.model_management.get_torch_device()
-    _synchronize(device)
-    began = time.perf_counter()
+    began = _now(device)
     work()
-    _synchronize(device)
-    return time.perf_counter() - began
+    return _now(device) - began
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
@@ -251,8 +244,10 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     return notes
 
 
-def _synchronize(device: torch.device) -> None:
+def _now(device: torch.device) -> float:
+    """Seconds on the clock when all work on the device is done."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif hasattr(torch, device.type):
         getattr(torch, device.type).synchronize()
+    return time.perf_counter()

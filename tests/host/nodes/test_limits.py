@@ -31,7 +31,9 @@ class Limited(Runs):
         limits, span = self.engine("host.nodes.limits"), sum(seconds.values())
         found = self.engine("benchmark.step_profile").StepProfile(span, seconds, on_gpu=on_gpu, **profile)
         settings = self.engine("host.model.attach").attached_settings(self.compiled)
-        return limits.limits(limits.Cures(self.compiled, settings, found), limits.PromptTimes(span, steps, skipped))
+        described = self.compiled, settings, found
+        parts = limits.parts_of_model(*described, span, steps - skipped)
+        return limits.limits(parts, limits.found_in_model(*described, steps, skipped), span * (steps - skipped), steps)
 
 
 @pytest.fixture
@@ -58,16 +60,16 @@ class Decoder:
 
 @pytest.mark.parametrize("works", [True, False])
 def test_a_vae_neither_changes_what_is_said_of_the_model_nor_ends_the_benchmark(limited, engine, monkeypatch, works):
-    nodes, seen = engine("host.nodes.benchmark"), []
-    runs, cures = limited(backend="eager"), nodes.Cures
+    nodes, loaded = engine("host.nodes.benchmark"), []
+    runs, parts_of_model = limited(backend="eager"), nodes.parts_of_model
 
-    def seen_cures(*args):
-        seen.append(cures(*args))
-        return seen[-1]
+    def parts_as_loaded(patcher, *args):
+        loaded.append(patcher.loaded_size())
+        return parts_of_model(patcher, *args)
 
-    monkeypatch.setattr(nodes, "Cures", seen_cures)
+    monkeypatch.setattr(nodes, "parts_of_model", parts_as_loaded)
     lines = runs.limits(vae=Decoder(works, runs))
-    assert lines and ("decoding" in " ".join(lines)) <= works and seen[0]._loaded > 0
+    assert lines and ("decoding" in " ".join(lines)) <= works and loaded[0] > 0
 
 
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
