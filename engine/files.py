@@ -70,6 +70,13 @@ def remove_file(file: Path) -> None:
         _when_free(file.unlink)
 
 
+def status_of(file: Path) -> os.stat_result | None:
+    """None: removed or renamed meanwhile."""
+    with suppress(OSError):
+        return file.stat()
+    return None
+
+
 def locked(file: Path) -> IO | None:
     """Open a file that no other process can lock until it is closed, or this process ends; None where another has it.
 

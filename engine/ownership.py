@@ -351,7 +351,7 @@ class Survey:
         is_layers = module.startswith("torch.nn.modules.") and module != nn.Module.__module__ and not depth
         if depth > DEPTH or (_is_library(module) and not is_layers):
             return
-        for code in _codes_in(function.__code__):
+        for code in codes_in(function.__code__):
             for _entries, name, value in named_by(code, function.__globals__):
                 if type(value) in (bool, int, float, str):
                     self.values.append((name, repr(value)))
@@ -377,11 +377,11 @@ def named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, ob
                 yield entries, name, value
 
 
-def _codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes_in(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
-            yield from _codes_in(const)
+            yield from codes_in(const)
 
 
 def _reference(owner: Any) -> Callable[[], Any]:

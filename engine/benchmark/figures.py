@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..notices.words import say
+from ..notices.words import counted, say
 
 # Share by which two medians must differ.
 CLEAR = 0.01
@@ -206,10 +206,6 @@ class BenchmarkResult:
         if self.break_even:
             lines.append(f"Break-even: after {counted(self.break_even, 'video' if self.video else 'image')}.")
         return lines
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

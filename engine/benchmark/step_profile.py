@@ -6,12 +6,11 @@ it counts for the innermost operator of the sampler's thread.
 
 from __future__ import annotations
 
-import bisect
 import heapq
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -115,7 +114,8 @@ def profile_of(events: list[dict]) -> StepProfile | None:
 
 def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[dict]) -> StepProfile:
     launches = {_correlation(e): e for e in events if e.get("cat", "").endswith(("runtime", "driver"))}
-    region_of, failed_block_of = (_lookup(e for e in operators if e["name"].startswith(n)) for n in (_COMPILED, UNCOMPILED))
+    operators = sorted(operators, key=lambda e: (e["ts"], -e["dur"]))  # of nested ones the outermost first
+    regions, failed_blocks = ([e for e in operators if e["name"].startswith(name)] for name in (_COMPILED, UNCOMPILED))
     kernels, transfers, transferred, compiled = [], [], 0, 0.0
     for event in work:
         launch = launches.get(_correlation(event), {})
@@ -124,8 +124,8 @@ def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[di
             # From memory that is not pinned the CPU copies, and launches nothing meanwhile.
             transfers += [_interval(e, 1, TRANSFERS) for e in (event, launch) if e]
             continue
-        kernels.append(_interval(event, 0, failed_block_of(launch) or kind_of(event["name"])))
-        if region_of(launch) or "GraphLaunch" in launch.get("name", ""):
+        kernels.append(_interval(event, 0, _name_around(launch, failed_blocks) or kind_of(event["name"])))
+        if _name_around(launch, regions) or "GraphLaunch" in launch.get("name", ""):
             compiled += event["dur"] / 1e6
     seconds = _seconds([*kernels, *transfers, _interval(step, 2, WAITING)])
     busy = sum(_seconds(kernels).values())
@@ -168,15 +168,7 @@ def _seconds(intervals: Iterable[_Interval]) -> dict[str, float]:
     return dict(seconds)
 
 
-def _lookup(events: Iterable[dict]) -> Callable[[dict], str | None]:
-    """A function: the name of the outermost of `events` in whose time another event began."""
-    outermost: list[dict] = []
-    for event in sorted(events, key=lambda e: (e["ts"], -e["dur"])):
-        if not outermost or event["ts"] >= outermost[-1]["ts"] + outermost[-1]["dur"]:
-            outermost.append(event)
-
-    def name_around(event: dict) -> str | None:
-        at = bisect.bisect_right(outermost, event.get("ts", -1.0), key=lambda e: e["ts"]) - 1
-        return outermost[at]["name"] if at >= 0 and event["ts"] <= outermost[at]["ts"] + outermost[at]["dur"] else None
-
-    return name_around
+def _name_around(event: dict, others: list[dict]) -> str | None:
+    """The name of the first of the others in whose time the event began."""
+    began = event.get("ts", -1.0)
+    return next((e["name"] for e in others if e["ts"] <= began <= e["ts"] + e["dur"]), None)

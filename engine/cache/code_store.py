@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import in_one_line
-from ..files import read_whole, remove_file, remove_leftovers, replace, write_whole
+from ..files import read_whole, remove_file, remove_leftovers, replace, status_of, write_whole
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
 from .shared import SharedCache, configured
@@ -110,7 +110,7 @@ class CodeStore:
     def entries(self) -> dict[str, os.stat_result]:
         """All entries by name, the most recently used first; those dated in the future by a clock that was wrong last."""
         files = [file for file in self.folder.glob(f"*{CODE}") if NAME.fullmatch(file.stem)]
-        entries = {file.stem: status for file in files if (status := _status(file)) is not None}
+        entries = {file.stem: status for file in files if (status := status_of(file)) is not None}
         latest = time.time() + 3600
         return dict(sorted(entries.items(), key=lambda entry: (entry[1].st_mtime > latest, -entry[1].st_mtime)))
 
@@ -204,13 +204,6 @@ def header_of(content: bytes) -> dict[str, Any]:
     if not isinstance(header, dict):
         raise ValueError("no header")
     return header
-
-
-def _status(file: Path) -> os.stat_result | None:
-    """None: removed meanwhile."""
-    with suppress(OSError):
-        return file.stat()
-    return None
 
 
 class _Current:

@@ -15,7 +15,7 @@ from ..compile.session import CompileStats
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .recompile_log import watch_of
-from .words import say
+from .words import counted, say
 
 RULE = "-" * 24  # js/node_report.js folds what is below
 SIZES_NAMED = 4
@@ -92,7 +92,7 @@ class CompileReport:
         graphs = _graphs_by_class(self.groups)
         for where, counts in (("", Counter(b.class_name for b in plan.blocks)), ("inside these, ", self.parts)):
             for name, count in counts.items():
-                lines.append(f"  {where}{name}: {_count(count, 'block')}, {_count(graphs[name], 'graph')}")
+                lines.append(f"  {where}{name}: {counted(count, 'block')}, {counted(graphs[name], 'graph')}")
         return lines
 
     def _size_lines(self) -> list[str]:
@@ -100,7 +100,7 @@ class CompileReport:
         for size in self.sizes:
             graphs = size.added.graphs
             warm = "nothing compiled" if self._compiles_nothing() else "already warm"
-            compiled = f"{_count(graphs, 'graph')} compiled" if graphs else warm
+            compiled = f"{counted(graphs, 'graph')} compiled" if graphs else warm
             if size.added.from_disk:
                 compiled += f" ({size.added.from_disk} read from the cache on disk)"
             lines.append(f"{size.label}: {size.seconds:.1f} s, {compiled}")
@@ -166,7 +166,3 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
 
 def _graphs_by_class(groups: list[BlockGroup]) -> Counter[str]:
     return sum((Counter({group.class_name: group.stats.graphs}) for group in groups), Counter())
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

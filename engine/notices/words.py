@@ -47,6 +47,11 @@ def _filled(text: str, values: tuple[object, ...]) -> str:
     return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
 
 
+def counted(number: int, noun: str) -> str:
+    """In English: `1 graph`, `2 graphs`."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
 def told(key: str, *values: object) -> list:
     """A text that the page says, in its own language: a key of `torchCompileKit` in locales/LANGUAGE/main.json, and values,
     which may be such texts themselves, or lists of them (js/words.js)."""

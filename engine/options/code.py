@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..ownership import callables_of, contents_of, given_forward, named_by
+from ..ownership import callables_of, codes_in, contents_of, given_forward, named_by
 from ..per_model import Same, SameObjects
 from ..torch_settings import original
 
@@ -89,7 +89,7 @@ def _functions_in(
 ) -> Iterator[types.FunctionType]:
     """The functions that the code of `function` names, in modules of Python or as `attributes`, and that it closes over; none
     of code that was `seen`."""
-    for code in _codes(function.__code__):
+    for code in codes_in(function.__code__):
         if code in seen:
             continue
         seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
@@ -104,10 +104,3 @@ def _functions_in(
                 target = getattr(type(target), "__call__", None)  # noqa: B004  the one that a call uses
             if isinstance(target, types.FunctionType) and not (target.__module__ or "").startswith("torch"):
                 yield target
-
-
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    yield code
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            yield from _codes(const)

@@ -1,6 +1,5 @@
 """Save what is compiled for a model into a file of the host's user, and load it on another machine."""
 
-import os
 import re
 from collections import Counter
 from contextlib import suppress
@@ -14,6 +13,7 @@ from ...cache.structure import name_of
 from ...compile.group import BlockGroup
 from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
+from ...files import status_of
 from ...log import logger
 from ...notices.recompile_log import CallInfo, watch_of
 from ...notices.report import groups_for
@@ -34,15 +34,8 @@ def cache_files() -> list[str]:
     files = []
     with suppress(OSError):
         files = [file for file in kit_folder().iterdir() if file.suffix == SUFFIX and file.is_file()]
-    changed = {file.name: stat.st_mtime for file in files if (stat := _stat(file)) is not None}
+    changed = {file.name: stat.st_mtime for file in files if (stat := status_of(file)) is not None}
     return sorted(changed, key=lambda name: -changed[name])
-
-
-def _stat(file: Path) -> os.stat_result | None:
-    """None: deleted or renamed meanwhile."""
-    with suppress(OSError):
-        return file.stat()
-    return None
 
 
 def plain_name(filename: str) -> str:
@@ -151,7 +144,7 @@ def load_cache(filename: str) -> str:
 
 def state_of(filename: str) -> str:
     """A text that changes when the file does."""
-    stat = _stat(kit_folder() / filename) if filename in cache_files() else None
+    stat = status_of(kit_folder() / filename) if filename in cache_files() else None
     return "" if stat is None else f"{stat.st_mtime_ns} {stat.st_size}"
 
 

@@ -179,14 +179,14 @@ def test_what_windows_holds_on_to_stays_and_is_not_counted_as_removed(three, mon
 
 def test_what_is_removed_while_it_is_looked_at_is_left_out(three, stores, monkeypatch):
     """By another server with the same folder."""
-    status = stores._status
+    status = stores.status_of
 
     def removed_meanwhile(file):
         if file.stem == NAMES[1]:
             file.unlink(missing_ok=True)
         return status(file)
 
-    monkeypatch.setattr(stores, "_status", removed_meanwhile)
+    monkeypatch.setattr(stores, "status_of", removed_meanwhile)
     assert [*three.entries()] == [NAMES[2], NAMES[0]] and three.size() > MIB and len(three.usage()["entries"]) == 2
 
 
