@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from ..ownership import callables_of, codes_in, contents_of, given_forward, named_by
-from ..per_model import Same, SameObjects
+from ..per_model import SameObjects
 from ..torch_settings import original
 
 # How many functions deep code is followed.
@@ -33,9 +33,7 @@ class NamedFunctions:
                 if callable(value):
                     places.setdefault(id(entries), (entries, {}))[1][name] = None
         self._places = [(e, operator.itemgetter(*names, next(iter(names)))) for e, names in places.values()]
-        functions = [original(function) for function in self._now()]
-        self._originals = self._last_seen = SameObjects(functions)
-        self.functions = tuple(map(Same, functions))
+        self._originals = self._last_seen = SameObjects(map(original, self._now()))
 
     def are_current(self) -> bool:
         """Whether none was exchanged since."""
