@@ -247,15 +247,17 @@ class Status(Line):
         return News(state, says if pack is None else [says, told("graphsOff", pack)])
 
     def _before_compiling(self, network: nn.Module, code: ModelCode) -> News:
-        put_off, (state, steps) = watch_of(network).put_off(), self._compared()
-        replayed = [steps] if state == "faster" else []
-        if put_off is None and (code.waits_for is not WaitsFor.IMPORT or code.uncalled):
-            return News(state, replayed) if replayed else News()
-        runs, name = put_off or (0, None)
+        put_off, pack, (state, steps) = watch_of(network).put_off(), watch_of(network).foreign, self._compared()
+        says = [steps] if steps else []  # CUDA graphs replay operators
+        if put_off is None:
+            if code.waits_for is WaitsFor.IMPORT and not code.uncalled:
+                return BEGINS_NEXT
+            return News("unclear" if state == "ready" else state, says) if says else News()
+        runs, name = put_off
         if not runs:
             return BEGINS_NEXT
-        says = told("putOff", runs)
-        return News("faster", [*replayed, says], begins=name) if replayed else News("unclear", says, begins=name)
+        says += [told("putOff", runs), *([] if pack is None else [told("graphsOff", pack)])]
+        return News("unclear" if state == "ready" else state, says if len(says) > 1 else says[0], begins=name)
 
     def _compared(self) -> tuple[str, list]:
         """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these

@@ -1,6 +1,6 @@
 """Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
 
-Graphs pay where the GPU waits for the CPU in compiled steps: measured, not by the model's name. Eager steps do not tell: with
+Graphs pay for UNets, and where the GPU waits for the CPU in compiled steps, which is measured. Eager steps do not tell: with
 weights in bf16 and in INT8 the GPU is as far behind in eager steps of Flux, and graphs help only the latter.
 """
 
@@ -52,20 +52,19 @@ def way_of_call(
         if obstacle and settings.wants_graphs:
             note(notes, obstacle)
         return Way.WITHOUT_GRAPHS
-    pays = settings.wants_graphs or _recall(network, size)
-    code = code_of(network)
-    until_then = call.waits or (code.is_being_compiled and replays_operators(settings, network, device, size))
-    if pays or (not call.synchronous and until_then):
+    pays = settings.wants_graphs or has_convolutions(network) or _recall(network, size)
+    if pays:
         return Way.REPLAYED
+    code = code_of(network)
     if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
         graphs_of(network).drop()
     return Way.MEASURED if pays is None and not code.is_being_compiled else Way.COMPILED
 
 
-def replays_operators(settings: CompileSettings, network: nn.Module, device: torch.device, size: int) -> bool:
-    """Whether calls are replayed from CUDA graphs until there is compiled code: of UNets, whose steps that more than halves."""
-    possible = settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
-    return possible and (settings.wants_graphs or _recall(network, size) is not False)
+def always_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> bool:
+    """Whether all calls are replayed from CUDA graphs, also of operators: those of UNets. It more than halves their steps where
+    the GPU waits for the CPU, and in a graph convolutions are channels_last on any machine (replay.py)."""
+    return settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
 
 
 def has_convolutions(network: nn.Module) -> bool:
@@ -126,14 +125,8 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     return size <= payoff.pay_to or None
 
 
-def measure(
-    network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object], convolutional: bool
-) -> object:
-    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched.
-
-    Args:
-        convolutional: with graphs convolutions are faster too (replay.py): graphs that pay at one size pay at larger ones.
-    """
+def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
+    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched."""
     payoff, code = payoff_of(network), code_of(network)
     compiles = code.compiles
     if payoff.ran.get(size) != compiles:
@@ -151,7 +144,7 @@ def measure(
     backlog = (time.perf_counter() - launched) / max(launched - began, 1e-9)
     pay = backlog < MAX_BACKLOG
     if pay:
-        payoff.pay_to = math.inf if convolutional else size
+        payoff.pay_to = size
     else:
         payoff.not_from = size
     logger.info(

@@ -127,6 +127,9 @@ def eager_clone(patcher):
 def _clean_up(patcher) -> None:
     uninstall_apply(patcher)
     end_run(patcher.model)
+    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+        if wrapper.status is not None:  # it may begin in some runs
+            wrapper.status.tell()
 
 
 def _begin_run(patcher, *_: object) -> None:

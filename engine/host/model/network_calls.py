@@ -21,7 +21,7 @@ from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs.policy import Way, has_convolutions, measure, note, replays_operators, way_of_call
+from ..graphs.policy import Way, always_replays, measure, note, way_of_call
 from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
@@ -66,12 +66,12 @@ class NetworkCalls:
         elif self._must_import(call, code, loaded.device):
             call.waits, code.waits_for = True, WaitsFor.IMPORT
             import_ahead()
-        if call.waits and not replays_operators(self.settings, network, loaded.device, size):
+        if call.waits and not always_replays(self.settings, network, loaded.device):
             return eager(network, run)
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
-            if not call.waits and code.waits_for and not code.uncalled:
+            if not call.waits and code.waits_for and not code.uncalled and self.settings.backend != "cudagraphs":
                 if way is Way.REPLAYED:
                     way = Way.COMPILED  # a replay traces nothing
                 if is_crowded(loaded.device):
@@ -85,7 +85,7 @@ class NetworkCalls:
                     scopes.enter_context(binding.bound())
                 scopes.enter_context(told or nullcontext())
                 if way is Way.MEASURED:
-                    run = functools.partial(measure, network, loaded.device, size, call, run, has_convolutions(network))
+                    run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
                 code.eager_calls += call.uncompiled
                 if call.ran and not call.waits:

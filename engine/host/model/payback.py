@@ -31,7 +31,6 @@ from ...compile_process.obtain import import_ahead
 from ...notices.recompile_log import is_warming, watch_of
 from ...notices.status import tell_begun
 from ...per_model import PerModel
-from ..graphs.policy import has_convolutions
 from .structure_record import Record, find_record, record_of
 
 # What compiling costs prompts as a multiple of tracing, with lowering beside the sampler and loading: 3 to 5 s on two H100
@@ -56,6 +55,7 @@ class Payback:
 
     Args:
         after: in about how many runs of the sampler it will be; None: it is, or nothing was timed.
+        _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
         _calls: of the sampler so far, in this run. With prompts that do not fit in one batch, each is several of the model.
         _began: when the calls that are timed have begun, by number.
     """
@@ -63,6 +63,8 @@ class Payback:
     record: Record
     after: int | None = None
     _sigmas: object = None
+    _steps: int = 0
+    _replays: bool = False
     _calls: int = 0
     _device: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
@@ -71,14 +73,15 @@ class Payback:
         """In how many runs compiling begins, and what `begin_now` takes; None: it is not put off."""
         return None if self.after is None else (0 if self.record.is_decided else self.after, self.record.structure)
 
-    @property
-    def times_first_calls(self) -> bool:
-        """Whether this call is timed as one without this pack, of a structure that has not run yet."""
-        return not self.record.runs and self._calls <= CALLS[1]
+    def may_capture(self, network: nn.Module) -> bool:
+        """Whether operators may be captured in this call: not while the first ones of a structure are timed as without this
+        pack, nor in the first run of a model that has few steps, as ComfyUI may free it after each prompt."""
+        is_timed = not self.record.runs and self._calls <= CALLS[1]
+        return not is_timed and (self._steps >= SETTLED or code_of(network).runs > 1)
 
     def end_run(self, network: nn.Module) -> None:
         record, code, share = self.record, code_of(network), watch_of(network).saved
-        if share is not None and not has_convolutions(network):  # a UNet's is that of the graphs
+        if share is not None and not self._replays:  # it is that of the graphs
             record.share = max(share, SAVED / 4)  # what was slow once, on a busy machine, is tried again
         if code.traced:
             record.add_trace(code.traced - code.lowered)
@@ -88,14 +91,17 @@ class Payback:
                 # All calls: a step cache may have skipped the first ones.
                 first = SETTLED if SETTLED in self._began else CALLS[0]
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
-                record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
-                self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
+                is_whole = self._calls >= min(CALLS[1], self._steps)  # cancelled ones tell little
+                if is_whole and (not self._replays or first == SETTLED or code.runs > 2):
+                    record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
+                if record.runs:
+                    self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
         if record.is_decided or self._is_due():
             import_ahead()  # nothing samples
-        self._calls, self._sigmas, self._began = 0, None, {}
+        self._calls, self._sigmas, self._began, self._replays = 0, None, {}, False
 
     def is_worthwhile(
         self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False, replays: bool = False
@@ -117,25 +123,28 @@ class Payback:
             record.is_decided = True
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
+            self._steps, self._replays = len(all_steps) - 1, replays
             if not synchronous and not record.is_decided:
-                self._decide(len(all_steps) - 1, replays)
+                self._decide()
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
 
-    def _decide(self, steps: int, replays: bool) -> None:
-        """In the first call by earlier runs, in the last call that is timed also by this run, unless these calls are not
-        replayed and later ones are."""
-        record, last = self.record, min(CALLS[1], steps)
+    def _decide(self) -> None:
+        """In the first call by earlier runs, in the last call that is timed also by this run. That does not tell of replays,
+        which come later; once they should have, it is known whether other packs' code keeps them off."""
+        record, last = self.record, min(CALLS[1], self._steps)
         if self._calls == 1:
             record.is_decided = self._is_due()
-            if not record.runs and not replays:  # beside the first call, in which the CPU loads weights and kernels
+            if not record.runs and not self._replays:  # beside the first call, in which the CPU loads weights and kernels
                 import_ahead()
         elif self._calls <= last or self._calls == SETTLED:
             self._began[self._calls] = self._now()
-            if self._calls == last and last > CALLS[0] and not replays:
-                call = statistics.median_low(b - a for a, b in itertools.pairwise(self._began.values()))
-                seconds, runs = record.seconds + steps * call, record.runs + 1  # Heun and others call the model twice a step
+            if self._calls in (last, SETTLED) and last > CALLS[0] and not self._replays:
+                timed = [began for number, began in self._began.items() if number <= last]
+                call = statistics.median_low(b - a for a, b in itertools.pairwise(timed))
+                # Heun and others call the model twice a step.
+                seconds, runs = record.seconds + self._steps * call, record.runs + 1
                 self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
                 if not self.after:
                     record.seconds, record.runs, record.is_decided = seconds, runs, True
@@ -167,6 +176,7 @@ def begin_now(structure: object) -> bool:
     """Compile a model from its next call on, also in later sessions; False: no line offers it under this name."""
     record = find_record(structure)
     if record is not None:
+        import_ahead()
         record.ask()
         tell_begun(record.structure)
     return record is not None

@@ -21,7 +21,7 @@ from ...notices.report import stats_for
 from ...notices.status import Status
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
-from ..graphs.policy import note, replays_operators
+from ..graphs.policy import always_replays, note
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, is_being_prepared, with_attention
 from .network_calls import NetworkCalls, are_training, eager
@@ -103,9 +103,12 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off = payback.put_off
-            replays = replays_operators(self.settings, network, args[0].device, args[0].numel())
-            call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
-            if call.waits and (not replays or payback.times_first_calls):
+            # Other packs' code is looked for when a call is to be captured.
+            replays = always_replays(self.settings, network, args[0].device) and watch_of(network).foreign is None
+            if self.settings.backend != "cudagraphs":  # that compiles nothing
+                call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
+            if call.waits and not (replays and payback.may_capture(network)):
+                code_of(network).waits_for = WaitsFor.PAYBACK
                 return eager(network, functools.partial(executor, *args, **kwargs))
             measure_attention = None
             if not call.waits:

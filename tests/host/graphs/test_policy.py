@@ -108,15 +108,20 @@ def test_graphs_that_do_not_pay_for_a_large_image_may_pay_for_a_small_one(machin
         assert [call(size) for _ in range(4)][-1] == 1
 
 
-@pytest.mark.parametrize("convolutional", [False, True])
-def test_graphs_that_pay_for_a_small_image_are_measured_for_a_large_one(machine, engine, monkeypatch, convolutional):
-    """But for UNets, whose convolutions are faster with graphs."""
-    monkeypatch.setattr(engine("host.model.network_calls"), "has_convolutions", lambda _network: convolutional)
+def test_graphs_that_pay_for_a_small_image_are_measured_for_a_large_one(machine):
     call = machine.model(compile_when="before first image")
     machine.backlog = 0.0
     assert [call() for _ in range(4)][-1] == 1
     machine.backlog = 9.0
-    assert [call(4 * 64) for _ in range(4)][-1] == 1 + convolutional
+    assert [call(4 * 64) for _ in range(4)][-1] == 1
+
+
+def test_unets_are_always_replayed(machine, engine, monkeypatch):
+    """In graphs their convolutions are faster."""
+    monkeypatch.setattr(engine("host.graphs.policy"), "has_convolutions", lambda _network: True)
+    call, machine.backlog = machine.model(compile_when="before first image"), 9.0
+    assert [call() for _ in range(4)][-1] == 1
+    assert [call(4 * 64) for _ in range(4)][-1] == 2
 
 
 def test_a_call_that_a_step_cache_skips_tells_nothing(machine):

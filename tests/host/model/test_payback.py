@@ -114,7 +114,7 @@ def test_calls_of_samplers_that_call_the_model_twice_a_step_are_counted(flux, a_
 
 def test_what_a_unet_saves_is_told_by_replays_that_have_settled(flux, engine, a_call_takes, monkeypatch):
     """Its graph is captured and compared after the calls that are timed first; nor does one begin in its first run."""
-    monkeypatch.setattr(engine("host.model.wrapper"), "replays_operators", lambda *_: True)
+    monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
     flux.cost(1.0)
     a_call_takes[:] = [9.0, *[1.0] * 7, 0.02]
     for _ in range(3):

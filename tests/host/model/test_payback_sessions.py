@@ -120,7 +120,6 @@ def history(engine, monkeypatch, tmp_path):
                 if is_first := prompt_number in session.starts:
                     records._records.clear()
                     network = nn.Sequential(nn.Linear(1, 1))
-                    monkeypatch.setattr(payback, "has_convolutions", lambda _network: session.capture > 0)
                     is_kept, is_compiled = is_kept or is_compiled, False
                 is_compiled = prompt(session, prompt_number, network, is_first, is_kept, is_compiled, when)
             seconds.append(clock[0] - began)
