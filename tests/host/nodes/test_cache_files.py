@@ -87,10 +87,10 @@ def test_the_second_process_reads_every_graph_from_disk(first):
     print(f"\ncompile seconds: first {answer['seconds']:.1f}, second {second['seconds']:.1f}")
 
 
-def test_the_users_own_variables_win(tmp_path):
+def test_the_users_own_variables_win(first, shared, tmp_path):
     mine = tmp_path / "mine"
     folders = {"TORCHINDUCTOR_CACHE_DIR": mine, "TRITON_CACHE_DIR": tmp_path / "triton"}
-    answer = start(tmp_path, "before", "warm", "one", "after", **folders)
+    answer = start(tmp_path, "before", "warm", "one", "attention", "after", **folders, **shared[0])
     assert answer["variables_left"] == []
     assert Path(answer["plain_before"]) == mine == Path(answer["plain_after"])
     assert Path(answer["store"]).parent == mine
