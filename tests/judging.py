@@ -68,15 +68,15 @@ class Judge:
         for node_id in kit & set(errors):
             for error in errors[node_id]["errors"]:
                 _check_refusal(prompt[node_id], error)
+        said = [f"{e['message']}: {e['details']}" for node in errors.values() for e in node["errors"]]
         if entry is None:
-            said = [f"{e['message']}: {e['details']}" for node in errors.values() for e in node["errors"]]
             message = said or [f"{answer['error']['message']}: {answer['error']['details']}"]
             return {"outcome": "refused before it runs" if said else "no prompt", "message": message[0][:SHOWN]}
         error = error_of(entry)
         if error is None:
             if entry["status"]["status_str"] != "success":
                 raise _WrongError(f"neither an error nor a success: {str(entry['status'])[:SHOWN]}")
-            return {"outcome": "ran in part" if errors else "ran"}
+            return {"outcome": "ran in part", "message": said[0][:SHOWN]} if said else {"outcome": "ran"}
         kind, message = error["exception_type"].rpartition(".")[2], error["exception_message"].strip()
         row = {"message": f"{kind}: {message}"[:SHOWN], "node": error["node_type"]}
         if len(message) > 10_000:

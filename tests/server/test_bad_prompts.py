@@ -15,17 +15,21 @@ NODES = {"compile": MODEL_NODE, "warmup": WARMUP_NODE, "benchmark": BENCHMARK_NO
 NODES |= {"load": "TorchCompileKitLoadCache"}
 GOOD = dict(width=64, height=64, length=1, batch_size=1, cfg=1.0, steps=2, extra_sizes="", filename="bad prompts", file="none")
 GOOD |= dict(compile_when="before first image", backend="eager", mode="default")
-# Node, input, value, what becomes of the prompt.
+# Node, input, value, what becomes of the prompt, words of the message.
 ODD = [
     ("compile", "backend", "INDUCTOR", REFUSED),
     ("compile", "backend", None, REFUSED),
+    ("compile", "backend", "tensorrt", REFUSED, "backend: 'tensorrt' not in ['inductor', "),
     ("compile", "mode", ["loader"], REFUSED),
     ("compile", "mode", ["loader", 7], REFUSED),
+    ("compile", "mode", "max-autotune", OURS, "mode = 'max-autotune': backend eager has no modes; set mode to default"),
+    ("compile", "attention", "cudnn", OURS, "attention = 'cudnn': this kernel needs an NVIDIA GPU; choose auto or comfyui."),
     ("compile", "fullgraph", "false", RAN),
     ("compile", "cache_limit", -1, REFUSED),
     ("compile", "cache_limit", math.nan, REFUSED),
     ("compile", "cache_limit", 10**4000, REFUSED),
     ("compile", "only_blocks", "[", OURS),
+    ("compile", "only_blocks", "triple_blocks.*", OURS, "only_blocks = ", "triple_blocks.*", "double_blocks", "single_blocks"),
     ("compile", "only_blocks", "double_blocks.*, nothing.*", OURS),
     ("compile", "only_blocks", "a*" * 4999, OURS),
     ("compile", "only_blocks", "*" * 9999, RAN),
@@ -45,13 +49,16 @@ ODD = [
     ("warmup", "extra_sizes", "99999x99999", REFUSED),
     ("warmup", "extra_sizes", "64x64\n# note\n\n80x64 batch 2", RAN),
     ("warmup", "extra_sizes", "64x64," * 101, REFUSED),
-    ("warmup", "extra_sizes", "-64x64", REFUSED),
+    ("warmup", "extra_sizes", "64x64\n-64x64", REFUSED, "extra_sizes = '-64x64'"),
+    ("warmup", "extra_sizes", "64x64\n1024 by 1024", REFUSED, "'1024 by 1024': line 2 is no size; write 1024x768"),
     ("warmup", "extra_sizes", f"{WIDE}x{WIDE}", REFUSED),
     ("warmup", "extra_sizes", "64x64x5", OURS),
     ("warmup", "extra_sizes", "1x1", OURS),
     ("warmup", "extra_sizes", "16384x16384x16384 batch 4096", OURS),
     ("warmup", "extra_sizes", "9" * LONG, REFUSED),
     ("benchmark", "steps", 0.5, REFUSED),
+    *(("benchmark", name, value, REFUSED, name) for name, value in {"width": 0, "steps": 0, "cfg": -1.0}.items()),
+    ("benchmark", "length", 9, OURS, "length = 9"),
     ("benchmark", "trace", 2, RAN),
     ("save", "filename", "../../etc/passwd", REFUSED),
     ("save", "filename", "CON", REFUSED),
@@ -99,12 +106,14 @@ def prompt(server):
     return make
 
 
-@pytest.mark.parametrize(("node", "name", "value", "outcome"), ODD, ids=lambda value: repr(value)[:20])
-def test_an_odd_value_gets_a_clear_error_or_does_no_harm(judge, prompt, node, name, value, outcome):
+@pytest.mark.parametrize("odd", ODD, ids=lambda odd: "-".join(repr(part)[:20] for part in odd[:4]))
+def test_an_odd_value_gets_a_clear_error_or_does_no_harm(judge, prompt, odd):
+    node, name, value, outcome, *said = odd
     nodes = prompt(node)
     nodes[node]["inputs"][name] = value
     row = judge.judged(nodes)
     assert row["outcome"].replace("ran in part", REFUSED) == outcome, row
+    assert all(words in row["message"] for words in said), row
 
 
 @pytest.mark.parametrize("way", ["no class", "another class", "no inputs", "a text"])

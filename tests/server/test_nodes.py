@@ -1,7 +1,6 @@
 """The pack in a real server: what the page is told, what the shipped workflow does, what bad input gets."""
 
 import collections
-import copy
 import platform
 import re
 import urllib.parse
@@ -11,7 +10,7 @@ import pytest
 from PIL import Image
 
 from devtools import prompts
-from devtools.server import PromptRejectedError, error_of, outputs_of, wait_until
+from devtools.server import error_of, outputs_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
@@ -178,78 +177,11 @@ def test_another_seed_adds_no_graph(server, shipped):
     assert graphs() <= before
 
 
-def test_unknown_combo_value_of_an_old_workflow_is_refused_on_the_node(server, shipped):
-    prompt = prompts.change(shipped, prompts.MODEL_NODE, backend="tensorrt")
-    with pytest.raises(PromptRejectedError) as refused:
-        assert error_of(server.queue(prompt)) is None
-    errors = refused.value.node_errors[prompts.find(prompt, prompts.MODEL_NODE)]["errors"]
-    assert any(error["extra_info"]["input_name"] == "backend" and "tensorrt" in error["details"] for error in errors)
-
-
-def failure(server, prompt, node):
-    """The message that a bad prompt leaves on the node, whether found before or while running."""
-    node_id = prompts.find(prompt, node)
-    try:
-        entry = server.queue(prompt)
-    except PromptRejectedError as refused:
-        return " ".join(f"{e['message']} {e['details']}" for e in refused.node_errors[node_id]["errors"])
-    error = error_of(entry)
-    assert error is not None, "the prompt ran"
-    assert error["node_id"] == node_id
-    return error["exception_message"]
-
-
-@pytest.mark.parametrize("line", ["1024 by 1024", "0x512", "512x512 batch 0", "512x512 batch", "-64x64"])
-def test_extra_sizes_line_that_is_no_size_is_named(server, shipped, line):
-    prompt = prompts.change(shipped, prompts.WARMUP_NODE, extra_sizes=f"64x64\n{line}")
-    message = failure(server, prompt, prompts.WARMUP_NODE)
-    assert "extra_sizes" in message and line in message
-
-
-@pytest.mark.parametrize(
-    ("node", "inputs", "said"),
-    [
-        (prompts.WARMUP_NODE, {"extra_sizes": "64x64\n1024 by 1024"}, "line 2 is no size; write 1024x768"),
-        (prompts.MODEL_NODE, {"backend": "fast"}, "'fast' not in ['inductor', "),
-    ],
-)
-def test_what_cannot_work_is_refused_before_anything_loads(server, shipped, node, inputs, said):
-    prompt = prompts.change(shipped, node, **inputs)
-    with pytest.raises(PromptRejectedError) as refused:
-        server.queue(prompt)
-    errors = refused.value.node_errors[prompts.find(prompt, node)]["errors"]
-    assert {error["extra_info"]["input_name"] for error in errors} >= set(inputs)
-    assert all(said in error["details"] for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("inputs", "said"),
-    [
-        (
-            {"backend": "eager", "mode": "max-autotune"},
-            "mode = 'max-autotune': backend eager has no modes; set mode to default",
-        ),
-        ({"attention": "cudnn"}, "attention = 'cudnn': this kernel needs an NVIDIA GPU; choose auto or comfyui."),
-    ],
-)
-def test_a_wrong_pair_of_values_is_one_error_that_names_one_input(server, shipped, inputs, said):
-    prompt = prompts.change(shipped, prompts.MODEL_NODE, **inputs)
-    error = error_of(server.queue(prompt))
-    assert error["node_id"] == prompts.find(prompt, prompts.MODEL_NODE) and said in error["exception_message"]
-
-
 def test_the_server_tells_what_compiling_lacks_here(server):
     told = server.get("/torch-compile-kit/machine")
     assert re.match(rf"Torch Compile Kit \d+\.\d+\.\d+, ComfyUI \d+\.\d+\.\d+, {platform.system()}, ", told["here"])
     assert f"PyTorch {'.'.join(version('torch').split('.')[:2])} (tested)," in told["here"]
     assert [line[:19] for line in told["missing"]] == ["PyTorch sees no GPU"], "these tests compile, so nothing else is"
-
-
-def test_pattern_that_matches_no_block_lists_the_blocks(server, shipped):
-    prompt = prompts.change(shipped, prompts.MODEL_NODE, only_blocks="triple_blocks.*")
-    message = failure(server, prompt, prompts.MODEL_NODE)
-    assert "only_blocks" in message and "triple_blocks.*" in message
-    assert "double_blocks" in message and "single_blocks" in message
 
 
 def test_benchmark_shows_its_table_and_writes_traces(server, shipped):
@@ -271,28 +203,6 @@ def test_benchmark_shows_its_table_and_writes_traces(server, shipped):
     assert len(traces) == 2
     for path in traces:
         assert json.loads((server.base / "output" / path).read_text())["traceEvents"]
-
-
-def test_benchmark_without_a_compiled_model_says_what_to_connect(server, shipped):
-    prompt = prompts.with_benchmark(shipped, model=[prompts.find(shipped, "UNETLoader"), 0])
-    entry = server.queue(prompt)
-    assert error_of(entry) is None
-    (text,) = entry["outputs"]["benchmark"]["text"]
-    assert "put Torch Compile" in text
-
-
-@pytest.mark.parametrize(("name", "value"), [("width", 0), ("steps", 0), ("length", 9), ("cfg", -1.0)])
-def test_benchmark_names_an_input_that_cannot_work(server, shipped, name, value):
-    prompt = prompts.with_benchmark(shipped, **{"width": 64, "height": 64, name: value})
-    prompt["benchmark"]["inputs"].pop("latent_image")
-    assert name in failure(server, prompt, prompts.BENCHMARK_NODE)
-
-
-def test_server_works_on_after_a_refused_prompt(server, shipped):
-    bad = prompts.change(shipped, prompts.MODEL_NODE, only_blocks="triple_blocks.*")
-    failure(server, bad, prompts.MODEL_NODE)
-    good = prompts.change(copy.deepcopy(shipped), "KSampler", seed=21)
-    assert error_of(server.queue(good)) is None
 
 
 def test_the_page_whose_prompt_runs_is_told_what_compiled_while_sampling_and_no_other(server):

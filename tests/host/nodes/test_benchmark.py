@@ -337,4 +337,4 @@ def test_an_uncompiled_model_gets_a_sentence(benchmarked, pack_module):
     node = pack_module("nodes.benchmark").Benchmark
     output = node.execute(runs.patcher, runs.positive, runs.negative, 64, 64, 1, 1, 1.0, 2, False)
     (table,) = output.args
-    assert "Torch Compile" in table and output.ui == {"text": [table]}
+    assert "put Torch Compile" in table and output.ui == {"text": [table]}
