@@ -157,20 +157,6 @@ def test_code_with_graph_breaks_is_made_when_it_is_called(compiled):
     assert step.wait() >= 1 and step.graph_breaks >= 1 and not step.failures
 
 
-def test_what_cannot_be_compiled_is_said_once_and_runs_eager(compiled, caplog):
-    def failing(_graph, _inputs):
-        raise ValueError("no such kernel")
-
-    net, x = Net(), torch.randn(2, 4, 8)
-    expected, step = net(x), compiled(net, backend=failing)
-    for _ in range(2):
-        assert torch.equal(step(x)[0], expected)
-        step.wait()
-    (failure,) = step.failures
-    assert "no such kernel" in failure
-    assert len([r for r in caplog.records if "could not be compiled" in r.getMessage()]) == 1
-
-
 def test_a_switch_that_flips_while_a_graph_is_lowered_is_no_matter(compiled):
     """Another model's call, or another node's, has TF32 on for a while."""
     backends, x = (Held(), Held()), torch.randn(2, 4, 8)

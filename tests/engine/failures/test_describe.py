@@ -53,18 +53,6 @@ def failures(engine, net):
     return [group.failure for group in engine("compile.registry").code_of(net).groups.values() if group.failure]
 
 
-def test_a_block_that_does_not_compile_runs_eager_once_and_for_good(engine, run, backend, caplog):
-    net, x = Net(), torch.randn(2, 4, 8)
-    expected = net(x)
-    with caplog.at_level(logging.WARNING, "torch-compile-kit"):
-        for _ in range(3):
-            assert torch.equal(run(net, x), expected)
-    assert backend["calls"] == 1
-    (failure,) = failures(engine, net)
-    assert "no kernel for this" in failure.message() and "only_blocks" in failure.message()
-    assert [r.getMessage() for r in caplog.records].count(failure.message()) == 1
-
-
 def test_inputs_changed_before_the_failure_are_put_right(run, backend):
     backend["from_call"] = 2
     net, x = Net(InPlaceThenTrouble), torch.randn(2, 4, 8)
@@ -196,26 +184,6 @@ def test_the_limit_of_variants_is_loud_and_correct(engine, run, caplog):
     assert "Block: compiled 3 times" in message and "size mismatch at index 1" in message
 
 
-def test_an_expanded_input_is_no_obstacle(run, backend):
-    """A tensor whose elements share memory cannot be written to as it is; this one changes with the block's input."""
-
-    class Scaled(InPlaceThenTrouble):
-        def forward(self, scale, x):
-            return super().forward(x) * scale
-
-    class Two(Net):
-        def forward(self, x):
-            for block in self.blocks:
-                x = block(x[:1, :1].expand(2, 4, 8), x)
-            return x
-
-    backend["from_call"] = 2
-    net, x = Two(Scaled), torch.randn(2, 4, 8)
-    expected = net(x.clone())
-    assert torch.equal(run(net, x.clone()), expected)
-    assert backend["calls"] == 2
-
-
 def test_only_what_a_failed_call_has_changed_is_put_back(engine):
     with torch.inference_mode(False):
         changing, still, shared = torch.randn(2, 4), torch.randn(2, 4), torch.randn(1, 4).expand(3, 4)
@@ -228,25 +196,6 @@ def test_only_what_a_failed_call_has_changed_is_put_back(engine):
         assert changed.put_back()
         assert all(torch.equal(a, b) for a, b in zip((changing, still, shared), found, strict=True))
         assert still._version == versions
-
-
-def test_no_memory_as_compilation_starts_is_no_error_of_pytorchs(engine, run, backend, monkeypatch):
-    """Copying the inputs happens inside PyTorch's callback: what that raises would leave it counting a compilation."""
-
-    def keep(_changed):
-        raise torch.OutOfMemoryError("no memory for copies")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(engine("compile.call_shapes").Changed, "keep", keep)
-        backend["error"] = torch.OutOfMemoryError("no memory to compile")
-        with pytest.raises(Exception) as error:
-            run(Net(), torch.randn(2, 4, 8))
-    assert any("no memory to compile" in str(e) for e in engine("failures.describe").chain(error.value))
-    torch._dynamo.reset()  # asserts that no compilation is going on
-    net, x = Net(), torch.randn(2, 4, 8)
-    assert torch.equal(run(net, x, backend="eager"), Net.forward(net, x))
-    groups = engine("compile.registry").code_of(net).groups.values()
-    assert sum(group.stats.graphs for group in groups) == 1, "compilations go unseen"
 
 
 def test_who_is_told_of_compilations_may_fail(engine, run, monkeypatch):
