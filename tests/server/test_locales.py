@@ -19,12 +19,6 @@ def test_the_page_gets_our_texts_in_each_language(server):
         assert given[language]["nodeCategories"]["torch compile"] == files["main.json"]["nodeCategories"]["torch compile"]
 
 
-def test_japanese_is_japanese(server):
-    node = server.get("/i18n")["ja"]["nodeDefs"][prompts.WARMUP_NODE]
-    assert node["display_name"] == "Torch Compile ウォームアップ"
-    assert node["inputs"]["length"] == {"name": "長さ", "tooltip": "動画のフレーム数。画像の場合は 1。"}
-
-
 def test_english_is_what_the_server_says_of_the_nodes(server):
     """The texts that the page falls back to, from the running server instead of the schemas."""
     info, english = server.get("/object_info"), server.get("/i18n")["en"]["nodeDefs"]
