@@ -128,14 +128,28 @@ def test_the_decoder_paints_shapes_with_their_colours(pack):
         assert picture[row - y, column - x].tolist() == pytest.approx(lighthouse.PAINT[shape], abs=0.01), shape
 
 
+# But for inductor's code of the whole model, which takes core's node a minute of a core.
+DEMO = """
+import argparse, sys
+from devtools import demo
+own = demo.Job.prompt
+
+def prompt(job, compiler, *more):
+    is_core = compiler and compiler[0] == "TorchCompileModel"
+    return own(job, (compiler[0], {"backend": "cudagraphs"}) if is_core else compiler, *more)
+
+demo.Job.prompt = prompt
+raise SystemExit(demo.main(sys.argv[1], argparse.Namespace(checkpoint=None)))
+"""
+
+
 @pytest.mark.rest
 def test_the_demo_ends_with_all_checks_passed(tmp_path):
-    call = f"demo.main({str(tmp_path / 'out')!r}, argparse.Namespace(checkpoint=None))"
-    code = f"import argparse; from devtools import demo; raise SystemExit({call})"
-    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=1500)
+    command = [sys.executable, "-c", DEMO, str(tmp_path / "out")]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1500)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("All checks passed") and "no speed is to be gained" in result.stdout
-    assert (tmp_path / "out" / "uncompiled-and-compiled.png").is_file()
+    assert (tmp_path / "out" / "uncompiled-and-compiled.png").is_file() and "failed: " not in result.stdout
 
 
 @pytest.mark.host
