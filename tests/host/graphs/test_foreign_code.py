@@ -26,7 +26,7 @@ OFF = f"CUDA graphs are off: {HERE} is in this run."
 @pytest.fixture
 def flux(tiny, engine, monkeypatch):
     record(engine, monkeypatch)
-    return Runs(tiny, engine, "flux", cfg=1.0, steps=3)
+    return Runs(tiny, engine, "flux", cfg=1.0, steps=3, only="single_blocks.*")
 
 
 def graphs_of(runs):

@@ -60,7 +60,8 @@ def test_what_a_given_forward_calls_is_exchanged(tiny, engine, way):
 
     expected = [runs.run(given(runs.patcher, function)) for function in (constant, placed)]
     assert not torch.allclose(*expected, rtol=1e-3, atol=1e-4)
-    compiled = runs.attach(runs.patcher, compile_when="in background")
+    blocks = "middle_block.*, output_blocks.0.*, output_blocks.1.*"  # as many as make a graph for each place too many
+    compiled = runs.attach(runs.patcher, compile_when="in background", only_blocks=blocks)
     for index in (0, 1, 0):
         for _ in range(2):
             image = runs.run(given(compiled, (constant, placed)[index]))
