@@ -81,7 +81,7 @@ def trainings(server):
 @pytest.mark.rest
 def test_it_makes_the_lora_of_the_uncompiled_model(trainings):
     """SDXL and Wan, and their losses: tests/host/model/test_training.py."""
-    name, steps = "flux", 20
+    name, steps = "flux", 10
     eager, none = trainings.run(training(name, "64x64 64x64", False, "eager", steps))
     ours, graphs = trainings.run(training(name, "64x64 64x64", True, "ours", steps))
     assert none == 0 < graphs and len(ours) == steps and len(set(ours)) > steps // 2
