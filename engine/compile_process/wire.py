@@ -81,6 +81,25 @@ def guards_on(inputs: Sequence[Any], mode: Any) -> Callable[[], str | None]:
     return expression
 
 
+def _written_by(graph: fx.Graph) -> set[int] | None:
+    """The memory of all that operations in place are given; None: it is not known."""
+    given = [node for writing in graph.nodes if may_write(writing) for node in writing.all_input_nodes]
+    written: set[int] = set()
+    for value in private.pytree.tree_leaves([node.meta.get("example_value", ...) for node in given]):
+        if value is ...:
+            return None
+        written |= _memory_of(value)
+    return written
+
+
+def _memory_of(value: object) -> set[int]:
+    if not isinstance(value, torch.Tensor):
+        return set()
+    if private.is_traceable_wrapper_subclass(value):
+        return set().union(*(_memory_of(getattr(value, name)) for name in value.__tensor_flatten__()[0]))
+    return {value.untyped_storage()._cdata} if value.layout is torch.strided else set()
+
+
 class _Writer:
     def __init__(self, graph: fx.GraphModule):
         self._graph = graph
@@ -91,8 +110,8 @@ class _Writer:
         # Of attention, the kernels that may run, the preferred first, and the order of all.
         self._kernels = private.sdpa_backends(with_priority=True)
         self._order = list(self._kernels)
-        # Memory that inputs share matters where the graph writes to some of it.
-        self._storages: dict[int, tuple[int, torch.dtype]] | None = {} if any(map(may_write, graph.graph.nodes)) else None
+        self._written = _written_by(graph.graph)
+        self._storages: dict[int, tuple[int, torch.dtype]] = {}
 
     def request(self, fakes: Sequence[Any]) -> dict[str, Any]:
         for fake in fakes:  # first the sizes that are inputs: their hints are known
@@ -139,10 +158,11 @@ class _Writer:
         }
 
     def _memory(self, fake: torch.Tensor) -> int | None:
-        if self._storages is None:
+        """A number for memory that inputs may share, which matters where the graph writes to it."""
+        address = fake.untyped_storage()._cdata
+        if self._written is not None and address not in self._written:
             return None
-        new = len(self._storages), fake.dtype
-        number, dtype = self._storages.setdefault(fake.untyped_storage()._cdata, new)
+        number, dtype = self._storages.setdefault(address, (len(self._storages), fake.dtype))
         if dtype is not fake.dtype:
             raise CannotTravel("it writes to inputs that share memory and have several dtypes")
         return number

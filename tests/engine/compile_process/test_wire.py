@@ -341,6 +341,29 @@ def test_shared_memory_of_several_types_is_refused(wire):
         wire.dumps(graph_of(WRITES["a method"], inputs=2), views)
 
 
+def test_what_is_written_to_is_told_from_what_lies_beside_other_types(engine, wire):
+    """A block's quantised weights lie in one memory, and rotary embeddings are applied in place."""
+    memory = torch.zeros(64, dtype=torch.uint8)
+    weight, scale = memory[:32].view(torch.int8), memory[32:].view(torch.float32)
+
+    def rotates(x, y, weight, scale):
+        product = x * (weight[:8] * scale)
+        product.mul_(2)
+        return product + y
+
+    def writes(x, y, weight, scale):
+        return x.mul_(2) * weight[:8] * scale + y
+
+    def memory_by_name(graph, fakes):
+        names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
+        return {n: told["memory"] for n, told in zip(names, wire.dumps(graph, fakes)["inputs"], strict=True)}
+
+    both = torch.ones(12)
+    for function, number in ((rotates, None), (writes, 0)):
+        (told,) = traced(engine, function, both[:8], both[4:], weight, scale, use=memory_by_name)
+        assert told == {"l_x_": number, "l_y_": number, "l_weight_": None, "l_scale_": None}
+
+
 def held(value):
     graph = fx.Graph()
     graph.placeholder("x")
