@@ -18,7 +18,9 @@ from pathlib import Path
 
 import torch
 
-from . import host, models
+from devtools import inprocess
+
+from . import models
 
 KINDS = ("diffusion_models", "vae", "loras")
 # format -> the end of the file's name
@@ -232,7 +234,8 @@ def main() -> None:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--formats", nargs="+", choices=list(FORMATS), default=["default"], help="gguf needs its package")
     options = parser.parse_args()
-    host.enter(options.host)
+    os.environ["COMFYUI_PATH"] = options.host
+    inprocess.enter_host(options.folder.resolve())
     write(options.model, options.folder.resolve(), options.kinds, options.formats)
     os._exit(0)  # a process that made a CUDA context takes seconds to end
 

@@ -6,7 +6,6 @@ The sessions' server loads this file by itself (session_nodes.py), so nothing of
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 
@@ -34,7 +33,6 @@ class Model:
         text: shape of one prompt's conditioning.
         extra: other conditioning, a shape for tensors, a list of shapes for a list.
         family: the host's class of the model, where the host does not know this config.
-        quantization: None, `plain` (fp8 as the loader's weight_dtype makes it) or a format of the host's quantised checkpoints.
     """
 
     config: dict
@@ -46,7 +44,6 @@ class Model:
     channels: int = 16
     video: bool = False
     family: str | None = None
-    quantization: str | None = None
 
     def host_config(self):
         """The host's own configuration, from which it makes the model."""
@@ -106,15 +103,6 @@ MODELS = {
             pad_tokens_multiple=32,
         ),
         torch.bfloat16, (1024, 1024, 1), 1.0, (1, 128, 2560),
-    ),
-    "hunyuan_video": Model(
-        dict(
-            image_model="hunyuan_video", in_channels=16, patch_size=[1, 2, 2], out_channels=16, vec_in_dim=768,
-            context_in_dim=4096, hidden_size=3072, mlp_ratio=4.0, num_heads=24, depth=20, depth_single_blocks=40,
-            axes_dim=[16, 56, 56], theta=256, qkv_bias=True, guidance_embed=True, byt5=False, meanflow=False,
-            use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False,
-        ),
-        torch.bfloat16, (848, 480, 33), 1.0, (1, 256, 4096), {"pooled_output": (1, 768), "guidance": 6.0}, video=True,
     ),
     "sdxl": Model(
         dict(
@@ -185,8 +173,6 @@ MODELS["qwen_edit_small"] = replace(
     dtype=torch.float32, size=(128, 128, 1), text=(1, 32, 64), extra={"reference_latents": [(1, 16, 1, 16, 16)] * 2},
     family="QwenImage",
 )  # fmt: skip
-MODELS["flux_fp8"] = replace(MODELS["flux"], quantization="plain")
-MODELS["flux_fp8_scaled"] = replace(MODELS["flux"], quantization="float8_e4m3fn")
 
 
 def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -196,17 +182,6 @@ def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor
     generator = torch.Generator(device=device).manual_seed(1)
     for key, shape in shapes.items():
         yield key, random_weight(key, shape.shape, model.dtype, device, generator)
-
-
-def state_dict(name: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """Random weights made on `device` and kept in RAM, quantised as the model says."""
-    quantization, tensors = MODELS[name].quantization, {}
-    for key, tensor in weights(name, device):
-        if quantization not in (None, "plain") and key.endswith(".weight") and tensor.dim() == 2 and "blocks" in key:
-            tensors |= {part: value.cpu() for part, value in quantised(key, tensor, quantization).items()}
-        else:
-            tensors[key] = tensor.cpu()
-    return tensors
 
 
 def quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, torch.Tensor]:
@@ -223,14 +198,12 @@ def marker(about: dict) -> torch.Tensor:
     return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
 
-def build(name: str, device: torch.device, inference: bool = True):
-    """A patcher whose weights are on `device` from the start; `inference`: they are inference tensors, as in sampling."""
+def build(name: str, device: torch.device):
+    """A patcher whose weights are on `device` from the start."""
     import comfy.model_patcher
 
-    if MODELS[name].quantization is not None:
-        return _load_quantised(name, device)
     config = MODELS[name].host_config()
-    with torch.inference_mode(inference), torch.device(device):
+    with torch.inference_mode(), torch.device(device):
         base_model = config.get_model({}, "", device=device)
         generator = torch.Generator(device=device).manual_seed(1)
         for key, parameter in base_model.named_parameters():
@@ -238,14 +211,6 @@ def build(name: str, device: torch.device, inference: bool = True):
             parameter.data = random_weight(key, parameter.shape, parameter.dtype, device, generator)
     base_model.to(device).eval()
     return comfy.model_patcher.ModelPatcher(base_model, load_device=device, offload_device=torch.device("cpu"))
-
-
-def _load_quantised(name: str, device: torch.device):
-    """Through the host's loader, as UNETLoader calls it."""
-    import comfy.sd
-
-    options = {"dtype": torch.float8_e4m3fn} if MODELS[name].quantization == "plain" else {}
-    return comfy.sd.load_diffusion_model_state_dict(state_dict(name, device), model_options=options)
 
 
 def random_weight(key: str, shape, dtype, device, generator) -> torch.Tensor:
@@ -276,17 +241,6 @@ def conditioning(name: str, tokens: int | None = None, negative_tokens: int | No
     extra = {key: made(value) for key, value in model.extra.items()}
     negative = -text if negative_tokens in (None, text.shape[1]) else random(batch, negative_tokens, width)
     return [[text, extra]], [[negative, dict(extra)]]
-
-
-def latent(name: str, size: tuple[int, int, int] | None = None) -> torch.Tensor:
-    """An empty latent; `size` is width, height, frames."""
-    model = MODELS[name]
-    width, height, frames = size or model.size
-    side = 16 if model.channels == 128 else 8
-    shape = [1, model.channels, height // side, width // side]
-    if model.video:
-        shape.insert(2, (frames - 1) // 4 + 1)
-    return torch.zeros(shape)
 
 
 def lora_weights(network, seed: int) -> dict[str, torch.Tensor]:
@@ -329,13 +283,3 @@ def vae_weights(make_network, device: torch.device) -> dict[str, torch.Tensor]:
     generator = torch.Generator(device=device).manual_seed(3)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     return {key: random_weight(key, s.shape, dtype, device, generator).cpu() for key, s in shapes.items()}
-
-
-def weights_folder() -> Path:
-    """Where files of weights are: in memory if the system has a place for that."""
-    shared = Path("/dev/shm")
-    return (shared if shared.is_dir() else Path.cwd()) / "torch-compile-kit-models"
-
-
-def weights_file(name: str) -> Path:
-    return weights_folder() / "diffusion_models" / f"{name}.safetensors"

@@ -15,11 +15,8 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NAMES = {
     "flux": "Flux-dev 12B, 1024x1024",
-    "flux_fp8": "Flux-dev 12B, fp8 weights",
-    "flux_fp8_scaled": "Flux-dev 12B, scaled fp8",
     "qwen_image": "Qwen-Image 20B, 1328x1328",
     "wan14": "Wan 2.1 14B, 832x480x33",
-    "hunyuan_video": "HunyuanVideo 13B, 848x480x33",
     "z_image": "Z-Image 6B, 1024x1024",
     "klein": "Flux.2 klein 4B, 1024x1024",
     "wan22": "Wan 2.2 14B pair with a LoRA (12 of 40 blocks), 832x480x33",
@@ -34,8 +31,7 @@ PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in N
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
 # kind of a row -> the file that holds it
 FILES = {
-    "session": "sessions", "low_vram": "low-vram", "vae": "vae", "controlnet_node": "controlnet", "training": "training",
-    "soak": "soak", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
+    "session": "sessions", "soak": "soak", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
 }  # fmt: skip
 
 
@@ -139,13 +135,9 @@ def ratio(row: dict | None, eager: dict | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
-def error_of(row: dict | None) -> str:
-    return f"{row['error']:.4f}" if row and "error" in row else "-"
-
-
-def noise_of(row: dict | None, key: str = "attention_noise") -> float | None:
-    """The largest error of eager with another attention kernel; older rows have none."""
-    return max(row[key].values()) if row and row.get(key) else None
+def noise_of(row: dict) -> float | None:
+    """The largest error of eager with another attention kernel, where a row has it."""
+    return max(row["noise"].values()) if row.get("noise") else None
 
 
 def newest(candidates: list[dict], **wanted) -> dict | None:

@@ -176,7 +176,7 @@ def table_table() -> str:
     measured, sources = _measured()
     if not measured:
         return ""
-    noises = {(setup.model, setup.weights): noise_of(of["eager"], "noise") for setup, of in measured if not setup.option}
+    noises = {(setup.model, setup.weights): noise_of(of["eager"]) for setup, of in measured if not setup.option}
     head = ["", "", "first prompt, s", "once compiled, s", "step, s", "code ready after, s", "graphs", "breaks"]
     head += ["CUDA graphs", "error", "noise", "VRAM, GiB"]
     lines = []

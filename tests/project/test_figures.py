@@ -137,7 +137,7 @@ def test_a_bar_that_does_not_fit_is_cut_and_says_its_number(benchmark):
 def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_comes_from(benchmark, tmp_path, monkeypatch):
     results = benchmark("results")
     monkeypatch.setattr(results, "RESULTS", tmp_path / "results")
-    kinds = [("low_vram", "flux"), ("vae", "flux"), ("low_vram", "flux_small"), ("vae", "flux_small"), ("low_vram", "sdxl")]
+    kinds = [("session", "flux"), ("table", "flux"), ("session", "flux_small"), ("table", "flux_small"), ("session", "sdxl")]
     run = {
         "environments": [{"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25", "python": "3.12"}],
         "rows": [{"kind": kind, "model": model, "step": n} for n, (kind, model) in enumerate(kinds)],
@@ -146,14 +146,14 @@ def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_com
     with pytest.raises(ValueError, match=r"lacks command$"):
         results.add(tmp_path / "run.json")
     assert not (tmp_path / "results").exists()
-    run["environments"][0]["command"] = "measure"
+    run["environments"][0]["command"] = "sessions"
     results.save(tmp_path / "run.json", run)
-    assert results.add(tmp_path / "run.json") == ["low-vram", "vae"], "no table shows small models"
+    assert results.add(tmp_path / "run.json") == ["sessions", "table"], "no table shows small models"
     results.add(tmp_path / "run.json")
-    rows, sources = results.rows("low-vram", "low_vram")
+    rows, sources = results.rows("sessions", "session")
     assert [(row["step"], row["source"]) for row in rows] == [(0, 0), (4, 0), (0, 1), (4, 1)]
-    assert sources == ["a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25, `benchmarks/results/low-vram.json`"]
-    added = json.loads((tmp_path / "results" / "vae.json").read_text())["runs"]
+    assert sources == ["a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25, `benchmarks/results/sessions.json`"]
+    added = json.loads((tmp_path / "results" / "table.json").read_text())["runs"]
     assert added == [{**run, "rows": [run["rows"][1]]}] * 2
 
 
@@ -296,31 +296,8 @@ def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
 
 def test_noise_of_attention_is_shown_where_a_row_has_it(benchmark):
     tables = benchmark("results")
-    assert tables.noise_of({"attention_noise": {"MATH": 0.25, "FLASH_ATTENTION": 0.5}}) == 0.5
-    assert tables.noise_of({"variant": "eager"}) is None and tables.noise_of(None) is None
-
-
-def test_a_peer_never_shares_a_process_with_ours(benchmark, monkeypatch):
-    """Peers change PyTorch and ComfyUI for good; VAEs are no patches of a model, so all take turns there."""
-    measure, variants = benchmark("measure"), {}
-    for what in measure.WHAT:
-        monkeypatch.setattr(sys, "argv", f"measure --what {what} --host H --kjnodes F".split())
-        jobs = measure.WHAT[what].jobs(measure.parse())
-        assert jobs and all(job["model"] for job in jobs)
-        variants[what] = [job["variants"] for job in jobs if "variants" in job]
-        assert not any("ours" in shared and {"core", "kjnodes"} & set(shared) for shared in variants[what])
-    assert all([variant] in variants["low-vram"] for variant in ("eager", "core", "kjnodes", "ours"))
-    assert ["eager"] in variants["training"]
-
-
-def test_what_the_command_gives_is_taken_before_a_measurements_defaults(benchmark, monkeypatch):
-    measure = benchmark("measure")
-    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H", "--vram", "legacy", "--models", "sdxl"])
-    options = measure.parse()
-    assert options.vram == "legacy" and options.models == ["sdxl"]
-    assert options.variants == ["eager", "ours"]  # there is no file of KJNodes
-    monkeypatch.setattr(sys, "argv", ["measure", "--what", "vae", "--host", "H"])
-    assert measure.parse().vram == "dynamic"
+    assert tables.noise_of({"noise": {"MATH": 0.25, "FLASH_ATTENTION": 0.5}}) == 0.5
+    assert tables.noise_of({"variant": "eager"}) is None
 
 
 def _session(model: str, variant: str, seconds: list[float], cache: str = "cold", cores: int = 0, **more) -> list[dict]:
