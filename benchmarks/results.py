@@ -4,7 +4,6 @@ A command writes one run: {"environments": [...], "rows": [...]}. benchmarks/res
 shows, oldest first; `python -m benchmarks.tables --add FILE` puts a new run there. `formerly` is an old run's file in git.
 """
 
-import datetime
 import json
 import os
 import platform
@@ -31,7 +30,7 @@ PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in N
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
 # kind of a row -> the file that holds it
 FILES = {
-    "session": "sessions", "soak": "soak", "ready": "ready", "table": "table", "fleet": "fleet", "limits": "limits",
+    "session": "sessions", "soak": "soak", "table": "table", "fleet": "fleet", "limits": "limits",
 }  # fmt: skip
 
 
@@ -84,24 +83,6 @@ def load(file: Path | None) -> dict:
 def save(file: Path, content: dict) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
-def environment(host: str, module: str) -> dict:
-    """Machine, versions and command of a run."""
-    import torch
-
-    version: dict = {}
-    exec((Path(host) / "comfyui_version.py").read_text(), version)  # noqa: S102  the host's own version file
-    cuda = torch.cuda.is_available()
-    return {
-        "date": datetime.date.today().isoformat(),
-        "device": torch.cuda.get_device_name() if cuda else cpu_name(),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda if cuda else None,
-        "python": platform.python_version(),
-        "comfyui": version["__version__"],
-        "command": command(module),
-    }
 
 
 def command(module: str) -> str:

@@ -330,7 +330,7 @@ def second_worker() -> str:
 
 
 def _recorded() -> dict:
-    """Flux with the node, of the newest run of benchmarks/ready.py; `where` says on what."""
+    """Flux with the node, as benchmarks/ready.py of f53a9b8 recorded it; `where` says on what."""
     found, sources = rows("ready", "ready")
     row = next(row for row in found if row["source"] == found[-1]["source"] and row["model"] == "flux")
     return {**row, "where": sources[-1].rpartition(", `")[0]}
@@ -339,13 +339,12 @@ def _recorded() -> dict:
 def recorded_line() -> dict:
     """What the node says on a GPU once Flux is compiled, as the page is sent it: for the pictures.
 
-    Runs before `line` was recorded have what it compares: the median step without the node and that of the last prompt.
+    The line compares the median step without the node and that of the last prompt.
     """
     row = _recorded()
     before, now = row["eager"]["step"], row["step_after"]
     steps = ["faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}"]
-    made = {"state": "faster", "says": ["readyBut", steps], "seconds": None, "begins": None}
-    return row["prompts"][-1].get("line") or made
+    return {"state": "faster", "says": ["readyBut", steps], "seconds": None, "begins": None}
 
 
 def recorded_where() -> str:

@@ -70,7 +70,7 @@ CORNER = 90, 150  # of the window, where the first node is
 # Where nodes are that are not in the picture: their links come from above, between the others.
 ABOVE = {"LighthousePrompt": [430, -260], "VAEDecode": [80, -260], "VAELoader": [-300, -260], "EmptyLatentImage": [390, -420]}
 THREE = {"UNETLoader": [0, 0, 290, 90], "TorchCompileKitModel": [340, 0, 340, 130], "KSampler": [750, 0, 280, 262]}
-# What the nodes hold in benchmarks/ready.py, for the line that it has recorded.
+# What the nodes held in the run of benchmarks/results/ready.json.
 FLUX = "flux1-dev.safetensors"
 RECORDED = (
     *(("UNETLoader", "unet_name", FLUX), ("KSampler", "steps", 20)),

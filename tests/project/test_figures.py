@@ -250,9 +250,6 @@ def test_the_line_in_the_pictures_is_the_nodes_own_with_what_was_recorded_on_a_g
     assert line == status.News(state, status.told("readyBut", says))._asdict() and line["state"] == "faster"
     where = "Flux-dev 12B, 1024x1024, bf16, 20 steps on NVIDIA H200, ComfyUI 0.33.0, PyTorch 2.11.0, 2026-11-26"
     assert made.recorded_where() == where
-    prompts[0]["line"] = {"state": "faster", "says": ["readyBut", ["faster", "25%", "0.176", "0.132"]]}
-    file.write_text(json.dumps({"runs": [{"environments": [environment], "rows": rows}]}))
-    assert made.recorded_line() == prompts[0]["line"]
 
 
 def test_seconds_have_the_digits_that_their_percentages_need(benchmark):
