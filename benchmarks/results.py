@@ -30,7 +30,7 @@ PRECISIONS = {model: "fp16" if model.startswith("sd") else "bf16" for model in N
 PROVENANCE = ("date", "device", "torch", "python", "comfyui", "command")
 # kind of a row -> the file that holds it
 FILES = {
-    "session": "sessions", "soak": "soak", "table": "table", "fleet": "fleet", "limits": "limits",
+    "session": "sessions", "soak": "soak", "table": "table", "limits": "limits",
 }  # fmt: skip
 
 
