@@ -188,38 +188,4 @@ def _attention_with(kernel):
     return attention
 
 
-class SessionOtherAttention:
-    """ComfyUI's own attention, given by another node."""
-
-    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "patch"
-    CATEGORY = "sessions"
-
-    def patch(self, model):
-        clone = model.clone()
-        clone.model_options["transformer_options"]["optimized_attention_override"] = attention_of_a_node
-        return (clone,)
-
-
-def attention_of_a_node(func, *args, **kwargs):
-    return func(*args, **kwargs)
-
-
-class SessionHook:
-    """A hook as another node may leave it on layers, for which Flux' single blocks are not compiled."""
-
-    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
-    RETURN_TYPES = ("MODEL",)
-    FUNCTION = "hook"
-    CATEGORY = "sessions"
-
-    def hook(self, model):
-        for block in model.model.diffusion_model.single_blocks:
-            block.linear1.register_forward_hook(lambda *_: None)
-        return (model,)
-
-
-NODE_CLASS_MAPPINGS = {
-    node.__name__: node for node in (SessionPrompts, SessionModel, SessionAttention, SessionOtherAttention, SessionHook)
-}
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in (SessionPrompts, SessionModel, SessionAttention)}
