@@ -127,69 +127,98 @@ def settings_for(info: dict, settings: dict) -> dict:
     return {name: value for name, value in settings.items() if name in known}
 
 
+class Graph:
+    """A prompt as the server takes it; `info` is the server's /object_info."""
+
+    def __init__(self, info: dict):
+        self.nodes, self.info = {}, info
+
+    def add(self, node: str, class_type: str, **inputs) -> list:
+        self.nodes[node] = {"class_type": class_type, "inputs": {**widgets(self.info[class_type]), **inputs}}
+        return [node, 0]
+
+    def load(self, node: str, name: str, weights: str = "default", end: str = "") -> list:
+        """The node that loads a model.
+
+        Args:
+            weights: a format of checkpoints.py, or a weight_dtype of the host's loader.
+            end: of the model's name in the name of its file.
+        """
+        from . import checkpoints, models
+
+        if models.MODELS[name].family is not None:
+            return self.add(node, "SessionModel", name=name)
+        dtype = weights if weights.startswith("fp8") else "default"
+        file = f"{name}{end}{checkpoints.FORMATS[weights if dtype == 'default' else 'default']}"
+        if weights == "gguf":
+            return self.add(node, GGUF_LOADER, unet_name=file)
+        return self.add(node, "UNETLoader", unet_name=file, weight_dtype=dtype)
+
+    def compile(self, node: str, patcher: list, variant: str, settings: dict) -> list:
+        """The variant's node behind a model; settings that the server's version of ours does not have are left out."""
+        if compiler := COMPILERS[variant]:
+            own = settings_for(self.info, settings) if compiler == MODEL_NODE else {}
+            patcher = self.add(node, compiler, model=patcher, **own)
+        return patcher
+
+    def latent(self, name: str, width: int, height: int, batch: int = 1) -> list:
+        from . import models
+
+        size = {"width": width, "height": height, "batch_size": batch}
+        if name.startswith("wan"):
+            return self.add("latent", "EmptyHunyuanLatentVideo", **size, length=models.MODELS[name].size[2])
+        return self.add("latent", EMPTY_LATENTS[models.MODELS[name].channels], **size)
+
+    def save(self, name: str, samples: list) -> None:
+        """Decode and save."""
+        vae = self.add("vae", "VAELoader", vae_name=f"{name}.safetensors")
+        images = self.add("decode", "VAEDecode", samples=samples, vae=vae)
+        if name.startswith("wan"):
+            video = {"fps": 16.0, "lossless": False, "method": "fastest"}
+            self.add("save", "SaveAnimatedWEBP", images=images, filename_prefix="session", **video)
+        else:
+            self.add("save", "SaveImage", images=images, filename_prefix="session")
+
+
 def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, settings: dict, weights: str = "default") -> dict:
-    """The prompt as the server takes it.
+    """The prompt of a session as the server takes it.
 
     Args:
         name: of the session.
         number: makes the seed another one for each prompt, so that no sampling is answered from the host's cache.
         info: the server's /object_info.
-        settings: inputs of Torch Compile; those that the server's version does not have are left out.
-        weights: one of WEIGHTS.
+        settings: inputs of Torch Compile.
+        weights: as in `Graph.load`.
     """
     from . import models
 
-    session = SESSIONS[name]
+    session, made = SESSIONS[name], Graph(info)
     name = session.model or name
     model = models.MODELS[name]
     cfg = 1.0 if session.few_steps else model.cfg
     width, height = session.other_size if prompt.other_size else model.size[:2]
     tokens = session.other_tokens if prompt.other_text else model.text[1]
-    file = f"{name}.safetensors"
-    nodes = {}
-
-    def add(node: str, class_type: str, **inputs) -> list:
-        nodes[node] = {"class_type": class_type, "inputs": {**widgets(info[class_type]), **inputs}}
-        return [node, 0]
-
-    size = {"width": width, "height": height, "batch_size": prompt.batch}
-    if model.family is None:
-        made = f"{name}_int8.safetensors" if weights == "int8" else file
-        patcher = add("model", "UNETLoader", unet_name=made, weight_dtype="default" if weights == "int8" else weights)
-    else:
-        patcher = add("model", "SessionModel", name=name)
+    lora = f"{name}.safetensors"
+    patcher = made.load("model", name, weights)
     if session.few_steps:
-        patcher = add("few steps", "LoraLoaderModelOnly", model=patcher, lora_name=file, strength_model=1.0)
+        patcher = made.add("few steps", "LoraLoaderModelOnly", model=patcher, lora_name=lora, strength_model=1.0)
     if prompt.lora is not None:
-        patcher = add("lora", "LoraLoaderModelOnly", model=patcher, lora_name=file, strength_model=prompt.lora)
-    positive = add("prompts", "SessionPrompts", name=name, tokens=tokens, negative_tokens=model.text[1])
+        patcher = made.add("lora", "LoraLoaderModelOnly", model=patcher, lora_name=lora, strength_model=prompt.lora)
+    positive = made.add("prompts", "SessionPrompts", name=name, tokens=tokens, negative_tokens=model.text[1])
     text = {"positive": positive, "negative": ["prompts", 1]}
-    if name.startswith("wan"):
-        latent = add("latent", "EmptyHunyuanLatentVideo", **size, length=model.size[2])
-    else:
-        latent = add("latent", EMPTY_LATENTS[model.channels], **size)
-    if compiler := COMPILERS[variant]:
-        own = settings_for(info, settings) if compiler == MODEL_NODE else {}
-        patcher = add("compile", compiler, model=patcher, **own)
+    latent = made.latent(name, width, height, prompt.batch)
+    patcher = made.compile("compile", patcher, variant, settings)
     if variant == "warmup":
-        patcher = add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=cfg, **text)
+        patcher = made.add("warmup", WARMUP_NODE, model=patcher, latent_image=latent, cfg=cfg, **text)
     sampling = {"seed": 1000 + number, "steps": session.steps, "cfg": cfg, "denoise": 1.0}
     sampling |= {"sampler_name": "euler", "scheduler": "simple"}
-    samples = add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling)
-    images = add("decode", "VAEDecode", samples=samples, vae=add("vae", "VAELoader", vae_name=file))
-    if name.startswith("wan"):
-        add("save", "SaveAnimatedWEBP", images=images, filename_prefix="session", fps=16.0, lossless=False, method="fastest")
-    else:
-        add("save", "SaveImage", images=images, filename_prefix="session")
-    return nodes
-
-
-# What the host's loader is told of the weights; int8: they are so in the file.
-WEIGHTS = ["default", "int8", "fp8_e4m3fn", "fp8_e4m3fn_fast"]
+    made.save(name, made.add("sampler", "KSampler", model=patcher, latent_image=latent, **text, **sampling))
+    return made.nodes
 
 
 # Channels of a latent -> the node that makes an empty one.
 EMPTY_LATENTS = {4: "EmptyLatentImage", 16: "EmptySD3LatentImage", 128: "EmptyFlux2LatentImage"}
+GGUF_LOADER = "UnetLoaderGGUF"  # of ComfyUI-GGUF
 
 
 class OutOfTimeError(Exception):
@@ -200,15 +229,16 @@ class Bench:
     """The machine's folder, the clock and the rows of one call.
 
     Args:
-        options: of the command line; see `main`.
+        options: of the command line; see `arguments`.
         module: what was called.
     """
 
-    def __init__(self, options, module: str = "sessions"):
+    def __init__(self, options, module: str):
         self.options, self.module = options, module
         self.base = options.folder.resolve()
         self.deadline = time.monotonic() + options.limit
         self.log = options.out.with_suffix(".log")
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         self.known = results.load(options.out)
         (self.base / "custom_nodes").mkdir(parents=True, exist_ok=True)
         self.link("session_nodes.py", NODES)
@@ -307,6 +337,35 @@ class Bench:
         }
         self.known["environments"].append({**where, "allocator": allocator} if allocator else where)
 
+    def make_files(self, model: str, formats=("default",)) -> None:
+        """Write a model's files where they are not there."""
+        command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", self.options.host, "--model", model]
+        command += ["--folder", str(self.base / "models"), "--formats", *formats]
+        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.options.tiny else {}
+        try:
+            subprocess.run(command, cwd=results.ROOT, check=True, timeout=self.left(), env={**os.environ, **hidden})
+        except subprocess.TimeoutExpired:
+            raise OutOfTimeError from None
+
+    def delete_files(self, model: str) -> None:
+        """Remove a model's weights where the command says so."""
+        for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*") if self.options.delete else ():
+            file.unlink()
+
+    def sessions(self, model: str) -> None:
+        """A model's session with each number of cores, variant and cache."""
+        file = SESSIONS[model].model or model
+        self.make_files(file)
+        for cores in self.options.cores:
+            for variant in self.options.variants:
+                if variant == "kjnodes" and not self.options.kjnodes:
+                    continue
+                for cache in self.options.caches:
+                    if variant == "eager" and cache == "warm":
+                        continue  # it compiles nothing
+                    self.session(model, variant, cache, cores)
+        self.delete_files(file)
+
     def session(self, model: str, variant: str, cache: str, cores: int) -> None:
         """All prompts of a model's session; a variant that dies is a result."""
         self.clear(*(KEPT if cache == "cold" else ()))
@@ -315,13 +374,12 @@ class Bench:
         numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
         common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores}
-        common |= {"free_gib": self.options.free, "weights": self.options.weights, "attention": self.options.attention}
+        common["free_gib"] = self.options.free
         for some in (numbered[:restart], numbered[restart:]):
             if not some:
                 continue
             self.left()
-            arguments = ["--use-sage-attention"] if self.options.attention == "sage" else []
-            with self.server(variant, cores, arguments) as server:
+            with self.server(variant, cores) as server:
                 if self.options.free:
                     print(server.post("/session/free", {"gib": self.options.free}), flush=True)
                 info = server.get("/object_info")
@@ -329,7 +387,7 @@ class Bench:
                 if COMPILERS[variant] == MODEL_NODE:
                     common["settings"] = settings_for(info, settings)
                 for number, prompt in some:
-                    nodes = graph(model, prompt, number, variant, info, settings, self.options.weights)
+                    nodes = graph(model, prompt, number, variant, info, settings)
                     row = {**common, "number": number, "prompt": prompt.name, **self.run(server, nodes)}
                     row["server_start"] = round(server.seconds_to_start, 1)
                     self.known["rows"].append(row)
@@ -368,7 +426,7 @@ def _version_of(folder: Path | None) -> str | None:
 
 
 def _line(row: dict) -> str:
-    where = " ".join(str(row[key]) for key in ("model", "weights", "attention", "variant", "cache"))
+    where = " ".join(str(row[key]) for key in ("model", "variant", "cache"))
     where += f" cores {row['cores'] or 'all'} free {row['free_gib'] or 'all'}"
     if "died" in row:
         return f"{where} | {row['number']} {row['prompt']}: {row['died']}"
@@ -380,76 +438,44 @@ def _line(row: dict) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", required=True)
+def arguments(description: str) -> argparse.ArgumentParser:
+    """The options that every benchmark of a server has; parsed by `parse`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--host", required=True, help="the folder of ComfyUI")
     parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
     parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
+    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
+    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
+    parser.add_argument("--prompt-limit", type=float, default=300, help="seconds after which a prompt counts as dead")
+    folder = Path(tempfile.gettempdir()) / "kit-sessions"
+    parser.add_argument("--folder", type=Path, default=folder, help="models and servers' files (%(default)s)")
+    parser.add_argument("--delete", action="store_true", help="remove a model's weights when it has been measured")
+    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
+    return parser
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    options = parser.parse_args()
+    options.host = str(Path(options.host).resolve())
+    for name in ELSEWHERE:
+        os.environ.pop(name, None)
+    return options
+
+
+def main() -> None:
+    parser = arguments(__doc__)
     parser.add_argument("--models", nargs="+", choices=list(SESSIONS))
     parser.add_argument("--variants", nargs="+", choices=list(COMPILERS), default=list(COMPILERS))
     parser.add_argument("--caches", nargs="+", choices=["cold", "warm"], default=["cold", "warm"])
     parser.add_argument("--cores", type=int, nargs="+", default=[0], help="0: all; 4 starts the server on the first four")
     parser.add_argument("--prompts", type=int, nargs="+", help="these of each session, by their number from 1, in this order")
-    parser.add_argument("--weights", choices=WEIGHTS, default="default", help="int8 makes a second file, with ConvRot")
-    parser.add_argument("--attention", choices=["default", "sage"], default="default", help="of ComfyUI")
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
-    parser.add_argument("--prompt-limit", type=float, default=300, help="seconds after which a prompt counts as dead")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "kit-sessions", help="models and servers' files"
-    )
-    parser.add_argument("--delete", action="store_true", help="remove a model's weights when its sessions are over")
-    parser.add_argument("--make", action="store_true", help="only write the models' files")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
-    options = parser.parse_args()
-    options.host = str(Path(options.host).resolve())
-    for name in ELSEWHERE:
-        os.environ.pop(name, None)
-    bench = Bench(options)
+    bench = Bench(parse(parser), "sessions")
     try:
-        for model in options.models or (TINY if options.tiny else REAL):
-            _sessions(bench, model)
+        for model in bench.options.models or (TINY if bench.options.tiny else REAL):
+            bench.sessions(model)
     except OutOfTimeError:
-        print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
-
-
-def make_files(bench: Bench, model: str) -> None:
-    """Write the model's files where they are not there."""
-    options = bench.options
-    folder = bench.base / "models"
-    model = SESSIONS[model].model or model
-    command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", options.host, "--model", model]
-    command += ["--formats", "default", *(["int8"] if options.weights == "int8" else [])]
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if options.tiny else {}
-    try:
-        subprocess.run(
-            [*command, "--folder", str(folder)],
-            cwd=results.ROOT,
-            check=True,
-            timeout=bench.left(),
-            env={**os.environ, **hidden},
-        )
-    except subprocess.TimeoutExpired:
-        raise OutOfTimeError from None
-
-
-def _sessions(bench: Bench, model: str) -> None:
-    options = bench.options
-    make_files(bench, model)
-    if options.make:
-        return
-    for cores in options.cores:
-        for variant in options.variants:
-            if variant == "kjnodes" and not options.kjnodes:
-                continue
-            for cache in options.caches:
-                if variant == "eager" and cache == "warm":
-                    continue  # it compiles nothing
-                bench.session(model, variant, cache, cores)
-    if options.delete:
-        for file in (bench.base / "models").glob(f"*/{SESSIONS[model].model or model}.safetensors"):
-            file.unlink()
+        print(f"stopped by --limit {bench.options.limit:g}; what there is is in {bench.options.out}", flush=True)
 
 
 if __name__ == "__main__":

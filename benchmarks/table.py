@@ -12,14 +12,9 @@
 A row holds one variant and is written after each of its prompts. Rows that --out has already are not measured again.
 """
 
-import argparse
-import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -27,11 +22,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from devtools.prompts import MODEL_NODE
 from devtools.server import ServerError
 
-from . import results
-from .sessions import COMPILERS, ELSEWHERE, EMPTY_LATENTS, KEPT, Bench, OutOfTimeError, settings_for, widgets
+from .sessions import KEPT, Bench, Graph, OutOfTimeError, arguments, parse, settings_for
 
 VARIANTS = ("eager", "core", "kjnodes", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
@@ -41,7 +34,7 @@ TINY_STEPS = 4
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
 # At the end of a name: the second model of a pair, which is the same file.
 LOW_NOISE = "_low"
-GGUF_PACK, GGUF_LOADER = "gguf-pack", "UnetLoaderGGUF"
+GGUF_PACK = "gguf-pack"
 # Prompts that ours is given to compile in, and steps in which CUDA graphs may still be captured; the last prompts count.
 FIRST, CAPTURING_STEPS, SETTLED = 4, 16, 3
 TINY_FIRST, TINY_SETTLED = 2, 1
@@ -91,75 +84,43 @@ SETUPS = {
 }
 
 
-class Graph:
-    """A prompt as the server takes it; `info` is the server's /object_info."""
+def load(graph: Graph, node: str, setup: Setup, model: str, kernel: str | None, end: str = "") -> list:
+    """The nodes from the loader to the compiling node; `end`: of the model's name in the name of its files."""
+    patcher = graph.load(node, model, setup.weights, end)
+    if setup.model == "wan22":
+        lora = {"lora_name": f"{model}{end}.safetensors", "strength_model": 1.0}
+        patcher = graph.add(f"{node} lora", "LoraLoaderModelOnly", model=patcher, **lora)
+        patcher = graph.add(f"{node} shift", "ModelSamplingSD3", model=patcher, shift=5.0)
+    if setup.option == "easycache":
+        patcher = graph.add(f"{node} cache", "EasyCache", model=patcher)
+    if kernel is not None:
+        patcher = graph.add(f"{node} attention", "SessionAttention", model=patcher, kernel=kernel)
+    return patcher
 
-    def __init__(self, info: dict):
-        self.nodes, self._info = {}, info
 
-    def add(self, node: str, class_type: str, **inputs) -> list:
-        self.nodes[node] = {"class_type": class_type, "inputs": {**widgets(self._info[class_type]), **inputs}}
-        return [node, 0]
+def prompt_of(
+    info: dict, setup: Setup, model: str, variant: str, steps: int, seed: int, settings: dict, kernel: str | None
+) -> dict:
+    """From the loader to the saved image, as the server takes it; `info` is the server's /object_info."""
+    from . import models
 
-    def model(
-        self, node: str, setup: Setup, model: str, variant: str, settings: dict, kernel: str | None, end: str = ""
-    ) -> list:
-        """The nodes from the loader to the compiling node; `end`: of the model's name in the name of its files."""
-        from . import checkpoints, models
-
-        if models.MODELS[model].family is not None:
-            patcher = self.add(node, "SessionModel", name=model)
-        elif setup.weights == "gguf":
-            patcher = self.add(node, GGUF_LOADER, unet_name=f"{model}{end}{checkpoints.FORMATS['gguf']}")
-        else:
-            dtype = setup.weights if setup.weights.startswith("fp8") else "default"
-            file = f"{model}{end}{checkpoints.FORMATS[setup.file_format()]}"
-            patcher = self.add(node, "UNETLoader", unet_name=file, weight_dtype=dtype)
-        if setup.model == "wan22":
-            lora = {"lora_name": f"{model}{end}.safetensors", "strength_model": 1.0}
-            patcher = self.add(f"{node} lora", "LoraLoaderModelOnly", model=patcher, **lora)
-            patcher = self.add(f"{node} shift", "ModelSamplingSD3", model=patcher, shift=5.0)
-        if setup.option == "easycache":
-            patcher = self.add(f"{node} cache", "EasyCache", model=patcher)
-        if kernel is not None:
-            patcher = self.add(f"{node} attention", "SessionAttention", model=patcher, kernel=kernel)
-        if compiler := COMPILERS[variant]:
-            own = settings_for(self._info, settings) if compiler == MODEL_NODE else {}
-            patcher = self.add(f"{node} compile", compiler, model=patcher, **own)
-        return patcher
-
-    def prompt(self, setup: Setup, model: str, variant: str, steps: int, seed: int, settings: dict, kernel=None) -> dict:
-        """From the loader to the saved image."""
-        from . import models
-
-        about = models.MODELS[model]
-        width, height, frames = about.size
-        size = {"width": width, "height": height, "batch_size": 1}
-        positive = self.add("prompts", "SessionPrompts", name=model, tokens=about.text[1], negative_tokens=about.text[1])
-        if setup.model == "wan22":
-            latent = self.add("latent", "EmptyHunyuanLatentVideo", **size, length=frames)
-        else:
-            latent = self.add("latent", EMPTY_LATENTS[about.channels], **size)
-        common = {"steps": steps, "cfg": about.cfg, "sampler_name": "euler", "scheduler": "simple"}
-        common |= {"positive": positive, "negative": ["prompts", 1]}
-        patcher = self.model("model", setup, model, variant, settings, kernel)
-        if setup.model == "wan22":
-            other = self.model("low noise", setup, model, variant, settings, kernel, LOW_NOISE)
-            first = {"add_noise": "enable", "end_at_step": steps // 2, "return_with_leftover_noise": "enable"}
-            last = {"add_noise": "disable", "start_at_step": steps // 2, "return_with_leftover_noise": "disable"}
-            for name, of_model, part in (("high", patcher, first), ("low", other, last)):
-                inputs = {**common, **part, "noise_seed": seed, "model": of_model, "latent_image": latent}
-                latent = self.add(name, "KSamplerAdvanced", **inputs)
-        else:
-            latent = self.add("sampler", "KSampler", model=patcher, latent_image=latent, seed=seed, denoise=1.0, **common)
-        vae = self.add("vae", "VAELoader", vae_name=f"{model}.safetensors")
-        images = self.add("decode", "VAEDecode", samples=latent, vae=vae)
-        if setup.model == "wan22":
-            animation = {"fps": 16.0, "lossless": False, "method": "fastest"}
-            self.add("save", "SaveAnimatedWEBP", images=images, filename_prefix="table", **animation)
-        else:
-            self.add("save", "SaveImage", images=images, filename_prefix="table")
-        return self.nodes
+    graph, about = Graph(info), models.MODELS[model]
+    positive = graph.add("prompts", "SessionPrompts", name=model, tokens=about.text[1], negative_tokens=about.text[1])
+    latent = graph.latent(model, *about.size[:2])
+    common = {"steps": steps, "cfg": about.cfg, "sampler_name": "euler", "scheduler": "simple"}
+    common |= {"positive": positive, "negative": ["prompts", 1]}
+    patcher = graph.compile("compile", load(graph, "model", setup, model, kernel), variant, settings)
+    if setup.model == "wan22":
+        low = graph.compile("low compile", load(graph, "low", setup, model, kernel, LOW_NOISE), variant, settings)
+        first = {"add_noise": "enable", "end_at_step": steps // 2, "return_with_leftover_noise": "enable"}
+        last = {"add_noise": "disable", "start_at_step": steps // 2, "return_with_leftover_noise": "disable"}
+        for name, of_model, part in (("high sampler", patcher, first), ("low sampler", low, last)):
+            inputs = {**common, **part, "noise_seed": seed, "model": of_model, "latent_image": latent}
+            latent = graph.add(name, "KSamplerAdvanced", **inputs)
+    else:
+        latent = graph.add("sampler", "KSampler", model=patcher, latent_image=latent, seed=seed, denoise=1.0, **common)
+    graph.save(model, latent)
+    return graph.nodes
 
 
 class CodeWatch(threading.Thread):
@@ -234,25 +195,14 @@ class Table(Bench):
         if options.gguf:
             self.link(GGUF_PACK, options.gguf.resolve())
 
-    def make_files(self, setups: list[Setup], model: str) -> None:
+    def make_files_of(self, setups: list[Setup], model: str) -> None:
         """The files of a model in all formats that the set-ups need."""
-        formats = sorted({setup.file_format() for setup in setups})
-        command = [sys.executable, "-m", "benchmarks.checkpoints", "--host", self.options.host, "--model", model]
-        command += ["--folder", str(self.base / "models"), "--formats", *formats]
-        hidden = {"CUDA_VISIBLE_DEVICES": ""} if self.options.tiny else {}
-        try:
-            subprocess.run(command, cwd=results.ROOT, check=True, timeout=self.left(), env={**os.environ, **hidden})
-        except subprocess.TimeoutExpired:
-            raise OutOfTimeError from None
+        self.make_files(model, sorted({setup.file_format() for setup in setups}))
         if setups[0].model == "wan22":
             for file in (self.base / "models").glob(f"*/{model}.safetensors"):
                 low = file.with_name(f"{model}{LOW_NOISE}.safetensors")
                 low.unlink(missing_ok=True)
                 low.symlink_to(file.name)
-
-    def delete_files(self, model: str) -> None:
-        for file in (self.base / "models" / "diffusion_models").glob(f"{model}[._]*"):
-            file.unlink()
 
     def measured(self, setup: Setup, variant: str) -> bool:
         key = {"setup": setup.name, "variant": variant}.items()
@@ -295,7 +245,7 @@ class Table(Bench):
         latent = str(self.latents / f"{setup.name}.pt")
 
         def run(name: str, seed: int, kernel: str | None = None) -> bool:
-            nodes = Graph(info).prompt(setup, model, variant, steps, seed, self.options.settings, kernel)
+            nodes = prompt_of(info, setup, model, variant, steps, seed, self.options.settings, kernel)
             taken = self.run(server, nodes)
             row["prompts"].append({"prompt": name, **taken})
             self.save()
@@ -360,33 +310,12 @@ def _line(row: dict) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--kjnodes", type=Path, help="KJNodes' folder; without it that variant is left out")
+    parser = arguments(__doc__)
     parser.add_argument("--gguf", type=Path, help="ComfyUI-GGUF's folder; without it its set-ups are left out")
-    parser.add_argument("--out", type=Path, required=True, help="rows are added to those that are there; .log is beside it")
     parser.add_argument("--setups", nargs="+", choices=list(SETUPS))
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    parser.add_argument("--settings", type=json.loads, default={}, help="inputs of Torch Compile, as JSON")
-    parser.add_argument("--limit", type=float, default=1e9, help="seconds after which nothing more is begun")
-    parser.add_argument("--prompt-limit", type=float, default=120, help="seconds after which a prompt counts as dead")
     parser.add_argument("--ready-limit", type=float, default=90, help="seconds for which code is waited for")
-    parser.add_argument(
-        "--folder", type=Path, default=Path(tempfile.gettempdir()) / "kit-table", help="models and servers' files"
-    )
-    parser.add_argument("--models", type=Path, help="where models are instead, such as a folder in /dev/shm")
-    parser.add_argument("--delete", action="store_true", help="remove a model's weights when its set-ups are over")
-    parser.add_argument("--make", action="store_true", help="only write the models' files")
-    parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
-    options = parser.parse_args()
-    options.host = str(Path(options.host).resolve())
-    for name in ELSEWHERE:
-        os.environ.pop(name, None)
-    if options.models:
-        options.models.mkdir(parents=True, exist_ok=True)
-        options.folder.mkdir(parents=True, exist_ok=True)
-        (options.folder / "models").unlink(missing_ok=True)
-        (options.folder / "models").symlink_to(options.models.resolve(), target_is_directory=True)
+    options = parse(parser)
     setups = [SETUPS[name] for name in options.setups or SETUPS]
     setups = [setup for setup in setups if options.gguf or setup.weights != "gguf"]
     variants = [variant for variant in options.variants if variant != "kjnodes" or options.kjnodes]
@@ -401,11 +330,10 @@ def main() -> None:
             if not jobs:
                 continue
             name = f"{model}_small" if options.tiny else model
-            table.make_files([setup for setup, _ in jobs], name)
-            for setup, variant in () if options.make else jobs:
+            table.make_files_of([setup for setup, _ in jobs], name)
+            for setup, variant in jobs:
                 table.measure(setup, name, variant)
-            if options.delete:
-                table.delete_files(name)
+            table.delete_files(name)
     except OutOfTimeError:
         print(f"stopped by --limit {options.limit:g}; what there is is in {options.out}", flush=True)
 

@@ -272,23 +272,11 @@ def test_rows_say_the_size_and_precision_that_models_have(benchmark):
         assert (f", {dtype}, " in tables._row_title(setup)) == (setup.weights == "default")
 
 
-def test_a_soak_sees_another_states_image_and_what_grows(benchmark):
-    import numpy
-    import torch
-
-    soak = benchmark("soak")
-    one, other = soak.State("m", (8, 8)), soak.State("m", (8, 8), lora=1.0)
-    latents = {one: torch.ones(1, 4), other: torch.ones(1, 4) * 1.01}
-    image = numpy.zeros((8, 8, 3), "uint8")
-    found = soak.Soak.__new__(soak.Soak)
-    found.states, found.expected = [one, other], {state: (latent, [image]) for state, latent in latents.items()}
-    assert found._nearest(one, latents[one]) is one and found._nearest(one, latents[other]) is other
-    assert found._apart()[0] > 0.005
-    assert soak.difference(torch.ones(1, 4), torch.ones(1, 5)) == float("inf") != soak.difference(*latents.values())
-    assert soak.image_difference([image], [image + 3]) == 3.0 and soak.image_difference([image], []) == float("inf")
-    assert soak.flat("rss", [1000, 1100, 1150, 1150]) and not soak.flat("rss", [1000, 1100, 1120, 1160])
-    assert soak.flat("files", [9, 10, 12]) and not soak.flat("files", [9, 10, 13])
-    assert soak.flat("vram", [130.0, 131.0, 131.4]) and not soak.flat("vram", [130.0, 131.0, 131.6])
+def test_a_soak_sees_what_grows(benchmark):
+    flat = benchmark("soak").flat
+    assert flat("rss", [1000, 1100, 1150, 1150]) and not flat("rss", [1000, 1100, 1120, 1160])
+    assert flat("files", [9, 10, 12]) and not flat("files", [9, 10, 13])
+    assert flat("vram", [130.0, 131.0, 131.4]) and not flat("vram", [130.0, 131.0, 131.6])
 
 
 def test_noise_of_attention_is_shown_where_a_row_has_it(benchmark):
