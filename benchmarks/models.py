@@ -3,7 +3,6 @@
 The sessions' server loads this file by itself (session_nodes.py), so nothing of the package is imported at the top.
 """
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
@@ -182,20 +181,6 @@ def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor
     generator = torch.Generator(device=device).manual_seed(1)
     for key, shape in shapes.items():
         yield key, random_weight(key, shape.shape, model.dtype, device, generator)
-
-
-def quantised(key: str, tensor: torch.Tensor, format_name: str) -> dict[str, torch.Tensor]:
-    """A layer as a quantised checkpoint has it (comfy/ops.py, `_load_quantized_module`)."""
-    import comfy.quant_ops
-
-    layout = comfy.quant_ops.QUANT_ALGOS[format_name]["comfy_tensor_layout"]
-    stored = comfy.quant_ops.QuantizedTensor.from_float(tensor, layout).state_dict(key)
-    return stored | {key.removesuffix("weight") + "comfy_quant": marker({"format": format_name})}
-
-
-def marker(about: dict) -> torch.Tensor:
-    """What a checkpoint says of a quantised layer."""
-    return torch.tensor(list(json.dumps(about).encode()), dtype=torch.uint8)
 
 
 def build(name: str, device: torch.device):
