@@ -54,14 +54,7 @@ def parse(argv):
 
     command("setup", help="only set up")
     command("lint", help="style, types, texts, tables: what can be checked without running the pack")
-    demo = command(
-        "demo", help="how long one waits for an image, uncompiled, with our node, with core's; and that it is the same"
-    )
-    demo.add_argument("--checkpoint", metavar="FILE", help="your own model instead of a tiny one, for a GPU")
-    demo.add_argument("--prompt", default="a lighthouse on a cliff at dusk, the sun low above the sea", help="for --checkpoint")
-    demo.add_argument("--size", type=int, default=1024, help="for --checkpoint: width and height (%(default)s)")
-    demo.add_argument("--steps", type=int, default=20, help="for --checkpoint (%(default)s)")
-    demo.add_argument("--cfg", type=float, default=5.0, help="for --checkpoint (%(default)s); 1 for Flux and turbo models")
+    command("demo", help="how long one waits for an image, uncompiled, with our node, with core's; and that it is the same")
     test = command("test", help="the tests; further arguments go to pytest", add_help=False)
     table = command("matrix", help="all tests, and how they ended as a line of the compatibility table")
     for command_, part in ((test, "first"), (table, "whole")):
@@ -153,7 +146,7 @@ def inside(options):
     if options.command == "demo":
         from .demo import main as demo
 
-        return demo(ROOT / ".dev" / "demo", options)
+        return demo(ROOT / ".dev" / "demo")
     return serve(options.port)
 
 

@@ -327,14 +327,14 @@ def main():
     options.base.mkdir(parents=True)
     try:
         inprocess.enter_host(options.base)
-        gpu, (job, arguments) = inprocess.has_gpu(), tiny_job(options.base)
+        gpu, job = inprocess.has_gpu(), tiny_job(options.base)
         models = options.base / "models" / "diffusion_models"
         shutil.copy(next(models.iterdir()), models / FLUX)  # a name to choose; it is not loaded
         # One thread for the model, so that it does not wait for the compiler's cores.
         environment = {"OMP_NUM_THREADS": "1"}
         with (
             sync_playwright() as started,
-            Server(inprocess.host_folder(), options.base, gpu, arguments=arguments, environment=environment) as server,
+            Server(inprocess.host_folder(), options.base, gpu, environment=environment) as server,
         ):
             chromium = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
             browser = started.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])

@@ -1,6 +1,5 @@
 """The demo: what it checks, its picture, a whole run. And what `dev.py serve` offers."""
 
-import argparse
 import copy
 import subprocess
 import sys
@@ -42,7 +41,7 @@ def made(tmp_path):
 
 
 def failed(made, compiled, after, folder):
-    return [what for what, holds, _ in demo.checks(made, compiled, after, folder, gpu=False, tiny=False) if not holds]
+    return [what for what, holds, _ in demo.checks(made, compiled, after, folder, gpu=False) if not holds]
 
 
 def test_every_check_can_fail(made, tmp_path):
@@ -87,10 +86,14 @@ def test_the_picture_shows_both_and_their_largest_difference(made, tmp_path):
 
 def test_a_failure_is_a_line_and_a_status(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(demo.inprocess, "enter_host", lambda base: None)  # a process enters it once
-    missing = tmp_path / "none.safetensors"
-    assert demo.main(tmp_path / "out", argparse.Namespace(checkpoint=str(missing))) == 1
+
+    def no_disk(base):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(demo, "tiny_job", no_disk)
+    assert demo.main(tmp_path / "out") == 1
     said = capsys.readouterr()
-    assert said.err == f"FAILED: --checkpoint: there is no file {missing}\n" and "All checks passed" not in said.out
+    assert said.err == "FAILED: the disk is full\n" and "All checks passed" not in said.out
 
 
 @pytest.mark.host
@@ -135,7 +138,7 @@ def test_the_decoder_paints_shapes_with_their_colours(pack):
 
 # But for inductor's code of the whole model, which takes core's node a minute of a core.
 DEMO = """
-import argparse, sys
+import sys
 from devtools import demo
 own = demo.Job.prompt
 
@@ -144,7 +147,7 @@ def prompt(job, compiler, *more):
     return own(job, (compiler[0], {"backend": "cudagraphs"}) if is_core else compiler, *more)
 
 demo.Job.prompt = prompt
-raise SystemExit(demo.main(sys.argv[1], argparse.Namespace(checkpoint=None)))
+raise SystemExit(demo.main(sys.argv[1]))
 """
 
 
