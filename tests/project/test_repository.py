@@ -1,53 +1,25 @@
 """What people see of the repository and of the pack's page in the registry, before they have installed it."""
 
+import re
 import struct
 
 import pytest
 import tomlkit
 from support import ROOT
 
-from devtools import repository
 
-
-def test_one_command_writes_the_repositorys_address_wherever_it_is_needed():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    once = repository.with_address(text, "https://github.com/someone/a-pack")
-    project = tomlkit.parse(once)
+def test_addresses_name_one_repository_that_a_release_must_have_named():
+    project = tomlkit.parse((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     addresses = [*project["project"]["urls"].values(), project["tool"]["comfy"]["Icon"], project["tool"]["comfy"]["Banner"]]
-    assert len(addresses) == 5 and all("someone/a-pack" in address for address in addresses)
-    assert project["project"]["urls"]["Repository"] == "https://github.com/someone/a-pack"
+    (name,) = {
+        re.match(r"https://(?:raw\.githubusercontent|github)\.com/([\w-]+/[\w.-]+)", address)[1] for address in addresses
+    }
     for picture in addresses[-2:]:
         assert (ROOT / picture.partition("/main/")[2]).is_file()
-    assert once.count("someone/a-pack") == 5 and len(once.splitlines()) == len(text.splitlines())
-    assert repository.with_address(once, "https://github.com/other/name").count("someone") == 0
-
-
-def test_texts_that_name_the_repository_get_its_name_once_and_again(tmp_path):
-    for file in ("pyproject.toml", *repository.TEXTS):
-        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / file).write_text((ROOT / file).read_text(encoding="utf-8"), encoding="utf-8")
-    lacking = repository.lacking(tmp_path)
-    assert set(repository.TEXTS) <= set(lacking) and len(lacking) == 5 + len(repository.TEXTS)
-    for name in ("someone/a-pack", "other/name.x"):
-        for file, form in repository.TEXTS.items():
-            text = repository.renamed((tmp_path / file).read_text(encoding="utf-8"), form, name)
-            assert form.format(name) in text
-            (tmp_path / file).write_text(text, encoding="utf-8")
-    assert all("pyproject" in line for line in repository.lacking(tmp_path))
-
-
-@pytest.mark.parametrize(
-    "address", ["", "torch-compile-kit", "http://github.com/a/b", "https://github.com/a", "https://x.org/a/b"]
-)
-def test_what_is_no_address_is_refused(address):
-    with pytest.raises(ValueError, match="is not an address like"):
-        repository.with_address((ROOT / "pyproject.toml").read_text(encoding="utf-8"), address)
-
-
-def test_a_key_that_is_gone_is_named():
-    with pytest.raises(ValueError, match=r"no Banner in \[tool.comfy\]"):
-        text = (ROOT / "pyproject.toml").read_text(encoding="utf-8").replace("Banner = ", "Other = ")
-        repository.with_address(text, "https://github.com/a/b")
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") for file in ("README.md", ".github/ISSUE_TEMPLATE/config.yml")}
+    assert all(f"https://github.com/{name}" in text for text in texts.values())
+    publish = (ROOT / ".github" / "workflows" / "publish.yml").read_text(encoding="utf-8")
+    assert "! grep -rn OWNER/NAME pyproject.toml README.md .github/ISSUE_TEMPLATE" in publish
 
 
 @pytest.mark.parametrize(("name", "ratio"), [("icon", 1), ("banner", 21 / 9)])
