@@ -151,12 +151,12 @@ def inside(options):
 
 
 def serve(port):
-    from . import inprocess, prompts
+    from . import inprocess
     from .server import Server, ServerError
 
     with tempfile.TemporaryDirectory(prefix="torch-compile-kit-serve-", ignore_cleanup_errors=True) as base:
         inprocess.enter_host(base)
-        inprocess.write_models(base, [*prompts.MODEL_FILES, *prompts.MORE_FILES])
+        inprocess.write_models(base)
         try:
             with Server(inprocess.host_folder(), base, inprocess.has_gpu(), port=port) as server:
                 print(f"ComfyUI with Torch Compile Kit: {server.url}\nbase directory: {base}\nCtrl+C ends it.", flush=True)

@@ -42,8 +42,7 @@ def write_models(base, names=None):
     """Write the tiny model files under base/models and return their paths by name."""
     from . import prompts, tiny_models
 
-    there_are = {**prompts.MODEL_FILES, **prompts.MORE_FILES}
-    files = {name: Path(base) / "models" / there_are[name] for name in names or prompts.MODEL_FILES}
+    files = {name: Path(base) / "models" / prompts.MODEL_FILES[name] for name in names or prompts.MODEL_FILES}
     for name, path in files.items():
         getattr(tiny_models, f"write_{name}")(path)
     return files

@@ -17,12 +17,6 @@ MODEL_FILES = {
     "clip_l": "text_encoders/tiny-clip-l.safetensors",
     "flux_vae": "vae/tiny-flux-vae.safetensors",
 }
-# Only for a person who tries the nodes in the page.
-MORE_FILES = {
-    "checkpoint": "checkpoints/tiny-sd15.safetensors",
-    "lora": "loras/tiny-flux-lora.safetensors",
-    "controlnet": "controlnet/tiny-flux-controlnet.safetensors",
-}
 WIDGET_TYPES = {"INT", "FLOAT", "STRING", "BOOLEAN", "COMBO", "COMFY_DYNAMICCOMBO_V3"}
 NOT_EXECUTED = {"Note", "MarkdownNote"}
 

@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 import comfy.clip_model
-import comfy.ldm.flux.controlnet
 import comfy.model_management
 import comfy.model_patcher
 import comfy.ops
@@ -113,27 +112,6 @@ SDXL = {
     "use_temporal_attention": False,
     "use_temporal_resblock": False,
 }
-# The least that the host takes for an SD 1.5.
-SD15 = {
-    "image_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 320,
-    "num_res_blocks": [1, 1],
-    "channel_mult": [1, 1],
-    "transformer_depth": [1, 1],
-    "transformer_depth_middle": 1,
-    "transformer_depth_output": [1, 1, 1, 1],
-    "context_dim": 768,
-    "num_heads": 8,
-    "num_head_channels": -1,
-    "adm_in_channels": None,
-    "legacy": False,
-    "use_spatial_transformer": True,
-    "use_linear_in_transformer": False,
-    "use_temporal_attention": False,
-    "use_temporal_resblock": False,
-}
 VAE = {
     "double_z": True,
     "z_channels": 16,
@@ -220,10 +198,7 @@ def empty_latent(name, width=64, height=64, length=1, batch_size=1):
 def _save(state_dict, path):
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        safetensors.torch.save_file({key: value.contiguous() for key, value in state_dict.items()}, str(path))
-    except Exception as error:
-        raise RuntimeError(f"cannot write the tiny model {path}: {error}") from error
+    safetensors.torch.save_file({key: value.contiguous() for key, value in state_dict.items()}, str(path))
     return path
 
 
@@ -235,58 +210,18 @@ def write_wan(path):
     return _save(_diffusion_model("wan", torch.device("cpu")).diffusion_model.state_dict(), path)
 
 
-def _clip_l():
-    config = json.loads((Path(comfy.ops.__file__).parent / "sd1_clip_config.json").read_text())
-    clip = comfy.clip_model.CLIPTextModel(config, torch.float16, torch.device("cpu"), comfy.ops.manual_cast)
-    return _randomise(clip, seed=100, std=0.02).state_dict()
-
-
 def write_clip_l(path):
     """CLIP-L at its full size, the only one the host's loader knows; half precision keeps the file at 250 MB."""
-    return _save(_clip_l(), path)
-
-
-def _vae(channels):
-    """An autoencoder with a narrow decoder: the host reads the decoder's width from the file, not the encoder's."""
-    config = {**VAE, "z_channels": channels}
-    vae = AutoencodingEngine(
-        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
-        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": config},
-        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": {**config, "ch": 32}},
-    )
-    return _randomise(vae, seed=101).half().state_dict()
+    config = json.loads((Path(comfy.ops.__file__).parent / "sd1_clip_config.json").read_text())
+    clip = comfy.clip_model.CLIPTextModel(config, torch.float16, torch.device("cpu"), comfy.ops.manual_cast)
+    return _save(_randomise(clip, seed=100, std=0.02).state_dict(), path)
 
 
 def write_flux_vae(path):
-    return _save(_vae(16), path)
-
-
-def write_checkpoint(path):
-    """A whole SD 1.5: a small UNet, CLIP-L, a narrow autoencoder."""
-    model_config = comfy.supported_models.SD15(dict(SD15))
-    model_config.set_inference_dtype(torch.float32, None)
-    unet = _randomise(model_config.get_model({}, "", device=torch.device("cpu")).diffusion_model, seed=102)
-    vae = {f"first_stage_model.{key}": value for key, value in _vae(4).items()}
-    clip = {f"cond_stage_model.transformer.{key}": value for key, value in _clip_l().items()}
-    unet = {f"model.diffusion_model.{key}": value.half() for key, value in unet.state_dict().items()}
-    return _save({**unet, **clip, **vae}, path)
-
-
-def write_lora(path):
-    """A LoRA for the tiny Flux' attention, strong enough to be seen."""
-    state = {}
-    for block in range(FLUX["depth"]):
-        for name, (rows, columns) in {"up": (3 * FLUX["hidden_size"], 4), "down": (4, FLUX["hidden_size"])}.items():
-            weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(block)) * 0.1
-            state[f"diffusion_model.double_blocks.{block}.img_attn.qkv.lora_{name}.weight"] = weight
-    return _save(state, path)
-
-
-def write_controlnet(path):
-    """A ControlNet for the tiny Flux, with the names of XLabs' files."""
-    config = {key: value for key, value in FLUX.items() if key != "image_model"}
-    model = comfy.ldm.flux.controlnet.ControlNetFlux(
-        **config, dtype=torch.float32, device="cpu", operations=comfy.ops.manual_cast
+    """An autoencoder with a narrow decoder: the host reads the decoder's width from the file, not the encoder's."""
+    vae = AutoencodingEngine(
+        regularizer_config={"target": "comfy.ldm.models.autoencoder.DiagonalGaussianRegularizer"},
+        encoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Encoder", "params": VAE},
+        decoder_config={"target": "comfy.ldm.modules.diffusionmodules.model.Decoder", "params": {**VAE, "ch": 32}},
     )
-    state = _randomise(model, seed=103).state_dict()
-    return _save({key.replace("_norm.weight", "_norm.scale"): value for key, value in state.items()}, path)
+    return _save(_randomise(vae, seed=101).half().state_dict(), path)

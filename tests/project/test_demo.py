@@ -1,4 +1,4 @@
-"""The demo: what it checks, its picture, a whole run. And what `dev.py serve` offers."""
+"""The demo: what it checks, its picture, a whole run."""
 
 import copy
 import subprocess
@@ -158,24 +158,3 @@ def test_the_demo_ends_with_all_checks_passed(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.splitlines()[-1].startswith("All checks passed") and "no speed is to be gained" in result.stdout
     assert (tmp_path / "out" / "uncompiled-and-compiled.png").is_file() and "failed: " not in result.stdout
-
-
-@pytest.mark.host
-@pytest.mark.rest
-def test_the_host_loads_what_serve_offers(pack, tiny, tmp_path):
-    import comfy.controlnet
-    import comfy.sd
-    import comfy.utils
-    import torch
-
-    from devtools import inprocess, prompts
-
-    files = inprocess.write_models(tmp_path, list(prompts.MORE_FILES))
-    model, clip, vae, _ = comfy.sd.load_checkpoint_guess_config(str(files["checkpoint"]))
-    assert isinstance(model.model.model_config, comfy.supported_models.SD15)
-    assert clip.encode_from_tokens_scheduled(clip.tokenize("a lighthouse"))[0][0].shape == (1, 77, 768)
-    assert vae.decode(torch.zeros(1, 4, 8, 8)).shape == (1, 64, 64, 3)
-    lora = comfy.utils.load_torch_file(str(files["lora"]))
-    patched, _ = comfy.sd.load_lora_for_models(tiny.build_patcher("flux"), None, lora, 1.0, 1.0)
-    assert len(patched.patches) == tiny.FLUX["depth"]
-    assert isinstance(comfy.controlnet.load_controlnet(str(files["controlnet"])), comfy.controlnet.ControlNet)
