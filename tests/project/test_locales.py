@@ -79,18 +79,6 @@ def test_the_script_writes_english_and_tells_which_texts_are_new_or_changed(sche
     assert locales.write_english(content, tmp_path) == [MODE]
 
 
-def test_a_node_without_all_its_texts_is_found(schemas):
-    nodes = locales.read("de")["nodeDefs.json"]
-    assert texts.incomplete(schemas, nodes) == []
-    del nodes["TorchCompileKitModel"]["inputs"]["mode"]["tooltip"]
-    del nodes["TorchCompileKitWarmup"]["outputs"]["0"]
-    del nodes["TorchCompileKitVAEChannelsLast"]
-    nodes["Other"] = {}
-    found = {line.partition(":")[0] for line in texts.incomplete(schemas, nodes)}
-    assert {"nodeDefs.json/TorchCompileKitModel/inputs", "nodeDefs.json/TorchCompileKitWarmup/outputs"} < found
-    assert {"nodeDefs.json/TorchCompileKitVAEChannelsLast/inputs", "nodeDefs.json/Other"} < found
-
-
 def test_a_file_of_a_language_that_is_missing_unknown_or_otherwise_written_is_found(tmp_path):
     shutil.copytree(locales.FOLDER, tmp_path / "locales")
     folder = tmp_path / "locales"
