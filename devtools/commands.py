@@ -1,6 +1,5 @@
 """What set-up is made of: steps that say how they go, commands whose output is logged, errors in words."""
 
-import re
 import shutil
 import subprocess
 import time
@@ -10,12 +9,6 @@ ROOT = Path(__file__).resolve().parent.parent
 DEV = ROOT / ".dev"
 LOG = DEV / "setup.log"
 FREE_GB = 12
-UNREACHABLE = re.compile(
-    r"NewConnectionError|ConnectTimeoutError|ReadTimeoutError|Temporary failure in name resolution|Connection refused"
-    r"|Network is unreachable|ProxyError|getaddrinfo failed|No matching distribution found",
-    re.IGNORECASE,
-)
-DISK_FULL = re.compile(r"No space left on device|Disk quota exceeded|not enough space on the disk", re.IGNORECASE)
 
 
 class SetupError(Exception):
@@ -33,21 +26,6 @@ def check_disk(folder):
             f"not enough disk space in {folder}: {free:.1f} GB free, {FREE_GB} GB are needed (PyTorch "
             "with CUDA). Free some, or move the checkout to a larger disk."
         )
-
-
-def explain(output, doing):
-    """A SetupError for a failed pip run, which names the cause where the output tells it."""
-    tail = "\n".join(output.splitlines()[-12:])
-    if DISK_FULL.search(output):
-        return SetupError(
-            f"the disk is full ({doing}); about {FREE_GB} GB are needed, in the checkout and in the temporary folder.\n{tail}"
-        )
-    if UNREACHABLE.search(output):
-        return SetupError(
-            f"the package registry cannot be reached, or lacks a pinned version ({doing}). Check the "
-            f"network and pip's index settings (`pip config list`).\n{tail}"
-        )
-    return SetupError(f"{doing} failed; the whole output is in {LOG}\n{tail}")
 
 
 def run(command, doing):
@@ -74,7 +52,9 @@ def run(command, doing):
                 shown = time.monotonic()
                 say(f"    {shown - started:4.0f} s  {line.strip()[:80]}")
     if process.wait():
-        raise explain("".join(lines), doing)
+        tail = "".join(lines[-12:])
+        why = "is the disk full, or the package registry out of reach?"
+        raise SetupError(f"{doing} failed ({why}); the whole output is in {LOG}\n{tail}")
 
 
 def step(text, action):
