@@ -72,8 +72,8 @@ NOT_ON_WINDOWS = [
     "tests/engine/compile/test_group.py::test_what_pytorch_compiled_for_a_freed_model_is_freed",
     "tests/engine/failures/test_preflight.py::test_this_machine_can_compile",
 ]
-# These page weights in another way than 0.26 and later: their layers stay eager, and the tests of placing pages do not apply.
-WITHOUT_PAGES = {"0.18.2", "0.16.3"}
+# It pages weights in another way than 0.26 and later: its layers stay eager, and the tests of placing pages do not apply.
+WITHOUT_PAGES = {"0.16.3"}
 
 
 def tests_of(chosen):
