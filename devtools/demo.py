@@ -17,7 +17,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from . import inprocess, prompts
-from .server import PromptRejectedError, Server, ServerError, error_of, outputs_of
+from .server import PromptRejectedError, Server, ServerError, error_of, outputs_of, wait_until
 
 # Relative, of all latents. On a GPU ComfyUI samples in half precision, where every rounding shows; another image is 1 away.
 TOLERANCE_CPU, TOLERANCE_GPU = 1e-3, 5e-2
@@ -154,10 +154,7 @@ def make_compared(server, job, compiler, images):
 def wait_until_compiled(server):
     """Seconds until the blocks are compiled."""
     began = time.monotonic()
-    while any(model["being_compiled"] for model in report(server)):
-        if time.monotonic() - began > COMPILE_TIMEOUT:
-            raise DemoError(f"the blocks were not compiled within {COMPILE_TIMEOUT} s")
-        time.sleep(0.2)
+    wait_until(lambda: not any(model["being_compiled"] for model in report(server)), "blocks are compiled", COMPILE_TIMEOUT)
     return time.monotonic() - began
 
 

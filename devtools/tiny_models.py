@@ -136,12 +136,6 @@ MODELS = {
 }
 
 
-def _spec(name):
-    if name not in MODELS:
-        raise ValueError(f"no tiny model is called {name!r}; there are {', '.join(MODELS)}")
-    return MODELS[name]
-
-
 @torch.no_grad()
 def _randomise(module, seed, std=0.05):
     generator = torch.Generator().manual_seed(seed)
@@ -157,7 +151,7 @@ def _randomise(module, seed, std=0.05):
 
 
 def _diffusion_model(name, device, dtype=torch.float32):
-    host_class, config, *_ = _spec(name)
+    host_class, config, *_ = MODELS[name]
     model_config = host_class(dict(config))
     model_config.set_inference_dtype(dtype, None)
     model = model_config.get_model({}, "", device=device)
@@ -174,7 +168,7 @@ def build_patcher(name, device=None):
 
 def conditioning(name, tokens=24, seed=0):
     """(positive, negative) as CLIPTextEncode would hand them to a sampler."""
-    _, _, width, pooled, other = _spec(name)
+    _, _, width, pooled, other = MODELS[name]
     generator = torch.Generator().manual_seed(1000 + seed)
 
     def one():
