@@ -1,13 +1,6 @@
 """Make the tables of docs/measurements.md, and of docs/figures.md the one of parts, from results files."""
 
-from .results import (
-    NAMES,
-    cell,
-    lines_of,
-    newest,
-    ratio,
-    rows,
-)
+from .results import NAMES, cell, lines_of, newest, ratio, rows, value_cell
 
 # Ways of holding the weights (kind of VRAM management, GiB free).
 HOLDING = {
@@ -53,16 +46,8 @@ def soak_table() -> str:
             f"| {where} | {row['prompts']} of {len(row['states'])} states | {len(row['wrong'])} | {row['largest_error']:.2g} "
             f"| {row['least_difference_of_two_states']:.2g} | {graphs} | {' | '.join(kept)} |"
         )
-    head = [
-        "",
-        "prompts",
-        "wrong",
-        "largest error",
-        "two states differ by",
-        "captured, replayed",
-        "GiB of the GPU",
-        "MiB of RAM",
-    ]
+    head = ["", "prompts", "wrong", "largest error", "two states differ by", "captured, replayed"]
+    head += ["GiB of the GPU", "MiB of RAM"]
     return lines_of(head, lines, sources)
 
 
@@ -78,18 +63,12 @@ def vae_table() -> str:
             of = {v: newest(decodes, source=source, model=model, vram=vram, variant=v) for v in variants}
             if of["eager"] and "seconds" in of["eager"]:
                 taken, loaded = of, "" if vram == "dynamic" else ", partial loading"
-        cells = [_seconds(taken[v], taken["eager"]) for v in variants]
+        cells = [value_cell(taken[v], taken["eager"], "seconds", 3) for v in variants]
         firsts = ", ".join(f"{taken[v]['first']:.1f}" if "first" in taken[v] else "-" for v in variants)
         kept = KEPT[taken["ours"]["channels_last"]["decode"]]
         lines.append(f"| {name}{loaded} | {' | '.join(cells)} | {kept} | {firsts} |")
     head = ["seconds to decode", "eager", "KJNodes", "VAE Channels Last", "it keeps", "the first decode: eager, KJNodes, ours"]
     return lines_of(head, lines, sources[-1:])
-
-
-def _seconds(row: dict | None, eager: dict) -> str:
-    if row is None or "died" in row:
-        return cell(row, None)
-    return f"{row['seconds']:.3f}" + (f" ({row['seconds'] / eager['seconds']:.2f})" if row is not eager else "")
 
 
 def controlnet_table() -> str:

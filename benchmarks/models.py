@@ -30,7 +30,7 @@ class Model:
         size: width, height, frames.
         cfg: 1.0 runs the model once a step.
         text: shape of one prompt's conditioning.
-        extra: other conditioning, a shape for tensors, a list of shapes for a list.
+        extra: other conditioning, a shape for tensors.
         family: the host's class of the model, where the host does not know this config.
     """
 
@@ -82,10 +82,6 @@ MODELS = {
     "qwen_image": Model(
         dict(image_model="qwen_image", in_channels=64, out_channels=16, num_layers=60),
         torch.bfloat16, (1328, 1328, 1), 1.0, (1, 128, 3584), video=True,
-    ),
-    "qwen_edit": Model(
-        dict(image_model="qwen_image", in_channels=64, out_channels=16, num_layers=20),
-        torch.bfloat16, (1024, 1024, 1), 1.0, (1, 400, 3584), {"reference_latents": [(1, 16, 1, 128, 128)] * 2}, video=True,
     ),
     "wan14": Model(
         dict(
@@ -163,15 +159,6 @@ MODELS["z_image_small"] = replace(
     ),
     dtype=torch.float32, size=(256, 256, 1), text=(1, 64, 64), family="ZImage",
 )  # fmt: skip
-MODELS["qwen_edit_small"] = replace(
-    MODELS["qwen_edit"],
-    config=dict(
-        MODELS["qwen_edit"].config, num_layers=2, attention_head_dim=64, num_attention_heads=4, joint_attention_dim=64,
-        axes_dims_rope=(16, 24, 24),
-    ),
-    dtype=torch.float32, size=(128, 128, 1), text=(1, 32, 64), extra={"reference_latents": [(1, 16, 1, 16, 16)] * 2},
-    family="QwenImage",
-)  # fmt: skip
 
 
 def weights(name: str, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -207,24 +194,18 @@ def random_weight(key: str, shape, dtype, device, generator) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def conditioning(name: str, tokens: int | None = None, negative_tokens: int | None = None):
-    """(positive, negative) of the model's real shapes; the negative is as long as the positive if it is not said."""
+def conditioning(name: str, tokens: int, negative_tokens: int):
+    """(positive, negative) of the model's real shapes, with so many tokens."""
     model = MODELS[name]
     generator = torch.Generator().manual_seed(2)
 
     def random(*shape):
         return torch.randn(*shape, generator=generator) * 0.1
 
-    batch, length, width = model.text
-    text = random(batch, tokens or length, width)
-
-    def made(value):
-        if isinstance(value, list):
-            return [random(*shape) for shape in value]
-        return random(*value) if isinstance(value, tuple) else value
-
-    extra = {key: made(value) for key, value in model.extra.items()}
-    negative = -text if negative_tokens in (None, text.shape[1]) else random(batch, negative_tokens, width)
+    batch, _, width = model.text
+    text = random(batch, tokens, width)
+    extra = {key: random(*value) if isinstance(value, tuple) else value for key, value in model.extra.items()}
+    negative = -text if negative_tokens == tokens else random(batch, negative_tokens, width)
     return [[text, extra]], [[negative, dict(extra)]]
 
 

@@ -19,7 +19,6 @@ NAMES = {
     "z_image": "Z-Image 6B, 1024x1024",
     "klein": "Flux.2 klein 4B, 1024x1024",
     "wan22": "Wan 2.2 14B pair with a LoRA (12 of 40 blocks), 832x480x33",
-    "qwen_edit": "Qwen-Image-Edit 20B with two references (20 of 60 blocks), 1024x1024",
     "sdxl": "SDXL, 1024x1024, cfg 5",
     "sdxl_lightning": "SDXL with a LoRA for 4 steps, 1024x1024",
     "sd15": "SD 1.5, 512x512, cfg 5",
@@ -105,13 +104,16 @@ def cell(row: dict | None, eager: dict | None) -> str:
     return f"{row['step']:.4g}{against}"
 
 
-def number(row: dict | None, eager: dict | None) -> float | None:
-    return row["step"] / eager["step"] if row and eager and "step" in row and "step" in eager else None
-
-
 def ratio(row: dict | None, eager: dict | None) -> str:
-    value = number(row, eager)
-    return "-" if value is None else f"{value:.2f}"
+    return f"{row['step'] / eager['step']:.2f}" if row and eager and "step" in row and "step" in eager else "-"
+
+
+def value_cell(row: dict | None, eager: dict, key: str, digits: int) -> str:
+    """A value of a row and its ratio to eager's."""
+    if row is None or key not in row:
+        return "-" if row is None or "died" not in row else cell(row, None)
+    against = f" ({row[key] / eager[key]:.2f})" if row is not eager and key in eager else ""
+    return f"{row[key]:.{digits}f}{against}"
 
 
 def noise_of(row: dict) -> float | None:

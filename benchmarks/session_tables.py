@@ -5,7 +5,7 @@ import re
 import statistics
 from collections.abc import Iterable
 
-from .results import NAMES, PRECISIONS, cell, lines_of, newest, noise_of, rows
+from .results import NAMES, PRECISIONS, cell, lines_of, newest, noise_of, rows, value_cell
 from .sessions import SESSIONS
 from .table import SETUPS, STEPS, Setup
 from .table import VARIANTS as PEERS_AND_OURS
@@ -163,14 +163,6 @@ def _row_title(setup: Setup) -> str:
     )
 
 
-def _ratio_cell(row: dict | None, eager: dict, key: str, digits: int) -> str:
-    """A value of a row and its ratio to eager's."""
-    if row is None or key not in row:
-        return "-" if row is None or "died" not in row else cell(row, None)
-    against = f" ({row[key] / eager[key]:.2f})" if row is not eager and key in eager else ""
-    return f"{row[key]:.{digits}f}{against}"
-
-
 def table_table() -> str:
     """A line a set-up and variant."""
     measured, sources = _measured()
@@ -187,9 +179,9 @@ def table_table() -> str:
             cells = [
                 _row_title(setup) if variant == "eager" else "",
                 VARIANTS[variant],
-                _ratio_cell(first, eager_first, "seconds", 1),
-                _ratio_cell(row, of["eager"], "seconds", 2),
-                _ratio_cell(row, of["eager"], "step", 4),
+                value_cell(first, eager_first, "seconds", 1),
+                value_cell(row, of["eager"], "seconds", 2),
+                value_cell(row, of["eager"], "step", 4),
                 {"eager": "-", "core": "in the first", "kjnodes": "in the first"}.get(variant) or str(row.get("ready") or "-"),
                 *(str(row.get(key, "-")) for key in ("graphs", "breaks", "cuda_graphs")),
                 f"{row['error']:.4f}" if "error" in row else "-",
@@ -203,7 +195,7 @@ def table_table() -> str:
 # The README's lines, the largest gain first.
 README_SETUPS = ("sdxl", "flux-scaled", "flux-int8", "flux", "wan22", "z_image")
 # Models whose name is too long for the chart, or that are cut in depth: name, detail.
-CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks"), "qwen_edit": ("Qwen-Image-Edit", "20 of 60 blocks")}
+CHART_NAMES = {"wan22": ("Wan 2.2 14B", "12 of 40 blocks")}
 
 
 def _is_waited_for(row: dict) -> bool:

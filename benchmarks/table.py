@@ -28,7 +28,7 @@ from .sessions import KEPT, Bench, Graph, OutOfTimeError, arguments, parse, sett
 
 VARIANTS = ("eager", "core", "kjnodes", "ours")
 OPTIONS = {"": [], "sage": ["--use-sage-attention"], "fast": ["--fast", "fp16_accumulation"], "easycache": []}
-STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8, "qwen_edit": 8}
+STEPS = {"flux": 20, "sdxl": 25, "z_image": 9, "klein": 4, "wan22": 8}
 TINY_STEPS = 4
 # Attention kernels of PyTorch: the first that is not the one that eager uses gives the noise.
 KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
@@ -77,7 +77,6 @@ SETUPS = {
         Setup("z_image", "int8"),
         Setup("klein"),
         Setup("wan22"),
-        Setup("qwen_edit"),
         Setup("sdxl"),
         *(Setup(model, option=option) for option in ("sage", "fast", "easycache") for model in ("flux", "sdxl")),
     )
