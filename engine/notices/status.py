@@ -248,7 +248,7 @@ class Status(Line):
 
     def _before_compiling(self, network: nn.Module, code: ModelCode) -> News:
         put_off, pack, (state, steps) = watch_of(network).put_off(), watch_of(network).foreign, self._compared()
-        says = [steps] if steps else []  # CUDA graphs replay operators
+        says = [told("replayed", steps)] if steps else []
         if put_off is None:
             if code.waits_for is WaitsFor.IMPORT and not code.uncalled:
                 return BEGINS_NEXT
