@@ -1,7 +1,9 @@
 """The compile process lowers for a card that it does not see: here for one that is not there, and needs no driver."""
 
+import os
 import re
 import struct
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -12,7 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.append(str(Path(__file__).parent))
-from traced_graphs import traced
+from traced_graphs import ROOT, traced
 
 # Properties as PyTorch tells them (`torch.cuda.get_device_properties`).
 H100 = {
@@ -90,6 +92,34 @@ def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatc
         assert architecture in flags, flags
     assert b"_scaled_dot_product_flash_attention" in artefact
     assert not compile_process._running.sees_cards
+
+
+LOADS = """
+import importlib, sys, types
+sys.modules["kit"] = package = types.ModuleType("kit")
+package.__path__ = [sys.argv[1]]
+obtain, client = (importlib.import_module(f"kit.engine.compile_process.{name}") for name in ("obtain", "client"))
+obtain.load(client.Code.unpacked(open(sys.argv[2], "rb").read()))
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it ends at the driver that is not there")
+@pytest.mark.parametrize(("lacks", "error"), [("a compiler", "NVIDIA driver"), ("Triton", "no triton here")])
+def test_code_is_loaded_without_a_compiler_but_not_without_triton(engine, process, monkeypatch, tmp_path, lacks, error):
+    """As far as the driver, which is to load its kernels."""
+    compile_process, cards = process
+    cards.append(H100)
+    monkeypatch.setattr(engine("torch_compat.attention"), "kernel_for", lambda _node, _enabled: "flash_attention")
+    request = request_of(engine, engine("settings").CompileSettings().inductor_options())
+    artefact = tmp_path / "artefact"
+    artefact.write_bytes(compile_process.lower(request.text, measures=request.measures).packed({}))
+    (tmp_path / "packages").mkdir()
+    if lacks == "Triton":
+        (tmp_path / "packages" / "triton.py").write_text("raise ImportError('no triton here')")
+    paths = {"PATH": str(tmp_path), "PYTHONPATH": str(tmp_path / "packages"), "CC": "", "HOME": str(tmp_path)}
+    command = [sys.executable, "-c", LOADS, str(ROOT), str(artefact)]
+    done = subprocess.run(command, env={**os.environ, **paths}, capture_output=True, text=True)
+    assert error in done.stderr.splitlines()[-1]
 
 
 @pytest.mark.parametrize("lacks", ["Triton", "what a setting asks a card for"])
