@@ -248,16 +248,18 @@ class Status(Line):
 
     def _before_compiling(self, network: nn.Module, code: ModelCode) -> News:
         put_off, pack, (state, steps) = watch_of(network).put_off(), watch_of(network).foreign, self._compared()
-        says = [told("replayed", steps)] if steps else []
-        if put_off is None:
-            if code.waits_for is WaitsFor.IMPORT and not code.uncalled:
-                return BEGINS_NEXT
-            return News("unclear" if state == "ready" else state, says) if says else News()
-        runs, name = put_off
-        if not runs:
+        runs, name = put_off or (None, None)
+        if runs == 0 or (runs is None and code.waits_for is WaitsFor.IMPORT and not code.uncalled):
             return BEGINS_NEXT
-        says += [told("putOff", runs), *([] if pack is None else [told("graphsOff", pack)])]
-        return News("unclear" if state == "ready" else state, says if len(says) > 1 else says[0], begins=name)
+        says = [told("putOff", runs)] if runs else []
+        if pack is not None:
+            says.append(told("graphsOff", pack))
+        elif steps:
+            says.insert(0, told("replayed", steps))
+        else:
+            state = "ready"
+        state = "unclear" if pack is not None or state == "ready" else state
+        return News(state, says if len(says) > 1 else says[0], begins=name) if says else News()
 
     def _compared(self) -> tuple[str, list]:
         """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these

@@ -157,7 +157,7 @@ def notes_about(patcher) -> list[str]:
     if (put_off := payback_of(network).put_off()) is not None:
         runs, _ = put_off
         notes.append(
-            "Not compiled so far: with prompts this short that would take longer than it saves. Compiling begins after "
+            "Not compiled so far: that would take longer than it saves. Compiling begins after "
             f"about {runs} sampler runs, or now: by the button on the Torch Compile node, by Torch Compile Warmup, or with "
             "compile_when set to `before first image`."
             if runs

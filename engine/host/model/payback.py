@@ -28,6 +28,7 @@ from torch import nn
 from ...cache.structure import name_of
 from ...compile.registry import code_of
 from ...compile_process.obtain import import_ahead
+from ...cuda_graphs.capture import graphs_of
 from ...notices.recompile_log import is_warming, watch_of
 from ...notices.status import tell_begun
 from ...per_model import PerModel
@@ -76,12 +77,13 @@ class Payback:
     def may_capture(self, network: nn.Module) -> bool:
         """Whether operators may be captured in this call: not while the first ones of a structure are timed as without this
         pack, nor in the first run of a model that has few steps, as ComfyUI may free it after each prompt."""
-        is_timed = not self.record.runs and self._calls <= CALLS[1]
-        return not is_timed and (self._steps >= SETTLED or code_of(network).runs > 1)
+        runs = code_of(network).runs
+        is_timed = not self.record.runs and runs < 2 and self._calls <= CALLS[1]
+        return not is_timed and (self._steps >= SETTLED or runs > 1)
 
     def end_run(self, network: nn.Module) -> None:
         record, code, share = self.record, code_of(network), watch_of(network).saved
-        if share is not None and not self._replays:  # it is that of the graphs
+        if share is not None and not graphs_of(network).replays:  # else it is that of the graphs
             record.share = max(share, SAVED / 4)  # what was slow once, on a busy machine, is tried again
         if code.traced:
             record.add_trace(code.traced - code.lowered)
@@ -92,7 +94,8 @@ class Payback:
                 first = SETTLED if SETTLED in self._began else CALLS[0]
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
                 is_whole = self._calls >= min(CALLS[1], self._steps)  # cancelled ones tell little
-                if is_whole and (not self._replays or first == SETTLED or code.runs > 2):
+                # Not the run in which a graph is captured; nothing is in the first one of few steps, see `may_capture`.
+                if is_whole and (not self._replays or first == SETTLED or code.runs != 2):
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
                     self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))

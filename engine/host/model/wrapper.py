@@ -105,7 +105,9 @@ class BlockCompiler:
             watch_of(network).put_off = payback.put_off
             # Other packs' code is looked for when a call is to be captured.
             replays = always_replays(self.settings, network, args[0].device) and watch_of(network).foreign is None
-            if self.settings.backend != "cudagraphs":  # that compiles nothing
+            if self.settings.backend == "cudagraphs":  # that compiles nothing
+                payback.after = code_of(network).waits_for = None
+            else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
             if call.waits and not (replays and payback.may_capture(network)):
                 code_of(network).waits_for = WaitsFor.PAYBACK

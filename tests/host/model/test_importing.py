@@ -167,7 +167,7 @@ def test_they_are_replayed_while_compiling_would_not_pay(by_default, engine, mon
     assert relative_error(unet.image(), plain) < 1e-5
     assert unet.captured.captures == 1 and unet.captured.replays == 17 and unet.code.compiles == 0
     assert not unet.asked
-    payback.payback_of(unet.network).record.ask()
+    payback.payback_of(unet.network).record.is_decided = True
     assert relative_error(unet.image(), plain) < 1e-5
     unet.made()
     assert unet.code.compiles
@@ -186,6 +186,26 @@ def test_few_steps_are_captured_from_the_models_second_run_on(by_default, engine
     for captures in (0, 1):
         assert relative_error(unet.image(), plain) < 1e-5
         assert unet.captured.captures == captures
+
+
+def test_graphs_without_compiling_stay_and_nothing_is_put_off(unet, engine, monkeypatch):
+    """After default settings, with which compiling was put off until it paid."""
+    payback, plain = engine("host.model.payback"), unet.run(unet.patcher)
+    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(engine("host.model.structure_record"), "_records", {})
+    monkeypatch.setattr(engine("host.model.structure_record"), "TRACE", 1e6)
+    record(engine, monkeypatch)
+    for _ in range(2):
+        assert relative_error(unet.image(), plain) < 1e-5
+    assert payback.payback_of(unet.network).put_off() and unet.code.waits_for
+    payback.payback_of(unet.network).record.is_decided = True
+    monkeypatch.setattr(engine("settings").CompileSettings, "check_backend", lambda _settings: None)
+    attached = super(Importing, unet).attach(unet.patcher, backend="cudagraphs", compile_when="in background")
+    for _ in range(3):
+        assert relative_error(unet.run(attached), plain) < 1e-5
+        replays, unet.captured.replays = unet.captured.replays, 0
+    assert replays >= unet.steps - 1 and unet.code.compiles == 0
+    assert payback.payback_of(unet.network).put_off() is None and unet.code.waits_for is None
 
 
 def test_where_the_user_waits_the_first_trace_imports_it(tiny, engine, monkeypatch):

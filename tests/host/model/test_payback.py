@@ -124,6 +124,19 @@ def test_what_a_unet_saves_is_told_by_replays_that_have_settled(flux, engine, a_
     assert flux(steps=20)[0] == 1
 
 
+def test_a_unet_of_few_steps_is_counted_and_offered_from_its_first_run_on(flux, engine, a_call_takes, monkeypatch):
+    monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
+    flux.cost(1e6)
+    graphs, line, _ = flux(steps=4)
+    assert graphs == 0 and line.says[0] == "putOff" and line.begins
+    _, record = max(engine("host.model.structure_record")._records.items(), key=lambda item: item[1].runs)
+    counts = [record.runs]
+    for _ in range(2):
+        flux(steps=4)
+        counts.append(record.runs)
+    assert counts == [1, 1, 2], "but for the second, in which its graph is captured"
+
+
 def test_the_compiler_is_imported_beside_the_first_call_or_between_runs(flux, engine, a_call_takes, monkeypatch):
     asked = []
     monkeypatch.setattr(engine("host.model.payback"), "import_ahead", lambda: asked.append(1))
@@ -335,6 +348,11 @@ def test_what_was_seen_to_be_saved_counts(flux, engine, a_call_takes):
     later = payback.Payback(records.Record.recalled(record.structure))
     assert later.record.share == 0.1 and later._runs_to_go(15.0, 10, 1)  # 1.5 s; with SAVED 3 s
     assert not later._runs_to_go(26.0, 10, 1)
+    engine("notices.recompile_log").watch_of(network).saved = 0.9
+    engine("cuda_graphs.capture").graphs_of(network).replays = 1
+    payback.payback_of(network)._calls = 5
+    payback.payback_of(network).end_run(network)
+    assert record.share == 0.1, "what graphs save is not what compiling saves"
 
 
 @pytest.mark.parametrize(
