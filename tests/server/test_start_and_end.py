@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import signal
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -57,7 +58,13 @@ def ends(server, told, code):
     started = wait_until(both, "PyTorch has started a process")
     assert is_compiling(server)
     server.process.send_signal(told)
-    assert server.process.wait(60) == code, server.log()[-3000:]
+    try:
+        ended = server.process.wait(60)
+    except subprocess.TimeoutExpired:  # seen once, beside other work: have Python say where its threads are
+        server.process.send_signal(signal.SIGABRT)
+        server.process.wait(30)
+        ended = "only by SIGABRT"
+    assert ended == code, server.log()[-5000:]
     assert not psutil.wait_procs(started, 30)[1]
 
 
