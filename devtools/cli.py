@@ -62,7 +62,7 @@ def parse(argv):
         chosen = command_.add_mutually_exclusive_group()
         add_part(chosen, "core", "the core of the suite, as for other versions of ComfyUI")
         if command_ is test:
-            add_part(chosen, "rest", "other hosts, and the same code at more places: what CI runs beside")
+            add_part(chosen, "rest", "other hosts, and the same code at more places: what GitHub runs beside")
             add_part(chosen, "whole", "the suite and the rest in one session, which starts servers and compiles once for both")
             add_part(chosen, "windows", "what needs no C++ compiler, which CI has not on Windows")
         add_part(chosen, "pytorch", "what another PyTorch can break: its private names, compiling, settings")
