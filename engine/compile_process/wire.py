@@ -82,10 +82,10 @@ def guards_on(inputs: Sequence[Any], mode: Any) -> Callable[[], str | None]:
 
 
 def _written_by(graph: fx.Graph) -> set[int] | None:
-    """The memory of all that operations in place are given; None: it is not known."""
-    given = [node for writing in graph.nodes if may_write(writing) for node in writing.all_input_nodes]
+    """The storages of all operands of in-place operations; None: an operand has no example value."""
+    operands = [operand for node in graph.nodes if may_write(node) for operand in node.all_input_nodes]
     written: set[int] = set()
-    for value in private.pytree.tree_leaves([node.meta.get("example_value", ...) for node in given]):
+    for value in private.pytree.tree_leaves([operand.meta.get("example_value", ...) for operand in operands]):
         if value is ...:
             return None
         written |= _memory_of(value)

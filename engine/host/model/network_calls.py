@@ -58,16 +58,14 @@ class NetworkCalls:
     ) -> object:
         """Make the call `run`, of a latent of `size` numbers, within the context `told`.
 
-        With `call.waits` no block is compiled in it, as compiling would not pay yet; nor while the compiler is imported.
+        With `call.waits` no block is compiled in the call, as compiling would not pay yet; nor while the compiler is imported.
         """
         network, code = loaded.network, code_of(loaded.network)
-        if call.waits:
-            code.waits_for = WaitsFor.PAYBACK
-        elif self._must_import(call, code, loaded.device):
+        if not call.waits and self._must_import(call, code, loaded.device):
             call.waits, code.waits_for = True, WaitsFor.IMPORT
             import_ahead()
-        if call.waits and not always_replays(self.settings, network, loaded.device):
-            return eager(network, run)
+            if not always_replays(self.settings, network, loaded.device):
+                return eager(network, run)
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))

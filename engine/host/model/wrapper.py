@@ -109,9 +109,10 @@ class BlockCompiler:
                 payback.after = code_of(network).waits_for = None
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
-            if call.waits and not (replays and payback.may_capture(network)):
+            if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK
-                return eager(network, functools.partial(executor, *args, **kwargs))
+                if not (replays and payback.may_capture(network)):
+                    return eager(network, functools.partial(executor, *args, **kwargs))
             measure_attention = None
             if not call.waits:
                 args, measure_attention = with_attention(self.settings.attention, base_model, args, call.synchronous)

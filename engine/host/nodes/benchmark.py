@@ -30,7 +30,7 @@ from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..graphs.policy import payoff_of
 from ..model.attach import Nothing, diffusion_model, eager_clone, model_name, notes_about, settings_for
 from ..weights.blocks import notes_on
-from .limits import found_in_model, limits, parts_of_model
+from .limits import limits, parts_of_model, sentences_about_model
 from .sampling import STEPS as WARM_STEPS
 from .sampling import labelled_latent, naming_the_size, sample
 from .warmup_plan import Size
@@ -80,9 +80,9 @@ def benchmark(
     last = result.compiled.rounds[-1]
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
     parts = {} if profile is None else parts_of_model(patcher, settings, profile, step, steps - skipped)
-    found = found_in_model(patcher, settings, profile, steps, skipped)
+    findings = sentences_about_model(patcher, settings, profile, steps, skipped)
     others = _other_seconds(vae, clip, prepared["samples"])  # last: these models may take the memory of this one
-    lines = limits(parts | others, found, step * (steps - skipped) + sum(others.values()), steps)
+    lines = limits(parts | others, findings, step * (steps - skipped) + sum(others.values()), steps)
     limits_of(diffusion_model(patcher))[:] = lines
     notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
     return replace(result, limits=lines, trace=recorded, notes=notes)

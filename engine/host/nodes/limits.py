@@ -26,18 +26,18 @@ GB = 1e9
 _AROUND_MODEL = (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersMP.DIFFUSION_MODEL)
 
 
-def limits(parts: dict[str, float], found: list[str], total: float, steps: int) -> list[str]:
-    """A heading, a line for each part of a prompt's time, the most first, and what else was found, without a time.
+def limits(parts: dict[str, float], findings: list[str], total: float, steps: int) -> list[str]:
+    """A heading, a line for each part of a prompt's time, the most first, and findings without a time.
 
     Args:
         parts: sentence -> seconds, of `parts_of_model` and of other models.
-        found: sentences; what a part says, too, is left out.
+        findings: sentences; those that a part's line repeats are left out.
         total: seconds of the prompt.
     """
     told = sorted(((seconds, said) for said, seconds in parts.items() if seconds >= LEAST * total), reverse=True)
     lines = [say("limitsOf", duration(total), steps)]
     lines += [say("limit", duration(seconds), f"{seconds / total:.0%}", said) for seconds, said in told]
-    return [*lines, *(said for said in found if not any(said in line for line in lines))]
+    return [*lines, *(said for said in findings if not any(said in line for line in lines))]
 
 
 def parts_of_model(patcher, settings: CompileSettings, profile: StepProfile, step: float, steps: int) -> dict[str, float]:
@@ -96,21 +96,23 @@ def _failures(network, settings: CompileSettings) -> dict[str, str]:
     return {group.code.name: group.failure.message() for group in groups_for(network, settings) if group.failure}
 
 
-def found_in_model(patcher, settings: CompileSettings, profile: StepProfile | None, steps: int, skipped: int) -> list[str]:
-    """Sentences on what was found beside the parts of a step; a cache of steps left out `skipped` of `steps`."""
+def sentences_about_model(
+    patcher, settings: CompileSettings, profile: StepProfile | None, steps: int, skipped: int
+) -> list[str]:
+    """Sentences about a model beside the parts of a step; a cache of steps left out `skipped` of `steps`."""
     network = diffusion_model(patcher)
-    found = [*([say("limitUnseen")] if profile is None else []), *_failures(network, settings).values()]
+    findings = [*([say("limitUnseen")] if profile is None else []), *_failures(network, settings).values()]
     if profile is not None:
         share = f"{profile.compiled_share:.0%}"
-        found.append(say("limitGraphs", share) if graphs_of(network).graphs else say("limitCompiled", share))
-    found += given_in_words(code_of(network).taken)
+        findings.append(say("limitGraphs", share) if graphs_of(network).graphs else say("limitCompiled", share))
+    findings += given_in_words(code_of(network).taken)
     wrappers = [item for kind in _AROUND_MODEL for item in patcher.wrappers.get(kind, {}).items()]
     others = [function for key, functions in wrappers if key != KEY for function in functions]
     named = map(named_origin, (*others, patcher.model_options.get("model_function_wrapper")))
     caches = list(dict.fromkeys(filter(None, named)))
     if skipped or any("cache" in name.lower() for name in caches):
-        found.append(say("limitStepCache", ", ".join(caches), skipped, steps))
+        findings.append(say("limitStepCache", ", ".join(caches), skipped, steps))
     if (pack := watch_of(network).foreign) is not None:
-        found.append(say("limitWrapped", pack))
+        findings.append(say("limitWrapped", pack))
     _, misfits = preflight_here(patcher.load_device.type != "cpu")
-    return found + [say("inEnglish", misfit) for misfit in misfits]
+    return findings + [say("inEnglish", misfit) for misfit in misfits]

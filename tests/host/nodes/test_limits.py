@@ -33,7 +33,7 @@ class Limited(Runs):
         settings = self.engine("host.model.attach").attached_settings(self.compiled)
         described = self.compiled, settings, found
         parts = limits.parts_of_model(*described, span, steps - skipped)
-        return limits.limits(parts, limits.found_in_model(*described, steps, skipped), span * (steps - skipped), steps)
+        return limits.limits(parts, limits.sentences_about_model(*described, steps, skipped), span * (steps - skipped), steps)
 
 
 @pytest.fixture
