@@ -119,6 +119,7 @@ class Lowering:
         self.private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
         context = self.private.TracingContext(mode)
         self._settings.set_for_process(request["settings"])
+        self.private.inductor_config.unsafe_marked_cacheable_functions = self._settings.cacheable_functions(graph)
         with self._backend.replacements(inputs):
             with self._settings.for_graph(request["settings"]), self.private.tracing(context):
                 code = self._backend.inductor(graph, inputs, options=request["options"])

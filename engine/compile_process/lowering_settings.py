@@ -5,10 +5,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch import fx
 
 from ..inductor import rotary_norms
 from ..inductor.kitchen import products_as_operators
-from ..torch_compat import attention, private
+from ..torch_compat import private
 from ..torch_settings import libdevice, libdevice_scope, lowering_settings
 
 # A trainer's backward is lowered with the forward, under these settings.
@@ -78,4 +79,12 @@ def prepare_process() -> None:
     private.shape_config.use_duck_shape = False
     private.functorch_config.bundled_autograd_cache = True
     private.functorch_config.strict_autograd_cache = True
-    private.inductor_config.unsafe_marked_cacheable_functions = dict.fromkeys(attention.NAMES, "1")
+
+
+def cacheable_functions(graph: fx.GraphModule) -> dict[str, str]:
+    """For inductor's setting `unsafe_marked_cacheable_functions`, without which it serialises no graph with a function that it
+    does not know: that may become another one under the same name. The name of our code tells that (wire.py, `sources`)."""
+    graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
+    functions = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    names = [f"{f.__module__}.{f.__name__}" for f in functions if hasattr(f, "__module__") and hasattr(f, "__name__")]
+    return dict.fromkeys(names, "1")

@@ -121,5 +121,3 @@ def math(q, k, v, mask, dropout, causal, scale, gqa):
 
 
 KERNELS = {kernel.__name__: kernel for kernel in (flash_attention, efficient_attention, cudnn_attention, math)}
-# By these names PyTorch asks which functions may be in an artefact; all that they do is in the graph.
-NAMES = [f"{kernel.__module__}.{kernel.__name__}" for kernel in KERNELS.values()]

@@ -1,5 +1,6 @@
 """The compile process lowers for a card that it does not see: here for one that is not there, and needs no driver."""
 
+import contextlib
 import os
 import re
 import struct
@@ -63,17 +64,19 @@ class Block(nn.Module):
         return x + nn.functional.gelu(normed.transpose(1, 2), approximate="tanh")
 
 
-def request_of(engine, options):
-    obtain = engine("compile_process.obtain")
+def request_of(engine, options, block=None, *weights):
+    obtain, requests = engine("compile_process.obtain"), []
+    weights = weights or (((256, 256), torch.bfloat16), ((2, 1, 256), torch.bfloat16))
     with FakeTensorMode():
-        sizes = (2, 128, 256), (256, 256), (2, 1, 256)
-        inputs = [torch.empty(size, device="cuda", dtype=torch.bfloat16) for size in sizes]
-    (request,) = traced(
-        engine,
-        Block(),
-        *inputs,
-        use=lambda graph, fakes: obtain.request_for(graph, fakes, options, torch.device("cuda", 0)),
-    )
+        shapes = ((2, 128, 256), torch.bfloat16), *weights
+        inputs = [torch.empty(size, device="cuda", dtype=dtype) for size, dtype in shapes]
+
+    def use(graph, fakes):
+        requests.append(obtain.request_for(graph, fakes, options, torch.device("cuda", 0)))
+
+    with contextlib.suppress(RuntimeError):  # what was traced also runs, on fake tensors, and may look for a driver
+        traced(engine, block or Block(), *inputs, use=use)
+    (request,) = requests
     return request
 
 
@@ -91,6 +94,36 @@ def test_kernels_are_for_the_card_that_was_described(engine, process, monkeypatc
         flags = struct.unpack_from("<BB", artefact, at + 48)
         assert architecture in flags, flags
     assert b"_scaled_dot_product_flash_attention" in artefact
+    assert not compile_process._running.sees_cards
+
+
+class Quantised(nn.Module):
+    """A layer whose product is in the format itself (comfy/ops.py, `mixed_precision_ops`)."""
+
+    def __init__(self, layout, tensors):
+        super().__init__()
+        self.layout, self.tensors = layout, tensors
+
+    def forward(self, x, weight, scale):
+        params = self.tensors.get_layout_class(self.layout).Params
+        weight = self.tensors.QuantizedTensor(
+            weight, self.layout, params(scale=scale, orig_dtype=torch.bfloat16, orig_shape=(256, 256))
+        )
+        return x + nn.functional.linear(self.tensors.QuantizedTensor.from_float(x.view(-1, 256), self.layout), weight).view(
+            x.shape
+        )
+
+
+def test_a_graph_with_functions_of_the_hosts_kernels_comes_back(engine, process):
+    """Scaled fp8: PyTorch by itself serialises no graph that makes a tensor of comfy-kitchen's."""
+    tensors = pytest.importorskip("comfy_kitchen.tensor")
+    compile_process, cards = process
+    cards.append(H100)
+    layout = "TensorCoreFP8Layout"
+    request = request_of(engine, {}, Quantised(layout, tensors), ((256, 256), torch.float8_e4m3fn), ((), torch.float32))
+    assert "comfy_kitchen.tensor.fp8" in request.text
+    artefact = compile_process.lower(request.text, measures=request.measures).artefact
+    assert b"\x7fELF" in artefact and b"scaled_mm" in artefact
     assert not compile_process._running.sees_cards
 
 

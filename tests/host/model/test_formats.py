@@ -15,7 +15,7 @@ from compiled_runs import CompiledRuns
 from patch_kinds import options, weights
 from patch_kinds.packed import pack
 from patching import Runs
-from support import relative_error, wait_until_compiled
+from support import lower_here, relative_error, wait_until_compiled
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -46,6 +46,7 @@ def check(engine, counted):
 
     def check(runs, patcher, mode, expected, pieces=1, patched=1):
         class_name, only = BLOCKS[runs.name]
+        lower_here(engine, "eager")
         settings = engine("settings").CompileSettings(backend="eager", compile_when=mode, only_blocks=only)
         compiled = engine("host.model.attach").attach(patcher, settings)
         assert relative_error(runs.run(compiled), expected) < 1e-5, "while code is made"
@@ -181,6 +182,7 @@ def test_each_call_of_a_block_runs_compiled_code(
                 pytest.skip(f"PyTorch {torch.__version__} cannot multiply {format_name} on a CPU, neither does ComfyUI then")
             raise
     check(runs, runs.patcher, mode, eager_images[format_name, attention], 2 if attention == UNTRACEABLE else 1)
+    assert {group.code.why_inline for group in runs.groups} == {None}, "lowered in ComfyUI's process"
 
 
 def test_formats_are_what_they_are_called(state_dict):
