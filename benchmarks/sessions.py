@@ -9,6 +9,9 @@ and a temporary folder of its own that are empty, so nothing of our cache, PyTor
 bytecode, which pip makes when it installs (some containers have none, and import several times as long). Warm: the same
 session once more, in new servers that find what the first has left. Every variant has a server of its own with only its pack
 in it. Steps are timed by events on the GPU (session_nodes.py). Rows are written after every prompt.
+
+The variants take turns prompt by prompt, so that what else the machine does meets all of them: while one has its turn, the
+others' processes are stopped (SIGSTOP), and what they hold of memory stays theirs.
 """
 
 import argparse
@@ -18,6 +21,7 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +33,9 @@ from devtools.prompts import MODEL_NODE, WARMUP_NODE, widgets
 from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError, error_of
 
 from . import results
+
+with contextlib.suppress(ImportError):  # ComfyUI needs it; what only makes tables does not
+    import psutil
 
 REAL = ["flux", "sdxl", "z_image", "wan14", "sd15"]
 TINY = ["flux_small", "sdxl_small", "wan_small"]
@@ -274,10 +281,21 @@ class Bench:
     def save(self) -> None:
         results.save(self.options.out, self.known)
 
+    def folder(self, variant: str) -> Path:
+        """The base directory of a variant's servers; models and packs are those of all."""
+        folder = self.base / "servers" / variant
+        folder.mkdir(parents=True, exist_ok=True)
+        for shared in ("models", "custom_nodes"):
+            (self.base / shared).mkdir(exist_ok=True)
+            if not (folder / shared).is_symlink():
+                (folder / shared).symlink_to(self.base / shared, target_is_directory=True)
+        return folder
+
     def clear(self, *folders: str) -> None:
         """Remove what servers left in these folders, and what they made."""
-        for folder in (*folders, "output", "temp"):
-            shutil.rmtree(self.base / folder, ignore_errors=True)
+        for variant in COMPILERS:
+            for folder in (*folders, "output", "temp"):
+                shutil.rmtree(self.folder(variant) / folder, ignore_errors=True)
 
     @contextlib.contextmanager
     def server(self, variant: str, cores: int = 0, arguments=(), packs=()):
@@ -300,14 +318,13 @@ class Bench:
             *packs,
             *arguments,
         ]
+        base = self.folder(variant)
         for folder in KEPT:
-            (self.base / folder).mkdir(exist_ok=True)
-        own = {"HOME": str(self.base / "home"), "TMPDIR": str(self.base / "tmp")}
+            (base / folder).mkdir(exist_ok=True)
+        own = {"HOME": str(base / "home"), "TMPDIR": str(base / "tmp")}
         launcher = ("taskset", "-c", f"0-{cores - 1}") if cores else ()
         began = time.perf_counter()
-        server = Server(
-            self.options.host, self.base, not self.options.tiny, arguments=arguments, environment=own, launcher=launcher
-        )
+        server = Server(self.options.host, base, not self.options.tiny, arguments=arguments, environment=own, launcher=launcher)
         try:
             server.wait_until_ready(min(300, self.left()))
             server.seconds_to_start = time.perf_counter() - began
@@ -353,48 +370,61 @@ class Bench:
             file.unlink()
 
     def sessions(self, model: str) -> None:
-        """A model's session with each number of cores, variant and cache."""
+        """A model's session with each number of cores and cache."""
         file = SESSIONS[model].model or model
         self.make_files(file)
         for cores in self.options.cores:
-            for variant in self.options.variants:
-                if variant == "kjnodes" and not self.options.kjnodes:
-                    continue
-                for cache in self.options.caches:
-                    if variant == "eager" and cache == "warm":
-                        continue  # it compiles nothing
-                    self.session(model, variant, cache, cores)
+            for cache in self.options.caches:
+                self.session(model, cache, cores)
         self.delete_files(file)
 
-    def session(self, model: str, variant: str, cache: str, cores: int) -> None:
-        """All prompts of a model's session; a variant that dies is a result."""
+    def session(self, model: str, cache: str, cores: int) -> None:
+        """All prompts of a model's session, of the variants in turn; a variant that dies is a result."""
         self.clear(*(KEPT if cache == "cold" else ()))
         prompts = SESSIONS[model].prompts
         chosen = self.options.prompts or range(1, len(prompts) + 1)
         numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
-        common = {"kind": "session", "model": model, "variant": variant, "cache": cache, "cores": cores}
-        common["free_gib"] = self.options.free
-        for some in (numbered[:restart], numbered[restart:]):
-            if not some:
-                continue
-            self.left()
-            with self.server(variant, cores) as server:
-                if self.options.free:
-                    print(server.post("/session/free", {"gib": self.options.free}), flush=True)
-                info = server.get("/object_info")
-                settings = self.options.settings
-                if COMPILERS[variant] == MODEL_NODE:
-                    common["settings"] = settings_for(info, settings)
+        common = {"kind": "session", "model": model, "cache": cache, "cores": cores, "free_gib": self.options.free}
+        living = [v for v in self.options.variants if not (v == "kjnodes" and not self.options.kjnodes)]
+        if cache == "warm":  # it compiles nothing
+            living = [variant for variant in living if variant != "eager"]
+        for some in filter(None, (numbered[:restart], numbered[restart:])):
+            with contextlib.ExitStack() as stack:
+                servers = {}
+                for variant in living:
+                    self.left()
+                    servers[variant] = stack.enter_context(self._paused(variant, cores))
                 for number, prompt in some:
-                    nodes = graph(model, prompt, number, variant, info, settings)
-                    row = {**common, "number": number, "prompt": prompt.name, **self.run(server, nodes)}
-                    row["server_start"] = round(server.seconds_to_start, 1)
-                    self.known["rows"].append(row)
-                    self.save()
-                    print(_line(row), flush=True)
-                    if row.get("over"):
-                        return
+                    for variant in list(living):
+                        about = {**common, "variant": variant, "number": number, "prompt": prompt.name}
+                        with at_work(servers[variant]) as server:
+                            row = self._prompt(server, about, prompt)
+                        self.known["rows"].append(row)
+                        self.save()
+                        print(_line(row), flush=True)
+                        if row.get("over"):
+                            living.remove(variant)
+
+    @contextlib.contextmanager
+    def _paused(self, variant: str, cores: int):
+        """The variant's server, whose turn it is not yet."""
+        with self.server(variant, cores) as server:
+            if self.options.free:
+                print(server.post("/session/free", {"gib": self.options.free}), flush=True)
+            tell(server, "SIGSTOP")
+            try:
+                yield server
+            finally:
+                tell(server, "SIGCONT")
+
+    def _prompt(self, server, about: dict, prompt: Prompt) -> dict:
+        """One prompt as a row."""
+        info = server.get("/object_info")
+        if COMPILERS[about["variant"]] == MODEL_NODE:
+            about = {**about, "settings": settings_for(info, self.options.settings)}
+        nodes = graph(about["model"], prompt, about["number"], about["variant"], info, self.options.settings)
+        return {**about, **self.run(server, nodes), "server_start": round(server.seconds_to_start, 1)}
 
     def run(self, server, nodes: dict) -> dict:
         """What one prompt took, or how it died."""
@@ -416,6 +446,25 @@ class Bench:
         *before, steps = [[round(seconds, 4) for seconds in steps] for steps in answer.pop("samplings")]
         warmup = {"warmup_steps": before} if before else {}
         return {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps, **warmup, **answer}
+
+
+def tell(server, name: str) -> None:
+    """Send a signal to a server's process and its children."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(server.process.pid)
+        for one in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                one.send_signal(getattr(signal, name))
+
+
+@contextlib.contextmanager
+def at_work(server):
+    """A server whose turn it is; all others are stopped."""
+    tell(server, "SIGCONT")
+    try:
+        yield server
+    finally:
+        tell(server, "SIGSTOP")
 
 
 def _version_of(folder: Path | None) -> str | None:
