@@ -2,10 +2,11 @@
 
 It then makes no CUDA context, which would take some 600 MiB of the card's memory, and needs neither a card nor a driver: the
 cards are hidden from it (`CUDA_VISIBLE_DEVICES`), and what lowering asks a driver is answered here, from `describe`, which runs
-where the cards are. Nothing can be launched, so nothing can be measured.
+where the cards are. Nothing can be launched, so nothing can be measured. Constants are folded on the CPU.
 """
 
 import functools
+import math
 import struct
 from dataclasses import replace
 from types import SimpleNamespace
@@ -81,7 +82,20 @@ def stand_in(cards: list[dict[str, Any]]) -> None:
     for owner, functions in answers.items():
         for name, function in functions.items():
             setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each, so they must differ
+    # All that makes tensors ends in these two. Folding looks at the values of constants, not at where they are.
+    for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
+        _aten.impl(name, functools.partial(_constant, make), "CUDA")
     _stand_in_for_compiler(of)
+
+
+_aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
+_NO_CARD = "there is no card here"
+
+
+def _constant(make: Any, size: Any, *strides: Any, **kwargs: Any) -> torch.Tensor:
+    if math.prod(size) != 1:  # inductor folds what is one number all over; others are to run kernels on
+        raise RuntimeError(_NO_CARD)
+    return make(size, *strides, **{name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")})
 
 
 def _stand_in_for_compiler(of: Any) -> None:
@@ -119,7 +133,7 @@ def _stand_in_for_compiler(of: Any) -> None:
             return torch.cuda
 
         def get_benchmarker(self) -> Any:
-            raise RuntimeError("there is no card here")
+            raise RuntimeError(_NO_CARD)
 
     inductor_config.shape_padding = False  # whether it pays is measured, for each product
     backends["nvidia"] = replace(backends["nvidia"], driver=Card)
