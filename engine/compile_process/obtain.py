@@ -21,7 +21,7 @@ from ..cache.stores import CLAIM_SECONDS
 from ..files import write_whole
 from ..log import logger
 from ..tensor_spec import hint, is_symbol
-from ..threads import started
+from ..threads import started, yielding
 from ..torch_compat import private
 from ..torch_settings import folder_scope
 from . import lowering_settings, wire
@@ -172,7 +172,7 @@ def load(code: Code) -> Callable[..., Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
-    with folder_scope.applied(inductor_folder=inductor, triton_folder=triton):
+    with yielding(), folder_scope.applied(inductor_folder=inductor, triton_folder=triton):
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 
@@ -200,7 +200,7 @@ def is_imported() -> bool:
 
 def _import() -> None:
     began = time.perf_counter()
-    with suppress(private.MissingName):
+    with yielding(), suppress(private.MissingName):
         for name in _IMPORTED:
             getattr(private, name)
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

@@ -8,6 +8,7 @@ import torch
 
 from ...background.thread import Job, compiler
 from ...compile.traced_graph import gpu_locks, is_capturing
+from ...threads import yielding
 
 
 @functools.cache
@@ -40,7 +41,7 @@ class _NormKernels:
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
-        with kernels().only_compiling():  # seconds, in which other threads may capture
+        with yielding(), kernels().only_compiling():  # seconds, in which other threads may capture
             _run_all(torch.device("cpu"))
         with gpu_locks[device]:
             _run_all(device)

@@ -155,6 +155,29 @@ def test_a_job_leaves_pythons_switch_interval_and_the_garbage_collector_alone(qu
     assert queue.compiler.wait(60) and seen == [before] == [(sys.getswitchinterval(), gc.isenabled())]
 
 
+@pytest.mark.parametrize("what", ["the import of the compiler", "loading code"])
+def test_beside_seconds_of_python_others_get_their_turn_at_once(engine, monkeypatch, what):
+    """Else each operation of a model that loads its weights meanwhile waits for Python's five milliseconds."""
+    obtain, before, seen = engine("compile_process.obtain"), sys.getswitchinterval(), []
+
+    class Looked(Exception):
+        """In place of PyTorch's compiler."""
+
+        MissingName = Exception
+
+        def __getattr__(self, name):
+            seen.append(sys.getswitchinterval())
+            raise self
+
+    monkeypatch.setattr(obtain, "private", Looked())
+    if what == "loading code":
+        with pytest.raises(Looked):
+            obtain.load(engine("compile_process.client").Code(b""))
+    else:
+        obtain._import()
+    assert seen and max(seen) < before / 10 and sys.getswitchinterval() == before
+
+
 def test_code_is_published_while_nothing_is_captured(engine, monkeypatch):
     """Kernels, which are loaded first, need the same lock; see tests/test_gpu.py."""
     traced, seen = engine("compile.traced_graph"), []
