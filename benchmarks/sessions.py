@@ -37,6 +37,8 @@ from . import results
 with contextlib.suppress(ImportError):  # ComfyUI needs it; what only makes tables does not
     import psutil
 
+# Seconds from a server's start to its first prompt: somebody opens the page.
+PAGE_OPENS = 8
 REAL = ["flux", "sdxl", "z_image", "wan14", "sd15"]
 TINY = ["flux_small", "sdxl_small", "wan_small"]
 NODES = Path(__file__).resolve().with_name("session_nodes.py")
@@ -412,6 +414,7 @@ class Bench:
         with self.server(variant, cores) as server:
             if self.options.free:
                 print(server.post("/session/free", {"gib": self.options.free}), flush=True)
+            time.sleep(0 if self.options.tiny else PAGE_OPENS)
             tell(server, "SIGSTOP")
             try:
                 yield server

@@ -356,8 +356,9 @@ class TestInTheBackground:
         expected = runs.run(runs.patcher)
         compiled = runs.attach(runs.patcher, backend="inductor", compile_when="in background")
         engine("compile_process.obtain").import_ahead().join()  # else the first calls wait for that
-        runs.run(compiled)
-        assert engine("background.thread").compiler.wait(300)
+        for _ in range(2):  # in the first one of a process attention's kernels may be made ready
+            runs.run(compiled)
+            assert engine("background.thread").compiler.wait(300)
         code = engine("compile.registry").code_of(runs.patcher.model.diffusion_model)
         before = code.eager_calls
         for _ in range(3):
