@@ -45,10 +45,29 @@ def out_of_place(graph: fx.Graph) -> bool:
     return changed
 
 
-def may_write(node: fx.Node) -> bool:
-    """Whether an operation of a graph of Dynamo's works in place, by its schema, name, `out` or `inplace`."""
-    if isinstance(node.target, private.OpOverload) and node.target._schema.is_mutable:
-        return True
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The operands that an operation of a graph of Dynamo's may write to: by its schema, else all where its name, `out` or
+    `inplace` tells that it works in place."""
+    schemas = _schemas(node.target)
+    if not schemas:
+        return node.all_input_nodes if _works_in_place(node) else []
+    written = [
+        node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+        for schema in schemas
+        for place, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [operand for operand in private.pytree.tree_leaves(written) if isinstance(operand, fx.Node)]
+
+
+def _schemas(target: Any) -> list[Any]:
+    """Of an operator, one for each of its overloads; none for another function."""
+    if isinstance(target, private.OpOverloadPacket):
+        return [getattr(target, name)._schema for name in target.overloads()]
+    return [target._schema] if isinstance(target, private.OpOverload) else []
+
+
+def _works_in_place(node: fx.Node) -> bool:
     is_method = node.op == "call_method"
     name = str(node.target) if is_method else getattr(node.target, "__name__", "")
     in_name = name.endswith("_") and not (is_method and name.endswith("__"))

@@ -46,7 +46,7 @@ from ..compile_process.wire import CannotTravel
 from ..failures.describe import chain, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
-from ..out_of_place import may_write, out_of_place
+from ..out_of_place import out_of_place, written_by
 from ..tensor_spec import TensorSpec, hint, is_symbol
 from ..torch_compat import private
 from .call_shapes import Changed
@@ -102,7 +102,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         if monitor.calls:
             monitor.calls[-1].graphs += 1
         live_owner = reference()
-        if live_owner is not None and any(map(may_write, graph.graph.nodes)):
+        if live_owner is not None and any(map(written_by, graph.graph.nodes)):
             live_owner.writes_in_place = True
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         try:

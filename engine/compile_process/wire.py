@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..out_of_place import may_write
+from ..out_of_place import written_by
 from ..tensor_spec import hint
 from ..torch_compat import attention, private
 
@@ -82,8 +82,8 @@ def guards_on(inputs: Sequence[Any], mode: Any) -> Callable[[], str | None]:
 
 
 def _written_by(graph: fx.Graph) -> set[int] | None:
-    """The storages of all operands of in-place operations; None: an operand has no example value."""
-    operands = [operand for node in graph.nodes if may_write(node) for operand in node.all_input_nodes]
+    """The storages of all operands that are written to; None: an operand has no example value."""
+    operands = [operand for node in graph.nodes for operand in written_by(node)]
     written: set[int] = set()
     for value in private.pytree.tree_leaves([operand.meta.get("example_value", ...) for operand in operands]):
         if value is ...:

@@ -92,6 +92,7 @@ NAMES = {
     "tracing": PrivateName("torch._guards:tracing"),
     "detect_fake_mode": PrivateName("torch._guards:detect_fake_mode", "nothing is lowered before PyTorch 2.10", _nothing),
     "OpOverload": PrivateName("torch._ops:OpOverload"),
+    "OpOverloadPacket": PrivateName("torch._ops:OpOverloadPacket"),
     "HigherOrderOperator": PrivateName("torch._ops:HigherOrderOperator"),
     "pytree": PrivateName("torch.utils._pytree"),
     "is_traceable_wrapper_subclass": PrivateName("torch.utils._python_dispatch:is_traceable_wrapper_subclass"),

@@ -144,6 +144,7 @@ TORCH = {
     "torch._inductor.runtime.cache_dir_utils.cache_dir": READ,
     "torch._inductor.runtime.cache_dir_utils.default_cache_dir": READ,
     "torch._ops.OpOverload": READ,
+    "torch._ops.OpOverloadPacket": READ,
     "torch._ops.HigherOrderOperator": READ,
     # Processes that compile kernels.
     "torch._inductor.async_compile.maybe_warm_pool": called(),

@@ -358,10 +358,24 @@ def test_what_is_written_to_is_told_from_what_lies_beside_other_types(engine, wi
         names = [node.name for node in graph.graph.nodes if node.op == "placeholder"]
         return {n: told["memory"] for n, told in zip(names, wire.dumps(graph, fakes)["inputs"], strict=True)}
 
+    def writes_by_an_operator(x, y, weight, scale):
+        torch.ops.kit_test.scale_(x, weight[:8])
+        return x * scale + y
+
+    def writes_by_an_overload(x, y, weight, scale):
+        torch.ops.kit_test.scale_.default(x, weight[:8])
+        return x * scale + y
+
     both = torch.ones(12)
-    for function, number in ((rotates, None), (writes, 0)):
+    functions = (rotates, None), (writes, 0), (writes_by_an_operator, 0), (writes_by_an_overload, 0)
+    for function, number in functions:
         (told,) = traced(engine, function, both[:8], both[4:], weight, scale, use=memory_by_name)
         assert told == {"l_x_": number, "l_y_": number, "l_weight_": None, "l_scale_": None}
+
+
+@torch.library.custom_op("kit_test::scale_", mutates_args={"x"})
+def scale_(x: torch.Tensor, weight: torch.Tensor) -> None:
+    x *= weight
 
 
 def held(value):
