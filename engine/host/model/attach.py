@@ -31,9 +31,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import COMPILED_ELSEWHERE, BlockCompiler, install_apply, is_left, uninstall_apply
-
-KEY = "torch-compile-kit"
+from .wrapper import COMPILED_ELSEWHERE, KEY, BlockCompiler, install_apply, is_left, uninstall_apply
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):
@@ -134,7 +132,7 @@ def _clean_up(patcher) -> None:
 
 def _begin_run(patcher, *_: object) -> None:
     begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)))
-    install_apply(patcher, KEY)
+    install_apply(patcher)
 
 
 def _on_load(patcher, *_: object) -> None:

@@ -1,7 +1,9 @@
 """Wrap the host's `apply_model`: choose how each call of a diffusion model runs, and tell what it compiled."""
 
 import functools
-from collections.abc import Iterator, Mapping
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +30,7 @@ from .network_calls import NetworkCalls, are_training, eager
 from .payback import payback_of
 from .training import TRAINING, begin_step
 
+KEY = "torch-compile-kit"  # of our wrapper in a patcher
 # Under it ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py): inside,
 # the model, or each of its blocks, is PyTorch's OptimizedModule.
 COMPILE_KEY = "torch.compile"
@@ -50,6 +53,8 @@ class BlockCompiler:
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         """Parameters have the host's names: a wrapper of another pack may pass each of them by name."""
         args = x, t, c_concat, c_crossattn, control, {} if transformer_options is None else transformer_options
+        if (own := self._own_of(executor.class_obj)) is not self:
+            return executor(*args, **kwargs) if own is None else own(executor, *args, **kwargs)
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         if self.status is None or _is_copy_for_another_device(executor.class_obj):
@@ -76,6 +81,12 @@ class BlockCompiler:
         if eager_calls == before[0] and not code.replays_operators and shape not in sizes:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
+
+    def _own_of(self, base_model) -> "BlockCompiler | None":
+        """The one of the patcher that runs: the host calls a guider's second model with the first one's options."""
+        patcher = getattr(base_model, "current_patcher", None)
+        own = [self] if patcher is None else patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+        return own[0] if own else None
 
     def _is_left(self, base_model, args: tuple) -> bool:
         """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
@@ -189,49 +200,41 @@ def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
 
 
 APPLY = "apply_model"
+# Our functions in the place of the method, with what they replaced on the instance (None: nothing).
+_installed: weakref.WeakKeyDictionary[Callable, Any] = weakref.WeakKeyDictionary()
 
 
-class _Applied:
-    """In place of the base model's `apply_model` for a run: calls that lack our wrapper get the patcher's.
+def install_apply(patcher: Any) -> None:
+    """Until `uninstall_apply`, bring the patcher's own wrapper to calls of its model that lack it.
 
     The host's guider of two models calls both with the options of the first (comfy_extras/nodes_custom_sampler.py,
-    `Guider_DualModel`), so that the wrapper of the second one would never run.
-
-    Args:
-        original: the `apply_model` that was set on the instance, or None.
+    `Guider_DualModel`). Wrappers of other packs get this method, and ask it for its model (`__self__`).
     """
-
-    def __init__(self, patcher: Any, key: str, original: Any):
-        self._patcher, self._key, self.original = patcher, key, original
-
-    def __call__(self, *args: object, **kwargs: Any) -> object:
-        patcher, key, by_position = self._patcher, self._key, len(args) > OPTIONS_AT
-        options: dict = (args[OPTIONS_AT] if by_position else kwargs.get("transformer_options")) or {}  # type: ignore[assignment]
-        wrappers, base_model = options.get("wrappers", {}), patcher.model
-        of_call = wrappers.get(WrappersMP.APPLY_MODEL, {})
-        # Not while another patcher of the same model samples.
-        if key not in of_call and getattr(base_model, "current_patcher", patcher) is patcher:
-            ours = {**of_call, key: patcher.get_wrappers(WrappersMP.APPLY_MODEL, key)}
-            options = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: ours}}
-            if by_position:
-                args = (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
-            else:
-                kwargs["transformer_options"] = options
-        if self.original is not None:
-            return self.original(*args, **kwargs)
-        return type(base_model).apply_model(base_model, *args, **kwargs)
-
-
-def install_apply(patcher: Any, key: str) -> None:
-    """Until `uninstall_apply`, wrap calls of the patcher's model by the patcher's wrappers under `key`."""
     uninstall_apply(patcher)
-    attributes = patcher.model.__dict__
-    attributes[APPLY] = _Applied(patcher, key, attributes.get(APPLY))
+    base_model, ours = patcher.model, patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    original = base_model.__dict__.get(APPLY)
+
+    @functools.wraps(type(base_model).apply_model)
+    def apply_model(self: Any, *args: object, **kwargs: Any) -> object:
+        by_position = len(args) > OPTIONS_AT
+        options: dict = (args[OPTIONS_AT] if by_position else kwargs.get("transformer_options")) or {}  # type: ignore[assignment]
+        wrappers = options.get("wrappers", {})
+        of_call = {**wrappers.get(WrappersMP.APPLY_MODEL, {}), KEY: ours}
+        options = {**options, "wrappers": {**wrappers, WrappersMP.APPLY_MODEL: of_call}}
+        if by_position:
+            args = (*args[:OPTIONS_AT], options, *args[OPTIONS_AT + 1 :])
+        else:
+            kwargs["transformer_options"] = options
+        return type(self).apply_model(self, *args, **kwargs) if original is None else original(*args, **kwargs)
+
+    _installed[apply_model] = original
+    base_model.__dict__[APPLY] = types.MethodType(apply_model, base_model)
 
 
 def uninstall_apply(patcher: Any) -> None:
     attributes = patcher.model.__dict__
-    if isinstance(applied := attributes.get(APPLY), _Applied):
+    function = getattr(attributes.get(APPLY), "__func__", None)
+    if function is not None and function in _installed:
         del attributes[APPLY]
-        if applied.original is not None:
-            attributes[APPLY] = applied.original
+        if (original := _installed.pop(function)) is not None:
+            attributes[APPLY] = original

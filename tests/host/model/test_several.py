@@ -134,6 +134,37 @@ def test_a_guider_of_two_models(flux, second):
         same(guided(dual_guider(flux.patcher, two, flux), flux), expected)
 
 
+def test_a_guiders_model_without_the_node_is_left_as_it_is(flux, second):
+    """It may be bypassed; the host calls it with the first one's options."""
+    expected = guided(dual_guider(flux.patcher, second.patcher, flux), flux)
+    compiled = flux.attach(flux.patcher)
+    for _ in range(2):
+        same(guided(dual_guider(compiled, second.patcher, flux), flux), expected)
+    assert (flux.graphs, second.graphs) == (1, 0)
+
+
+def test_a_guiders_models_each_have_the_settings_of_their_own_node(flux, second, engine):
+    first, other = flux.attach(flux.patcher), second.attach(second.patcher, dynamic="false")
+    guided(dual_guider(first, other, flux), flux)
+    for runs, dynamic in ((flux, "auto"), (second, "false")):
+        (group,) = runs.groups
+        assert group.settings.dynamic == dynamic
+
+
+def test_wrappers_of_other_packs_get_the_models_own_method(flux):
+    """They ask it for its model."""
+    seen = []
+
+    def wrapper(apply_model, given):
+        seen.append((apply_model.__self__, apply_model.__name__, apply_model.__func__.__qualname__))
+        return apply_model(given["input"], given["timestep"], **given["c"])
+
+    compiled = flux.attach(flux.patcher)
+    compiled.set_model_unet_function_wrapper(wrapper)
+    same(flux.run(compiled), flux.plain())
+    assert set(seen) == {(flux.patcher.model, "apply_model", "BaseModel.apply_model")} and flux.graphs == 1
+
+
 @pytest.mark.parametrize("mode", ["in background", "before first image"])
 def test_a_call_that_has_the_options_by_position(flux, engine, mode):
     """Of code that calls the model itself, as a wrapper of its function may."""
