@@ -35,7 +35,7 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
-from ...failures.describe import in_one_line, is_out_of_memory, never_swallowed
+from ...failures.describe import in_one_line, never_swallowed
 from ...notices.recompile_log import watch_of
 from ...notices.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
@@ -55,7 +55,7 @@ from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
-from .policy import has_convolutions, note
+from .policy import has_convolutions, is_short_of_memory, note
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one run of so many the first replay is compared with a plain call.
@@ -111,13 +111,8 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
         foreign, reason, key = code.look(network, look, (None, "the model cannot be looked at", None))
         if key is None:
             _say_off(network, foreign, reason, notes)
-            try:
-                with binding.bound():
-                    return forward(*args, **fixed, **kwargs)
-            except RuntimeError as error:
-                if not graphs.graphs or not is_out_of_memory(error):
-                    raise
-            graphs.drop()  # they were kept for a run without that code
+            if graphs.graphs and is_short_of_memory(device):
+                graphs.drop()  # they were kept for a run without that code
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
         if state.pages:

@@ -21,7 +21,7 @@ from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs.policy import Way, always_replays, measure, note, way_of_call
+from ..graphs.policy import Way, always_replays, is_short_of_memory, measure, note, way_of_call
 from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
@@ -72,7 +72,7 @@ class NetworkCalls:
             if not call.waits and code.waits_for and not code.uncalled and self.settings.backend != "cudagraphs":
                 if way is Way.REPLAYED:
                     way = Way.COMPILED  # a replay traces nothing
-                if is_crowded(loaded.device):
+                if is_short_of_memory(loaded.device):
                     graphs_of(network).drop()  # beside one the call needs its memory once more
             code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
             with ExitStack() as scopes:
@@ -94,12 +94,6 @@ class NetworkCalls:
         """Whether the compiler has to be imported for a call that does not wait for it."""
         needs_it = not call.synchronous and not code.compiles and self.settings.backend != "cudagraphs"
         return needs_it and may_wait(device) and not is_imported()
-
-
-def is_crowded(device: torch.device) -> bool:
-    """Whether less than a quarter of a card's memory is free."""
-    free, total = torch.cuda.mem_get_info(device) if device.type == "cuda" else (1, 1)
-    return free < total / 4
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:
