@@ -110,9 +110,13 @@ class OwnForward(functools.partial):
 def pack_of_file(file: str) -> str | None:
     """The pack that a file of code is from: its folder in custom_nodes, its package, or the file's name; None: the host's."""
     path = os.path.normcase(os.path.abspath(file))
-    if path.startswith(_host_roots()) or os.path.dirname(path) == _comfy_folder():
+    if path.startswith(_host_roots()):
         return None
-    if path.startswith(os.path.dirname(_LIBRARY) + os.sep) and not any(f"{folder}{os.sep}" in path for folder in _INSTALLED):
+    is_installed = any(f"{folder}{os.sep}" in path for folder in _INSTALLED)
+    comfy, library = _comfy_folder(), os.path.dirname(_LIBRARY) + os.sep
+    # ComfyUI's own folders: comfy, comfy_extras and so on. A venv there may be called comfy-env.
+    is_hosts = comfy is not None and (path.startswith(os.path.join(comfy, "comfy")) or os.path.dirname(path) == comfy)
+    if (is_hosts or path.startswith(library)) and not is_installed:
         return None
     name = _name_in(file)
     return None if any(part in name.lower() for part in TRUSTED_PACKS) else name
@@ -127,12 +131,11 @@ def _name_in(file: str) -> str:
 
 
 def _host_roots() -> tuple[str, ...]:
-    """Beginnings of paths; those of ComfyUI are comfy, comfy_extras and so on, not its other folders: a venv, custom_nodes."""
+    """Beginnings of paths."""
     modules = [module for name in TRUSTED if (module := sys.modules.get(name)) is not None]
     folders = [os.path.join(folder, "") for module in modules for folder in getattr(module, "__path__", ())]
     files = [file for module in modules if not hasattr(module, "__path__") and (file := getattr(module, "__file__", None))]
-    comfy = _comfy_folder()
-    return (*_OURS, *map(os.path.normcase, folders + files), *((os.path.join(comfy, "comfy"),) if comfy else ()))
+    return (*_OURS, *map(os.path.normcase, folders + files))
 
 
 def _comfy_folder() -> str | None:

@@ -167,8 +167,8 @@ async function refresh() {
   const news = JSON.stringify([models, cache, told]);
   if (news === shown) return;
   shown = news;
-  const compiled = models.filter((model) => model.graphs || model.being_compiled.length || model.failures.length);
-  const known = compiled.length ? compiled.map(card) : [part("div", say("noModel"), "quiet")];
+  const used = models.filter((model) => model.runs || model.graphs || model.being_compiled.length || model.failures.length);
+  const known = used.length ? used.map(card) : [part("div", say("noModel"), "quiet")];
   const machine = button(say("machine"), check);
   const head = [part("h2", "Torch Compile"), part("div", say("intro"), "quiet"), machine, part("div", told, "told")];
   if (told === checked.told) head.push(copying());

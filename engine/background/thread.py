@@ -40,7 +40,7 @@ class Job:
 
     Args:
         owner: a job whose owner was freed is dropped.
-        on_error: called on the worker with an error that no later attempt may mend.
+        on_error: called on the worker with an error that no later attempt may mend; without one it is logged.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
         is_kept: there is code for it on disk, which is read.
@@ -51,7 +51,7 @@ class Job:
     owner: weakref.ref
     action: Callable[[], None]
     device: torch.device
-    on_error: Callable[[Exception], None] = lambda _error: None
+    on_error: Callable[[Exception], None] = lambda error: logger.warning("work in the background failed", exc_info=error)
     awaited: bool = False
     error: BaseException | None = None
     is_kept: bool = False

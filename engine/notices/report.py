@@ -145,6 +145,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
         "is_only_read": all(group.code.is_only_read for group in groups if group.is_being_compiled),
         "sizes": sizes_of(model),
+        "runs": code_of(model).runs,
         "seconds_gained": None if gained is None else round(gained, 3),
         "limits": limits_of(model),
         "blocks": len(blocks),

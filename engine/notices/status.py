@@ -48,12 +48,18 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 
 @dataclass
 class Steps:
-    """Seconds of steps that computed the same, newest last."""
+    """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
+
+    Args:
+        is_fast: the last step was.
+    """
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+    is_fast: bool = False
 
     def add(self, seconds: float, eager: bool, watch: Watch) -> None:
+        self.is_fast = not eager
         (self.uncompiled if eager else self.fast).append(seconds)
         if not eager and len(self.uncompiled) >= FEWEST:
             before = statistics.median(self.uncompiled)
@@ -254,7 +260,7 @@ class Status(Line):
         says = [told("putOff", runs)] if runs else []
         if pack is not None:
             says.append(told("graphsOff", pack))
-        elif steps:
+        elif steps and self._steps[self._last].is_fast:  # else the graphs were dropped, as where memory is short
             says.insert(0, told("replayed", steps))
         else:
             state = "ready"

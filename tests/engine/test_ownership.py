@@ -56,6 +56,7 @@ def comfy(monkeypatch, tmp_path):
         "execution.py": None,
         "custom_nodes/a_pack/b.py": "a_pack",
         "venv/lib/python3.12/site-packages/other/b.py": "other",
+        "comfy-env/lib/python3.12/site-packages/other/b.py": "other",
         "user/x.py": "x.py",
     }.items(),
 )

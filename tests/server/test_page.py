@@ -796,6 +796,28 @@ def test_another_language_is_seen_in_the_panel_though_nothing_has_changed():
     assert play("panel.js", GERMAN + scene, PANEL) == [1, 2, True]
 
 
+def test_the_panel_shows_a_model_that_has_run_before_it_is_compiled():
+    scene = """
+        globalThis.colorOf = () => "grey";
+        const none = { graphs: 0, being_compiled: [], failures: [], sizes: [], limits: [] };
+        const model = { ...none, name: "SDXL", runs: 1, seconds_gained: 3 };
+        const cache = { error: "no folder" };
+        const unused = { ...model, name: "Flux", runs: 0, seconds_gained: null };
+        api.fetchApi = async () => ({ json: async () => ({ models: [model, unused], ...cache }) });
+        const drawn = [];
+        const everything = (part) => [part.textContent ?? part, ...(part.parts ?? []).map(everything)].join("|");
+        document.createElement = () => ({
+          style: {}, isConnected: true, parts: [], querySelector() {}, append(...parts) { this.parts.push(...parts); },
+          replaceChildren(...parts) { drawn.push(parts.map(everything).join("|")); },
+        });
+        app.tab.render({ replaceChildren() {} });
+        await settled();
+        said.push(["SDXL", "Flux", "nothing compiled yet", "Nothing has been"].map((part) => drawn.at(-1).includes(part)));
+        app.tab.destroy();
+    """
+    assert play("panel.js", scene, PANEL) == [[True, False, True, False]]
+
+
 def test_the_panel_asks_again_when_it_has_been_answered():
     scene = """
         let answer;

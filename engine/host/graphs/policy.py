@@ -30,6 +30,21 @@ from ...torch_compat import private
 MAX_BACKLOG = 0.3
 
 
+class Notes(list[str]):
+    """Sentences of the report about the last run, beside counts. Each is logged once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._logged: set[str] = set()
+
+    def add(self, text: str) -> None:
+        if text not in self:
+            self.append(text)
+        if text not in self._logged:
+            self._logged.add(text)
+            logger.info("%s", text)
+
+
 class Way(enum.Enum):
     """How one call of a model runs."""
 
@@ -40,7 +55,7 @@ class Way(enum.Enum):
 
 
 def way_of_call(
-    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: list[str]
+    settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: Notes
 ) -> Way:
     """How a call runs, which changes once `measure` has timed one; `notes` gets why wanted graphs are impossible.
 
@@ -50,7 +65,9 @@ def way_of_call(
     obstacle = no_graphs(device) if settings.may_have_graphs else ""
     if obstacle is not None:
         if obstacle and settings.wants_graphs:
-            note(notes, obstacle)
+            notes.add(obstacle)
+        if graphs_of(network).graphs:  # the setting was another one before
+            graphs_of(network).drop()
         return Way.WITHOUT_GRAPHS
     pays = settings.wants_graphs or has_convolutions(network) or _recall(network, size)
     if pays:
@@ -69,7 +86,14 @@ def always_replays(settings: CompileSettings, network: nn.Module, device: torch.
 
 def has_convolutions(network: nn.Module) -> bool:
     """Whether a model has blocks of convolutions, which may stay eager."""
-    return any(map(is_convolutional, modules_at(network, plan_for(network))))
+    plan, (looked_at, has) = plan_for(network), _convolutions(network)
+    if looked_at is not plan:
+        has = any(map(is_convolutional, modules_at(network, plan)))
+        _convolutions(network)[:] = plan, has
+    return has
+
+
+_convolutions: PerModel[list] = PerModel(lambda _network: [None, False])
 
 
 def no_graphs(device: torch.device) -> str | None:
@@ -163,10 +187,3 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     if cache is not None:
         cache.remember(name_of(network), "graphs", f"pay to {payoff.pay_to}, not from {payoff.not_from}")
     return result
-
-
-def note(notes: list[str], text: str) -> None:
-    """Put `text` into the log and the report, once."""
-    if text not in notes:
-        notes.append(text)
-        logger.info("%s", text)

@@ -36,6 +36,7 @@ from ...cuda_graphs.capture import ModelGraphs, graphs_of
 from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
+from ...log import logger
 from ...notices.recompile_log import watch_of
 from ...notices.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
@@ -55,7 +56,7 @@ from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
 from .norm_kernels import kernels, norm_kernels
-from .policy import has_convolutions, is_short_of_memory, note
+from .policy import Notes, has_convolutions, is_short_of_memory
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
 # In one run of so many the first replay is compared with a plain call.
@@ -65,7 +66,7 @@ _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
 
 @contextmanager
-def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None]:
+def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
     """A context in which calls of the network are captured and replayed; `notes` gets the reason where a call cannot be."""
     watch_unloading()
     network, device = loaded.network, loaded.device
@@ -123,7 +124,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: list[str]) -> Iterator[None
                 convolutions = code.eager[Eager.CONVOLUTIONS]
                 if convolutions and fast:
                     norm_kernels.ready = state.norms_ready = True  # from here on
-                    return _with_fast_convolutions(network, notes, forward, *args, **kwargs)
+                    return _with_fast_convolutions(network, forward, *args, **kwargs)
                 if convolutions:
                     binding.call.when_over.append(functools.partial(norm_kernels.prepare, device))
                 return forward(*args, **kwargs)
@@ -160,10 +161,10 @@ def _foreign_beside(options: Mapping, model_options: Mapping, wrapped: bool) -> 
     )
 
 
-def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: list[str]) -> None:
+def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: Notes) -> None:
     watch_of(network).foreign = pack
     text = f"CUDA graphs are off: {reason}" if pack is None else in_words(told("graphsOff", pack), ENGLISH)
-    note(notes, f"{text}.")
+    notes.add(f"{text}.")
 
 
 def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
@@ -236,7 +237,7 @@ def _fetching(pages: AllPages, forward: Callable, *args, **kwargs) -> object:
     return result
 
 
-def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Callable, *args, **kwargs) -> object:
+def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwargs) -> object:
     """A call of the model with channels_last convolutions, unless a module cannot work with them."""
     if not runs_channels_last(network):
         return forward(*args, **kwargs)
@@ -248,8 +249,8 @@ def _with_fast_convolutions(network: nn.Module, notes: list[str], forward: Calla
         if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise
         result = forward(*args, **kwargs)  # an error of the model itself comes again here
-        state_of(network).channels_last_fails = True
-        note(notes, f"Convolutions keep ComfyUI's layout: {in_one_line(error)}")
+        state_of(network).channels_last_fails = in_one_line(error)
+        logger.warning("convolutions keep ComfyUI's layout: %s", in_one_line(error))
         return result
 
 
@@ -315,6 +316,8 @@ def graphs_summary(network: nn.Module) -> list[str]:
     lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
     if state_of(network).crowded:
         lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
+    if reason := state_of(network).channels_last_fails:
+        lines.append(f"Convolutions keep ComfyUI's layout: {reason}")
     return lines + [f"CUDA graph not captured: {reason}" for reason in set(graphs.failures.values())]
 
 
@@ -352,6 +355,7 @@ class NetworkState:
         keys: the options that the network's code reads.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
         crowded: the paged weights do not all fit into memory.
+        channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
         told_in: the sampling run in which it was said that blocks are not as the host made them.
     """
@@ -361,7 +365,7 @@ class NetworkState:
     keys: frozenset[str] = BOOKKEEPING
     missed_calls: int = 0
     crowded: bool = False
-    channels_last_fails: bool = False
+    channels_last_fails: str = ""
     norms_ready: bool = False
     told_in: int = -1
 

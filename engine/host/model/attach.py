@@ -131,7 +131,10 @@ def _clean_up(patcher) -> None:
 
 
 def _begin_run(patcher, *_: object) -> None:
-    begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)))
+    wrappers = patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
+    for wrapper in wrappers:
+        wrapper.notes.clear()  # another pack's code may be gone
+    begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in wrappers))
     install_apply(patcher)
 
 

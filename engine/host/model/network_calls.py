@@ -21,7 +21,7 @@ from ...notices.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch
-from ..graphs.policy import Way, always_replays, is_short_of_memory, measure, note, way_of_call
+from ..graphs.policy import Notes, Way, always_replays, is_short_of_memory, measure, way_of_call
 from ..graphs.replay import graphed, new_run
 from ..weights.blocks import Loaded, forget_weights, weights_of
 from ..weights.partial_load import release_buffers
@@ -38,7 +38,7 @@ class NetworkCalls:
 
     def __init__(self, settings: CompileSettings):
         self.settings = settings
-        self.notes: list[str] = []
+        self.notes = Notes()
 
     @contextmanager
     def prepared(self) -> Iterator[ModelCall]:
@@ -50,7 +50,7 @@ class NetworkCalls:
             synchronous = self.settings.waits or is_warming()
             if not synchronous and forbids_threads():
                 synchronous = True
-                note(self.notes, DEADLOCK)
+                self.notes.add(DEADLOCK)
             yield ModelCall(synchronous, raise_if_interrupted)
 
     def run(

@@ -91,7 +91,7 @@ class Payback:
         elif self._began and not record.is_decided:
             with suppress(RuntimeError):  # of a run that has failed
                 # All calls: a step cache may have skipped the first ones.
-                first = SETTLED if SETTLED in self._began else CALLS[0]
+                first = SETTLED if SETTLED in self._began else min(self._began)
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
                 is_whole = self._calls >= min(CALLS[1], self._steps)  # cancelled ones tell little
                 # Not the run in which a graph is captured; nothing is in the first one of few steps, see `may_capture`.
@@ -119,7 +119,7 @@ class Payback:
             replays: until compiling begins the model's operators are replayed.
         """
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
-        if sigmas is None or all_steps is None or len(all_steps) < 3 or is_warming() or not may_wait(x.device):
+        if sigmas is None or all_steps is None or len(all_steps) < 2 or is_warming() or not may_wait(x.device):
             return True
         record = self.record
         if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # a warmup's
@@ -128,12 +128,12 @@ class Payback:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
             self._steps, self._replays = len(all_steps) - 1, replays
             if not synchronous and not record.is_decided:
-                self._decide()
+                self._decide(code_of(network).runs)
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
 
-    def _decide(self) -> None:
+    def _decide(self, run: int) -> None:
         """In the first call by earlier runs, in the last call that is timed also by this run. That does not tell of replays,
         which come later; once they should have, it is known whether other packs' code keeps them off."""
         record, last = self.record, min(CALLS[1], self._steps)
@@ -141,6 +141,8 @@ class Payback:
             record.is_decided = self._is_due()
             if not record.runs and not self._replays:  # beside the first call, in which the CPU loads weights and kernels
                 import_ahead()
+            if self._steps == 1 and run > 1:  # all that there is; the weights are there
+                self._began[1] = self._now()
         elif self._calls <= last or self._calls == SETTLED:
             self._began[self._calls] = self._now()
             if self._calls in (last, SETTLED) and last > CALLS[0] and not self._replays:

@@ -23,7 +23,7 @@ from ...notices.report import stats_for
 from ...notices.status import Status
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
-from ..graphs.policy import always_replays, note
+from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, is_being_prepared, with_attention
 from .network_calls import NetworkCalls, are_training, eager
@@ -109,7 +109,7 @@ class BlockCompiler:
         if are_training(network, args[0]):
             text = begin_step(network, args[0])
             self.notes[:] = [other for other in self.notes if other == text or not other.startswith(TRAINING)]
-            note(self.notes, text)
+            self.notes.add(text)
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             payback = payback_of(network)

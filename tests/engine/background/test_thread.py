@@ -149,6 +149,13 @@ def test_an_error_ends_one_job(queue):
     assert queue.compiler.wait(60) and done == [1] and [type(e) for e in told] == [ZeroDivisionError]
 
 
+def test_an_error_that_nobody_asks_for_is_logged(queue, caplog):
+    queue.compiler.submit(job(queue, lambda: 1 / 0))
+    assert queue.compiler.wait(60)
+    (record,) = (r for r in caplog.records if r.exc_info and r.exc_info[0] is ZeroDivisionError)
+    assert record.levelname == "WARNING"
+
+
 def test_a_job_leaves_pythons_switch_interval_and_the_garbage_collector_alone(queue):
     before, seen = (sys.getswitchinterval(), gc.isenabled()), []
     queue.compiler.submit(job(queue, lambda: seen.append((sys.getswitchinterval(), gc.isenabled()))))

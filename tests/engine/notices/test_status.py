@@ -143,6 +143,14 @@ def test_before_it_is_compiled_the_line_says_what_replays_gain(node, clock, engi
     assert node.now()[:2] == ("unclear", ["replayed", ["aStep", "0.500"]])
 
 
+def test_where_nothing_is_replayed_any_more_the_line_does_not_say_so(node, clock):
+    run(node, clock, [0.2] * 6, eager=True)
+    run(node, clock, [0.1] * 6)
+    assert said(node)[1][0] == "replayed"
+    run(node, clock, [0.2] * 3, eager=True)
+    assert said(node)[0] == ""
+
+
 def test_a_run_begins_while_the_thread_that_compiles_tells_the_line(node, monkeypatch):
     node.group.is_being_compiled = True
     node.begins(node.network, object(), SHAPE)

@@ -208,7 +208,7 @@ def test_a_norm_that_only_a_silu_reads_is_not_written(engine, reference):
 
 def test_what_a_failed_call_has_taken_is_there_for_the_next(engine, reference, monkeypatch):
     """As the host takes a ControlNet's tensors out of their lists (openaimodel.py, `apply_control`)."""
-    graphing, network, notes = engine("host.graphs.replay"), nn.Conv2d(8, 8, 3), []
+    graphing, network = engine("host.graphs.replay"), nn.Conv2d(8, 8, 3)
     monkeypatch.setattr(reference, "channels_last_weight", lambda _weight: [][0])  # no RuntimeError, as Triton's are not
 
     def forward(x, control, transformer_options):
@@ -216,11 +216,10 @@ def test_what_a_failed_call_has_taken_is_there_for_the_next(engine, reference, m
         return network(x + control["output"].pop())
 
     x, hint, options = torch.randn(1, 8, 6, 6), torch.randn(1, 8, 6, 6), {}
-    result = graphing._with_fast_convolutions(
-        network, notes, forward, x, control={"output": [hint]}, transformer_options=options
-    )
+    result = graphing._with_fast_convolutions(network, forward, x, control={"output": [hint]}, transformer_options=options)
     assert torch.equal(result, network(x + hint)) and options == {"calls": 2}
-    assert len(notes) == 1 and "IndexError" in notes[0] and not graphing.runs_channels_last(network)
+    (note,) = graphing.graphs_summary(network)
+    assert "IndexError" in note and not graphing.runs_channels_last(network)
 
 
 def test_it_ends_with_an_error(engine, reference):

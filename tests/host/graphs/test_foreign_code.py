@@ -430,7 +430,7 @@ def test_a_strength_in_bypass_mode_that_changes(flux):
 
 @pytest.mark.parametrize("is_short", [False, True])
 def test_graphs_that_wait_for_a_run_without_it_give_their_memory_back_where_it_is_short(flux, monkeypatch, is_short):
-    """Before the call: calling again after it ran out of memory would call that code twice, and find a ControlNet's list empty."""
+    """Before the call: a second one, after it ran out of memory, would find the lists of a ControlNet empty."""
     compiled, graphs, calls = flux.attach(flux.patcher), graphs_of(flux), []
     plain = flux.run(compiled)
     assert graphs.graphs

@@ -107,6 +107,17 @@ def test_one_large_batch_among_small_ones_is_no_reason_to_compile(flux, a_call_t
     assert [flux(steps=5)[0] for _ in range(9)][-1] == 1
 
 
+def test_a_run_of_one_step_is_counted_from_the_models_second_on(flux, a_call_takes):
+    """As SDXL Turbo has, or a refiner's last step; in the first one the call also loads weights."""
+    flux.cost(1e6)
+    assert flux(steps=1)[0] == 0
+    a_call_takes[0] = 1.0
+    graphs, line, _ = flux(steps=1)
+    assert (graphs, line.says[0]) == (0, "putOff")
+    flux.cost(1.9)  # 2 s saved in ten of the second
+    assert flux(steps=1)[0] == 1
+
+
 def test_calls_of_samplers_that_call_the_model_twice_a_step_are_counted(flux, a_call_takes):
     flux.cost(1.5)
     assert flux(sampler="heun")[0] == 0  # 1 s saved in ten prompts, as far as can be told from the first calls

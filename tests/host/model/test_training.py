@@ -224,8 +224,8 @@ def test_with_weights_elsewhere_blocks_run_uncompiled_and_it_is_said(flux, engin
 def test_only_the_last_training_is_told(flux):
     compiled = flux.attach(flux.patcher)
     (wrapper,) = compiled.get_wrappers("apply_model", "torch-compile-kit")
-    note, training = flux.engine("host.graphs.policy").note, flux.engine("host.model.training").TRAINING
-    note(wrapper.notes, f"{training}blocks run uncompiled, since weights are offloaded.")
+    training = flux.engine("host.model.training").TRAINING
+    wrapper.notes.add(f"{training}blocks run uncompiled, since weights are offloaded.")
     train(compiled, flux, False, steps=1)
     found = [line for line in flux.engine("host.model.attach").notes_about(compiled) if line.startswith(training)]
     assert found == [f"{training}blocks run compiled, forwards and backwards."]
