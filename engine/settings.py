@@ -131,7 +131,7 @@ class CompileSettings:
         if self.backend != "inductor":
             return {}
         options = dict(private.list_mode_options("default" if self.mode == "auto" else self.mode))
-        options.pop("triton.cudagraphs", None)
+        options["triton.cudagraphs"] = False
         # Inductor's random numbers differ from PyTorch's: a patch that draws some (ToMe) would give another image.
         options["fallback_random"] = True
         return options

@@ -65,6 +65,11 @@ def compile_for(device: str) -> None:
 @functools.cache
 def environment() -> dict[str, str]:
     """What compiled code depends on beside the model: another value of any of them is another name."""
+    return {**versions(), "device": _device_name()}
+
+
+def versions() -> dict[str, str]:
+    """Of all code that takes part."""
     try:
         import triton
 
@@ -77,7 +82,6 @@ def environment() -> dict[str, str]:
         "cuda": str(torch.version.cuda or torch.version.hip or "none"),
         "python": ".".join(map(str, sys.version_info[:2])),
         "platform": f"{sys.platform} {platform.machine()}",
-        "device": _device_name(),
         **LOADED,
     }
 
@@ -91,10 +95,10 @@ def version_of_pack() -> str:
 def _device_name() -> str:
     device = _Host.device or ("cuda" if torch.cuda.is_available() else "cpu")
     named = getattr(getattr(torch, device, None), "get_device_name", None)  # torch.cuda, torch.xpu
-    return named() if named is not None else f"CPU {torch.backends.cpu.get_cpu_capability()} {_cpu_digest()}"
+    return named() if named is not None else f"CPU {torch.backends.cpu.get_cpu_capability()} {cpu_digest()}"
 
 
-def _cpu_digest() -> str:
+def cpu_digest() -> str:
     """A digest of this CPU's flags: inductor compiles with -march=native, and CPUs of one vector width differ in flags."""
     try:
         match = re.search(r"^(?:flags|Features)\s*:(.*)$", CPU_INFO.read_text(), re.MULTILINE)

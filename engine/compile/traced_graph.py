@@ -40,10 +40,10 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..cache import code_store
 from ..compile_process import lowering_settings
-from ..compile_process.client import LowerInline, Unavailable, compile_process
+from ..compile_process.client import LowerInline, Outdated, Unavailable, compile_process
 from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
 from ..compile_process.wire import CannotTravel
-from ..failures.describe import chain, in_one_line, is_out_of_memory, never_swallowed
+from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import out_of_place, written_by
@@ -139,6 +139,8 @@ def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, opt
         raise CannotTravel("only inductor compiles next door")
     if owner is not None and owner.must_be_inline is not None:
         raise CannotTravel(owner.must_be_inline)
+    if compile_process.outdated is not None:
+        raise Outdated(compile_process.outdated)
     if compile_process.unavailable is not None:
         raise CannotTravel(compile_process.unavailable)
     if _has_varying_numbers(graph, inputs):
@@ -191,12 +193,24 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered
             run = load(obtained.code)
     except Exception as error:
         if not obtained.was_kept or not _is_of_entry(error):
-            raise
+            raise _of_loading(block, error) from error
         logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
         obtained = obtain(request, block, patient, obtained.name)
-        with gpu_locks[request.device]:
-            run = load(obtained.code)
+        try:
+            with gpu_locks[request.device]:
+                run = load(obtained.code)
+        except Exception as error:
+            raise _of_loading(block, error) from error
     return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)
+
+
+def _of_loading(block: str, error: Exception) -> Exception:
+    """In place of an error of loading code that was just made: it may pass, as a full disk or card does, of which PyTorch does
+    not always tell."""
+    if never_swallowed(error) or isinstance(error, private.MissingName | DescribedError):
+        return error
+    failure = describe_failure(block, error)
+    return DescribedError(failure.reason, failure.cure, may_pass=True)
 
 
 def _is_of_entry(error: Exception) -> bool:

@@ -94,7 +94,7 @@ class Lowering:
 
     def versions(self) -> dict[str, str]:
         """Of the code that is on disk now: ComfyUI may have been started before an update."""
-        return {"torch": self.torch.__version__, **self._of_engine("cache.environment").LOADED}
+        return self._of_engine("cache.environment").versions()
 
     def _of_engine(self, name: str) -> Any:
         return importlib.import_module(f"{PACKAGE}.engine.{name}")

@@ -23,11 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import Any, NoReturn
 
-import torch
-
 from ..background.thread import Postponed, compiler
 from ..cache.code_store import header_of
-from ..cache.environment import LOADED
+from ..cache.environment import cpu_digest, versions
 from ..failures.describe import DescribedError
 from ..files import locked
 from ..log import logger
@@ -70,6 +68,13 @@ class NotStarted(Lost):
         super().__init__(ending.rstrip("."), "does not start")
 
 
+class Outdated(DescribedError):
+    """Nothing can be compiled until ComfyUI is started anew; not in the call either, where old and new modules would mix."""
+
+    def __init__(self, reason: str):
+        super().__init__(reason, "Start ComfyUI anew.", may_pass=True)
+
+
 class LoweringFailed(DescribedError):
     """A graph could not be lowered: the words of `describe_failure`, as the compile process found them."""
 
@@ -86,16 +91,18 @@ class Code:
         guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
             the code fits all.
         files: paths and contents of libraries that the artefact is loaded with.
+        cpu: for which the libraries were built, see `cpu_digest`.
     """
 
     artefact: bytes
     guards: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)
+    cpu: str = field(default_factory=cpu_digest)
 
     def packed(self, about: dict[str, Any]) -> bytes:
         """As the content of an entry: a line of JSON, the artefact, the files."""
         files = [[name, len(content)] for name, content in self.files.items()]
-        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files}
+        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files, "cpu": self.cpu}
         return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])
 
     @classmethod
@@ -112,7 +119,7 @@ class Code:
             at += size
         if at != len(body):
             raise ValueError("it is cut off")
-        return cls(body[: header["artefact"]], header["guards"], files)
+        return cls(body[: header["artefact"]], header["guards"], files, header.get("cpu") or cpu_digest())
 
 
 def folders(scratch: Path) -> dict[str, str]:
@@ -216,6 +223,7 @@ class CompileProcess:
         self.started = 0
         self._reason: str | None = None  # why there is none, ...
         self._until = math.inf  # ... and when one is tried again, by `time.monotonic`
+        self._is_outdated = False
         self._unstarted = 0  # graphs in a row
         self._not_before = 0.0  # when one is tried for a graph that is not waited for
         self._running: _Running | None = None
@@ -231,7 +239,12 @@ class CompileProcess:
 
     @unavailable.setter
     def unavailable(self, reason: str | None) -> None:
-        self._reason, self._until = reason, math.inf
+        self._reason, self._until, self._is_outdated = reason, math.inf, False
+
+    @property
+    def outdated(self) -> str | None:
+        """What was updated on disk; code of the new version is not for the PyTorch that runs here."""
+        return self._reason if self._is_outdated else None
 
     @property
     def pid(self) -> int | None:
@@ -331,10 +344,17 @@ class CompileProcess:
             running = self._ensure(measures)
             if not running.is_ready:
                 answer = self._answer(running, START_SECONDS)
+                there = answer[0].get("versions", {}) if answer is not None else {}
+                # What it lacks it says of each graph, with the cure.
+                changed = [
+                    f"{n} {old} to {there[n]}" for n, old in versions().items() if there.get(n, old) not in (old, "none")
+                ]
                 if answer is None or answer[0].get("ready") != PROTOCOL:
-                    raise Unavailable(f"the compile process is of another version ({answer and answer[0]})")
-                if (there := answer[0].get("versions")) != (here := {"torch": torch.__version__, **LOADED}):
-                    raise Unavailable(f"something was updated since ComfyUI was started ({here}, {there}): start it anew")
+                    changed = ["this pack"]
+                if changed:
+                    self._end(running)
+                    self._reason, self._is_outdated = f"updated while ComfyUI runs: {', '.join(changed)}", True
+                    raise Outdated(self._reason)
                 running.is_ready, self._unstarted = True, 0
             self._send(running, {"lower": True}, request.encode())
             answer = self._answer(running, SILENT_SECONDS)
@@ -397,7 +417,7 @@ class CompileProcess:
     def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""
         if (reason := self.unavailable) is not None:
-            raise Unavailable(reason)
+            raise Outdated(reason) if self._is_outdated else Unavailable(reason)
         if self._running is not None and measures and not self._running.sees_cards:
             self._end(self._running)
         if self._running is None or self._running.process.poll() is not None:

@@ -1,5 +1,6 @@
 """The settings of PyTorch on which compiled code depends: read where a graph is traced, applied where it is lowered."""
 
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -32,7 +33,14 @@ def now(device: torch.device) -> dict[str, Any]:
         "threads": torch.get_num_threads() if kind == "cpu" else None,
         "precision": _precision(),
         "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "variables": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
     }
+
+
+def _is_setting(variable: str) -> bool:
+    """Whether it is a setting of inductor's or Triton's, which the compile process inherits, and no place nor its workers'."""
+    is_theirs = variable.startswith(("TORCHINDUCTOR_", "TRITON_"))
+    return is_theirs and variable.rpartition("_")[2] not in ("DIR", "HOME", "PATH", "THREADS", "START")
 
 
 def _precision() -> str:
@@ -56,8 +64,8 @@ def for_graph(settings: dict[str, Any]) -> Iterator[None]:
     with ExitStack() as scopes:
         scopes.enter_context(torch.inference_mode(settings["inference"]))
         scopes.enter_context(torch.set_grad_enabled(settings["grad"]))
-        if settings["autocast"] is not None:
-            scopes.enter_context(torch.autocast(settings["device"], getattr(torch, settings["autocast"])))
+        dtype = getattr(torch, settings["autocast"]) if settings["autocast"] is not None else None
+        scopes.enter_context(torch.autocast(settings["device"], dtype, enabled=dtype is not None))  # a graph may leave it on
         yield
 
 

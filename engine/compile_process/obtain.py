@@ -5,8 +5,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from torch import fx
 
 from ..background.thread import Postponed
 from ..cache import code_store, shared
-from ..cache.environment import environment
+from ..cache.environment import cpu_digest, environment
 from ..cache.stores import CLAIM_SECONDS
 from ..files import write_whole
 from ..log import logger
@@ -28,7 +28,7 @@ from . import lowering_settings, wire
 from .client import Code, LowerInline, compile_process, folders
 
 # Options for which lowering runs no kernel. Others come with a mode that tunes.
-NOT_MEASURED = {"fallback_random"}
+NOT_MEASURED = {"fallback_random", "triton.cudagraphs"}
 # How many codes of one graph are kept: lowering may add guards that do not hold for other sizes.
 VARIANTS = 8
 
@@ -78,7 +78,9 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
 
 
 def _is_custom(node: fx.Node) -> bool:
-    return isinstance(node.target, private.OpOverload) and node.target.namespace != "aten"
+    """Whether it calls an operator that is not PyTorch's own."""
+    is_operator = isinstance(node.target, private.OpOverload | private.OpOverloadPacket)
+    return is_operator and not str(node.target).startswith("aten.")
 
 
 def holds(guards: str | None, sizes: Sequence[int]) -> bool:
@@ -152,7 +154,8 @@ def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str 
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("the entry %s cannot be read (%s): its code is compiled anew", name, error)
             break
-        if holds(code.guards, request.sizes):
+        is_for_this_cpu = not code.files or code.cpu == cpu_digest()
+        if is_for_this_cpu and holds(code.guards, request.sizes):
             return Obtained(code, name, True)
     return name
 
@@ -172,9 +175,20 @@ def load(code: Code) -> Callable[..., Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
-    with yielding(), folder_scope.applied(inductor_folder=inductor, triton_folder=triton):
+    with yielding(), folder_scope.applied(inductor_folder=inductor, triton_folder=triton), _without_cuda_graphs():
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
+
+
+@contextmanager
+def _without_cuda_graphs() -> Iterator[None]:
+    """Code is loaded under inductor's settings of that moment, and fails with CUDA graphs, for which it was not lowered. Up to
+    PyTorch 2.11 they are on for all threads while another node compiles with them, under Dynamo's lock."""
+    if not private.inductor_config.triton.cudagraphs:
+        yield
+        return
+    with private.compile_lock, private.inductor_config.patch({"triton.cudagraphs": False}):
+        yield
 
 
 # Names whose modules tracing and `load` need.

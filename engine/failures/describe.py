@@ -54,11 +54,15 @@ def never_swallowed(error: BaseException) -> bool:
     )
 
 
+# Of CUDA's runtime, of its driver, which loads kernels, and of Triton's launcher.
+_NO_MEMORY = re.compile(r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory")
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device has no memory left; CUDA's own error has no class in PyTorch (comfy/model_management.py, `is_oom`)."""
     if isinstance(error, torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and "CUDA error: out of memory" in message_of(error)
+    return isinstance(error, RuntimeError) and _NO_MEMORY.search(message_of(error)) is not None
 
 
 def is_limit_hit(error: BaseException) -> bool:

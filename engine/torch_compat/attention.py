@@ -15,7 +15,11 @@ from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
-FUNCTIONS = {torch.nn.functional.scaled_dot_product_attention, aten.scaled_dot_product_attention.default}
+FUNCTIONS = {
+    torch.nn.functional.scaled_dot_product_attention,
+    torch._C._nn.scaled_dot_product_attention,  # what a pack calls that has put its own in that one's place
+    aten.scaled_dot_product_attention.default,
+}
 # By kernel, operators that only it has.
 _OPERATORS = {
     "flash_attention": {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"},

@@ -113,6 +113,8 @@ TORCH = {
     "torch._functorch.config.force_non_lazy_backward_lowering": Use(since="2.10"),  # before, it is as if it were off
     "torch._inductor.config.triton.persistent_reductions": READ,
     "torch._inductor.config.unsafe_marked_cacheable_functions": READ,
+    "torch._inductor.config.triton.cudagraphs": READ,
+    "torch._inductor.config.patch": READ,
     "torch._inductor.list_mode_options": READ,
     "torch.fx.experimental._config.use_duck_shape": READ,
     # What Dynamo traces in another way than it would: whether something is in a list of numbers that vary.

@@ -1,5 +1,6 @@
 """The store of compiled code: who may have written an entry, what goes first, and where the store is."""
 
+import errno
 import json
 import os
 import random
@@ -365,6 +366,22 @@ def test_a_new_store_is_private(opened):
         os.umask(before)
     assert store.folder.stat().st_mode & 0o777 == 0o700
     assert (store.folder / "signature.key").stat().st_mode & 0o777 == 0o600
+
+
+@posix
+def test_a_key_that_cannot_be_read_now_is_kept(opened, monkeypatch):
+    """A network volume may fail for a moment."""
+    key = opened().folder / "signature.key"
+    content, opens = key.read_bytes(), os.open
+
+    def failing(path, *args, **kwargs):
+        if str(path) == str(key):
+            raise OSError(errno.EIO, "the drive does not answer")
+        return opens(path, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", failing)
+    assert opened().folder != key.parent
+    assert key.read_bytes() == content
 
 
 @posix

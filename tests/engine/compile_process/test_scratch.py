@@ -8,6 +8,7 @@ import types
 from pathlib import Path
 
 import pytest
+import torch
 from support import ROOT
 
 
@@ -27,6 +28,17 @@ def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, mo
     assert not hasattr(os, "geteuid") or process.scratch.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="outside of its folder"):
         loading.load(client.Code(artefact, None, {"../kernel.so": b"library"}))
+
+
+def test_libraries_for_another_cpu_are_not_loaded(engine, tmp_path):
+    """Also those of a graph for a GPU: they are built with -march=native, and would end ComfyUI."""
+    code_store, client = engine("cache.code_store"), engine("compile_process.client")
+    obtain = engine("compile_process.obtain")
+    store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
+    request = obtain.Request("", "a" * 64, (), torch.device("cuda"))
+    for cpu, files, is_used in (("another", {"ab/k.so": b"library"}, False), ("another", {}, True)):
+        store.put(request.key, client.Code(b"artefact", None, files, cpu).packed({}), None)
+        assert isinstance(obtain._kept(store, request, None), obtain.Obtained) is is_used
 
 
 @pytest.mark.skipif(not hasattr(os, "statvfs"), reason="this system has no such places")

@@ -1,7 +1,7 @@
 """A graph and its inputs go over to another process and come back the same, and the name of its code tells what is in it."""
 
 import collections
-import importlib
+import importlib.util
 import json
 import math
 import operator
@@ -190,10 +190,43 @@ def test_what_modules_register_by_a_name_is_part_of_the_name_of_code_that_may_as
     monkeypatch.setattr(wire, "digest_of", wire.digest_of.__wrapped__)
     request_for, process = engine("compile_process.obtain").request_for, engine("compile_process.client").compile_process
     monkeypatch.setattr(process, "modules", lambda: ["traced_graphs", "sys"])
-    for target, expected in ((doubled._opoverload, {"traced_graphs"}), (torch.relu, set())):
+    packet = torch.ops.kit_test.scale_  # as Dynamo leaves it in a graph
+    for target, expected in ((doubled._opoverload, {"traced_graphs"}), (packet, {"traced_graphs"}), (torch.relu, set())):
         graph = graph_of(("call_function", target, ("x",), {}))
         made = json.loads(request_for(graph, [fake(2)], {}, torch.device("cpu")).text)
         assert set(made["graph"]["sources"]) == expected
+
+
+def test_variables_of_inductor_and_triton_are_part_of_the_name_but_places(engine, monkeypatch):
+    """The compile process inherits them."""
+    request_for = engine("compile_process.obtain").request_for
+
+    def key():
+        return request_for(graph_of(("call_function", torch.relu, ("x",), {})), [fake(2)], {}, torch.device("cpu")).key
+
+    before = key()
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/elsewhere")
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    assert key() == before
+    monkeypatch.setenv("TORCHINDUCTOR_MAX_AUTOTUNE", "1")
+    assert key() != before
+
+
+def test_a_graph_that_left_autocast_on_changes_no_other(engine):
+    settings = engine("compile_process.lowering_settings")
+    plain = settings.now(torch.device("cpu"))
+    with torch.autocast("cpu", torch.bfloat16), settings.for_graph(plain):
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_attention_under_another_packs_is_known(engine, monkeypatch):
+    """A pack that was imported first may have put its own in the place of PyTorch's function, and call that."""
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", lambda *args, **kwargs: None)
+    attention = engine("torch_compat.attention")
+    spec = importlib.util.spec_from_file_location("attention_imported_late", attention.__file__)
+    late = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(late)
+    assert torch._C._nn.scaled_dot_product_attention in late.FUNCTIONS
 
 
 def test_methods_and_nodes(wire):

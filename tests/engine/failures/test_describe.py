@@ -105,7 +105,14 @@ def test_a_compiler_that_was_stopped_may_work_the_next_time(engine, said, may_pa
     assert failure.may_pass is may_pass
 
 
-@pytest.mark.parametrize("known", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA error: out of memory")])
+@pytest.mark.parametrize(
+    "known",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        *map(RuntimeError, ("CUDA error: out of memory", "CUDA driver error: out of memory", "HIP error: out of memory")),
+        RuntimeError("Triton Error [CUDA]: out of memory"),
+    ],
+)
 def test_out_of_memory_is_never_swallowed(engine, run, backend, known):
     backend["error"] = known
     net = Net()

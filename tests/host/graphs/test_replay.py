@@ -296,7 +296,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
     monkeypatch.setattr(graphing.norm_kernels, "ready", False)
     monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: None)
 
-    def fast(_network, _notes, forward, *args, **kwargs):
+    def fast(_network, forward, *args, **kwargs):
         calls.append("fast")
         return forward(*args, **kwargs)
 
