@@ -24,6 +24,8 @@ from .dynamic_vram import parameter
 
 _ALIGNMENT = 256  # compiled kernels assume the alignment that the allocator gives
 QUANTIZED = getattr(comfy.ops, "QuantizedTensor", ())
+# PyTorch's classes of weights that are copied as they are.
+KNOWN: set[type] = {torch.Tensor, nn.Parameter}
 
 
 class Elsewhere(NamedTuple):
@@ -56,7 +58,7 @@ def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]
 
 def is_known(tensor: torch.Tensor) -> bool:
     """Whether the tensor's class is PyTorch's or the host's: other packs' may do more than copy in `to`."""
-    return type(tensor) in (torch.Tensor, nn.Parameter) or isinstance(tensor, QUANTIZED)
+    return type(tensor) in KNOWN or isinstance(tensor, QUANTIZED)
 
 
 class StreamedTensors:

@@ -1,0 +1,116 @@
+"""Make tensors on a card that is not there: they have shapes and no numbers. For prebuild.py, whose process is no server.
+
+ComfyUI runs there as it does on a server with that card, and what `stand_in` (stand_in_card.py) answers is what it asks for.
+What is made on the card becomes a fake tensor of PyTorch's, by the two operators in which all that makes tensors ends. Tensors
+on the CPU stay what they are, as samplers read their numbers. A dispatch mode would do it too, but under one Dynamo traces nothing.
+"""
+
+import collections
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from . import attention, private
+from .stand_in_card import stand_in
+
+CARD = torch.device("cuda", 0)
+_aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
+_SIXTEEN_BITS = {torch.float16, torch.bfloat16}
+# Channels a head that kernels take at most.
+_FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
+
+
+class _NoNumbers(FakeTensorMode):
+    """Numbers of tensors on the card are unknown: who reads one gets 1, and `read` counts it."""
+
+    read = 0
+
+    def dispatch(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
+            self.read += 1
+            return (torch.ones((), dtype=args[0].dtype)).item()
+        if func is torch.ops.aten.equal.default:
+            return True
+        return super().dispatch(func, types, args, kwargs)
+
+
+class _Stream:
+    """The card's only stream."""
+
+    cuda_stream, device = 0, CARD
+
+    def __init__(self, *_args: Any, **_kwargs: Any): ...
+
+    def __getattr__(self, _name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: None
+
+
+def begin(card: dict[str, Any]) -> _NoNumbers:
+    """Answer for a card, of which there is nothing else here, until the process ends. To be called before ComfyUI is imported.
+
+    Args:
+        card: as `stand_in_card.describe` lists it.
+    """
+    private.switch("init_gpu_context")[1](lambda *_args: None)
+    mode, stream, memory = _NoNumbers(allow_non_fake_inputs=True), _Stream(), card["total_memory"]
+    answers: dict[str, Callable[..., Any]] = {
+        "mem_get_info": lambda *_args: (memory, memory),
+        "memory_stats": lambda *_args: collections.Counter(),
+        "memory_reserved": lambda *_args: 0,
+        "is_current_stream_capturing": lambda: False,
+        "stream": lambda _stream: contextlib.nullcontext(),
+        "current_stream": lambda *_args: stream,
+        "get_allocator_backend": lambda: "none",
+        **dict.fromkeys(("set_device", "empty_cache", "ipc_collect"), stream.nothing),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # one function is put in the place of another
+        stand_in([card])
+        for name, answer in answers.items():
+            setattr(torch.cuda, name, functools.partial(answer))
+        torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+        for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
+            _aten.impl(name, functools.partial(_fake, mode, make), "CUDA", allow_override=True)
+        _aten.impl("scaled_dot_product_attention", _attend, "AutogradCUDA", allow_override=True)
+    torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` would copy where no fake tensor sees it
+    torch.ops.aten.scaled_dot_product_attention.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
+    torch.zeros(1).to(CARD)  # from now on this thread's device needs no driver
+    return mode
+
+
+def _fake(mode: FakeTensorMode, make: Callable, size: Any, *strides: Any, dtype=None, memory_format=None, **_kwargs: Any):
+    layout = {} if memory_format is None else {"memory_format": memory_format}
+    return FakeTensor(mode, make(size, *strides, dtype=dtype, device="meta", **layout), CARD)
+
+
+def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """A tensor on the CPU that takes no memory."""
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+
+
+def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
+    """By the kernel that PyTorch would take, for which it asks the card."""
+    args, named = (q, k, v, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
+    for backend in private.sdpa_backends(with_priority=True) if q.is_cuda else ():
+        name = backend.name.lower().removesuffix("_attention")
+        if can_run(name, q, k, v, attn_mask, enable_gqa):
+            return getattr(attention, f"{name}_attention")(*args, **named)
+    return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **named)[0]
+
+
+def can_run(kernel: str, q, k, v, mask, is_grouped: bool = False) -> bool:
+    """As PyTorch decides it (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), for what models ask of attention."""
+    width, is_short = q.shape[-1], q.dtype in _SIXTEEN_BITS
+    is_alike = len({t.shape[-1] for t in (q, k, v)}) == len({t.dtype for t in (q, k, v)}) == 1
+    if q.dim() != 4 or not is_alike or any(t.stride(-1) != 1 for t in (q, k, v)):
+        return False
+    if kernel == "flash":
+        return is_short and mask is None and width <= _FLASH_WIDTH
+    if kernel == "cudnn":
+        return is_short and width <= _CUDNN_WIDTH and width % 8 == 0
+    return kernel == "efficient" and not is_grouped and width % (8 if is_short else 4) == 0
