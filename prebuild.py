@@ -1,8 +1,9 @@
-"""Compile what a workflow needs for a graphics card that this machine need not have, into a file or this ComfyUI's store.
+"""Compile what a workflow needs, for a graphics card that this machine need not have.
 
     python custom_nodes/torch-compile-kit/prebuild.py WORKFLOW.json --gpu rtx4090 --out FILE.tckcache
 
-docs/fleet.md says how, and what must match.
+The code goes into the store of this ComfyUI, and with --out into a file for Load Compile Cache. docs/fleet.md says what must
+match. What follows `--` are arguments of ComfyUI's main.py, as on the server.
 """
 
 import argparse
@@ -15,25 +16,92 @@ from pathlib import Path
 
 HERE = Path(__file__).absolute().parent  # not resolved: it may be linked into custom_nodes
 PACKAGE = "torch_compile_kit"
+OWN_ARGUMENTS = ["--disable-auto-launch", "--disable-pinned-memory", "--database-url", "sqlite:///:memory:"]
+QUIET = ["--verbose", "WARNING"]
 
 
-def module(name: str):
-    """A module of engine/, without this pack's nodes and so without ComfyUI."""
+def known_cards() -> dict[str, dict]:
+    table = json.loads((HERE / "engine" / "host" / "cards.json").read_text(encoding="utf-8"))
+    cards = {}
+    for name, card in table["cards"].items():
+        architecture = card.pop("architecture")
+        major, minor = map(int, architecture.split("."))
+        cards[name] = {**table["all"], **table["architectures"][architecture], "major": major, "minor": minor, **card}
+    return cards
+
+
+def parse(given: list[str], cards: dict[str, dict]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("workflow", type=Path, nargs="?", help="exported with Workflow > Export (API), with Torch Compile in it")
+    card = parser.add_mutually_exclusive_group(required=True)
+    card.add_argument("--gpu", choices=cards, help="one of " + ", ".join(cards), metavar="NAME")
+    card.add_argument("--gpu-file", type=Path, metavar="FILE", help="what --describe-gpu has written where the card is")
+    card.add_argument("--describe-gpu", type=Path, metavar="FILE", help="write what the card here is, and do nothing else")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the cache file, whose name ends in .tckcache")
+    kernels = "cudnn", "flash", "efficient", "comfyui"
+    parser.add_argument("--attention", choices=kernels, help="the card's fastest kernel (cudnn for 9.0, else what ComfyUI takes)")
+    parser.add_argument("--comfyui", type=Path, default=HERE.parent.parent, metavar="FOLDER", help="default: around this pack")
+    own, rest = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
+    options = parser.parse_args(own, argparse.Namespace(rest=rest))
+    if options.describe_gpu is None and options.workflow is None:
+        parser.error("name the workflow, a file of Workflow > Export (API)")
+    if not (options.comfyui / "comfy").is_dir() and options.describe_gpu is None:
+        parser.error(f"{options.comfyui} is no folder of ComfyUI; name it with --comfyui")
+    return options
+
+
+def read_json(parser_name: str, file: Path):
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        sys.exit(f"{parser_name}: {file} cannot be read ({error})")
+
+
+def engine(name: str):
+    """A module of engine/ that needs no ComfyUI."""
     if PACKAGE not in sys.modules:
         sys.modules[PACKAGE] = package = types.ModuleType(PACKAGE)
         package.__path__ = [str(HERE)]
     return importlib.import_module(f"{PACKAGE}.engine.{name}")
 
 
-def arguments(given: list[str], cards: dict[str, dict]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workflow", type=Path, help="exported with Workflow > Export (API), with a node Torch Compile")
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--gpu", choices=cards, help="a card that is known: " + ", ".join(cards), metavar="NAME")
-    which.add_argument("--gpu-file", type=Path, help="a file that --describe has written on a machine with the card")
-    which.add_argument("--describe", type=Path, metavar="FILE", help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path, help="the cache file; without it the code goes into the store of this ComfyUI")
-    parser.add_argument("--attention", choices=("cudnn", "flash", "efficient", "comfyui"), help="the card's fastest kernel")
-    parser.add_argument("--comfyui", type=Path, default=HERE.parents[1], help="its folder, by default that of this pack")
-    parser.add_argument("rest", nargs="*", metavar="-- ARGUMENT", help="arguments of ComfyUI's main.py, as on the server")
-    return parser.parse_args(given)
+def describe(file: Path) -> None:
+    import torch
+
+    torch.cuda.init()
+    file.write_text(json.dumps(engine("torch_compat.stand_in_card").describe()[0], indent=1))
+
+
+def main() -> int:
+    cards = known_cards()
+    options = parse(sys.argv[1:], cards)
+    sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE.resolve()]  # ComfyUI has nodes, too
+    if options.describe_gpu is not None:
+        describe(options.describe_gpu)
+        return 0
+    workflow = read_json("workflow", options.workflow)
+    card = cards[options.gpu] if options.gpu else read_json("--gpu-file", options.gpu_file)
+    mode = engine("torch_compat.fake_card").begin(card)
+    engine("host.fake_pages").begin()
+    sys.path.insert(0, str(options.comfyui.resolve()))
+    sys.argv = [str(options.comfyui / "main.py"), *OWN_ARGUMENTS, *(QUIET if "--verbose" not in options.rest else ()), *options.rest]
+    _loop, server, _start = importlib.import_module("main").start_comfyui()
+    node = sys.modules["nodes"].NODE_CLASS_MAPPINGS.get("TorchCompileKitModel")
+    if node is None:
+        sys.exit(f"{options.comfyui} has not loaded this pack; put it into its custom_nodes, or see the log")
+    prebuild = importlib.import_module(node.__module__.rpartition(".nodes.")[0] + ".engine.host.nodes.prebuild")
+    attention = options.attention or ("cudnn" if card["major"] == 9 else "comfyui")
+    say = lambda line: print(line, flush=True)  # noqa: E731
+    try:
+        failures = prebuild.prebuild(workflow, options.workflow.name, server, mode, attention, options.out, say)
+    except prebuild.TorchCompileKitError as error:
+        failures = [str(error)]
+    for failure in failures:
+        print(failure, file=sys.stderr, flush=True)
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    sys.exit(code)

@@ -31,9 +31,9 @@ class _NoNumbers(FakeTensorMode):
     read = 0
 
     def dispatch(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default and args[0].constant is None:
-            self.read += 1
-            return (torch.ones((), dtype=args[0].dtype)).item()
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.read += args[0].constant is None
+            return (torch.ones((), dtype=args[0].dtype) if args[0].constant is None else args[0].constant).item()
         if func is torch.ops.aten.equal.default:
             return True
         return super().dispatch(func, types, args, kwargs)
@@ -88,9 +88,9 @@ def _fake(mode: FakeTensorMode, make: Callable, size: Any, *strides: Any, dtype=
     return FakeTensor(mode, make(size, *strides, dtype=dtype, device="meta", **layout), CARD)
 
 
-def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor on the CPU that takes no memory."""
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, number: torch.Tensor | None = None) -> torch.Tensor:
+    """A tensor on the CPU that takes no memory; `number` tells its only element."""
+    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), constant=number)
 
 
 def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):

@@ -1,28 +1,37 @@
 """Compile the models of a workflow for a card that is not here; prebuild.py is the command line.
 
-1. fake_card.py answers for the card. ComfyUI is started as its main.py does it, with its nodes and this pack, but serves nobody.
-2. Weights are tensors without memory, of which files give shape and dtype (`_load`). Where dynamic VRAM is on with a card, weights
-   lie in its pages (`_Pages`): the name of code tells where in a page a bias lies.
-3. The workflow runs as far as its samplers, and each of them calls its model twice (`_sample`).
-4. A graph that was traced goes to the compile process and its code into the store, as ever. The code is not loaded: the graph
-   that was sent runs in its place (`_lower`).
+1. fake_card.py answers for the card, fake_pages.py for dynamic VRAM. ComfyUI is started as by its main.py, but serves nobody.
+2. Weights are tensors without memory, of which files tell shape and dtype (`_load`).
+3. The workflow runs as far as its samplers, and each of them makes only the calls of its model that trace (`_sample`).
+4. A graph that was traced goes to the compile process, and its code into the store, as ever. The code is not loaded, which takes
+   the card: in its place runs the graph that was sent (`_Lowering`).
+
+The name of code is what the card's own prompts make of it, as long as the trace is. So attention's kernel is kept with the code: a
+server finds it where it would measure (host/model/attention_choice.py).
 """
 
 import functools
 import json
+import math
 import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import comfy.memory_management
 import comfy.model_management
+import comfy.model_patcher
+import comfy.patcher_extension
 import comfy.samplers
 import comfy.utils
+import execution
+import nodes
 import torch
+from comfy.patcher_extension import WrappersMP
 
 from ...cache.archive import write_cache_file
-from ...cache.code_store import CodeStore
+from ...cache.environment import environment
 from ...cache.structure import name_of
 from ...compile import traced_graph
 from ...compile.registry import live_models
@@ -35,11 +44,11 @@ from ..model import structure_record
 from ..model.user_folder import open_users_store
 from ..weights import partial_load
 from .cache_files import pack_version
-from .sampling import STEPS
+from .sampling import KEY, STEPS, one_by_one
 
 MODEL_NODE = "TorchCompileKitModel"
-# Smaller tensors of a file are read: scales, and what a file says of its formats.
-READ_BYTES = 4096
+# What a file says of a layer's format is JSON, in bytes.
+ABOUT_BYTES = 4096
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -51,11 +60,59 @@ class PrebuildError(TorchCompileKitError):
     """Say what cannot be prebuilt, and what to do."""
 
 
-def samplers_of(workflow: Any, name: str, outputs_latent: Callable[[str], bool]) -> list[str]:
-    """The nodes of a workflow behind Torch Compile that make a latent: they sample, or work on what was sampled.
+def prebuild(workflow: Any, name: str, server: Any, mode: Any, attention: str, out: Path | None, tell: Callable) -> list[str]:
+    """Compile what a workflow needs into the user's store.
 
     Args:
-        outputs_latent: by the class of a node.
+        name: of the workflow's file.
+        server: the host's PromptServer.
+        mode: of `fake_card.begin`.
+        attention: the kernel that is taken for the fastest, wherever it can run; `comfyui` for the host's own choice.
+        out: a cache file to write.
+        tell: gets a line for each graph, and one at the end.
+
+    Returns:
+        What could not be compiled.
+
+    Raises:
+        PrebuildError: nothing could.
+    """
+    samplers = samplers_of(workflow, name, _makes_latent)
+    _stand_in(mode, attention)
+    lowering = traced_graph.LOWERERS["inductor"] = _Lowering(tell)
+    executor = execution.PromptExecutor(server, cache_args={"lru": 0, "ram": 0.0, "ram_inactive": 0.0})
+    with warming():
+        executor.execute(workflow, "prebuild", {}, samplers)
+    failures = lowering.failures
+    for kind, error in executor.status_messages:
+        if kind == "execution_error":
+            failures.append(f"node {error['node_id']}, {error['node_type']}: {error['exception_message'].strip()}")
+    store, structures, models = open_users_store(), set(), []
+    if store is None:
+        raise PrebuildError("there is no cache folder that can be written; see the log.")
+    for network, code in live_models():
+        groups = code.groups.values()
+        failures += [f"{group.code.failure.reason} {group.code.failure.cure}" for group in groups if group.code.failure]
+        if any(group.code.entries for group in groups):
+            models.append(code.title or type(network).__name__)
+            structures.add(name_of(network))
+            store.remember(name_of(network), structure_record.ASKED, structure_record.YES)
+    if not lowering.names:
+        raise PrebuildError("; ".join(["nothing was compiled", *failures]) + ".")
+    if out is not None:
+        write_cache_file(out, store, lowering.names, structures, pack_version(), models, [])
+    paged = "on" if comfy.memory_management.aimdo_enabled else "off"
+    versions = ", ".join(f"{key} {value}" for key, value in environment().items() if key != "device")
+    tell(f"{len(lowering.names)} graphs of {', '.join(models)} are in {out or store.folder}, for {environment()['device']} alone.")
+    tell(f"Found there with dynamic VRAM {paged}, attention by {attention} where it can run, and {versions}.")
+    return failures
+
+
+def samplers_of(workflow: Any, name: str, makes_latent: Callable[[str], bool]) -> list[str]:
+    """The first nodes behind Torch Compile that make a latent.
+
+    Args:
+        makes_latent: whether nodes of a class do.
 
     Raises:
         PrebuildError: it is no workflow, or has no such node.
@@ -67,12 +124,12 @@ def samplers_of(workflow: Any, name: str, outputs_latent: Callable[[str], bool])
     behind = {node for node, about in workflow.items() if about["class_type"] == MODEL_NODE}
     if not behind:
         raise PrebuildError(f"{name} has no node Torch Compile; put one behind the model that is to be compiled.")
-    makers = {node for node, about in workflow.items() if outputs_latent(about["class_type"])}
+    makers = {node for node, about in workflow.items() if makes_latent(about["class_type"])}
     while new := {node for node in workflow.keys() - behind if (behind - makers) & set(_linked(workflow[node]))}:
         behind |= new
-    if not (samplers := sorted(behind & makers)):
+    if not behind & makers:
         raise PrebuildError(f"{name} has no sampler behind Torch Compile; connect one.")
-    return samplers
+    return sorted(behind & makers)
 
 
 def _linked(node: dict) -> Iterator[str]:
@@ -80,24 +137,26 @@ def _linked(node: dict) -> Iterator[str]:
     yield from (str(value[0]) for value in node.get("inputs", {}).values() if isinstance(value, list) and len(value) == 2)
 
 
-def stand_in_for_host(mode: Any, attention: str) -> None:
-    """Have ComfyUI, and this pack, do without the card what would read its memory or measure on it, until the process ends.
+def _makes_latent(class_type: str) -> bool:
+    if (kind := nodes.NODE_CLASS_MAPPINGS.get(class_type)) is None:
+        raise PrebuildError(f"this ComfyUI has no node {class_type}; install the pack that brings it.")
+    return "LATENT" in (kind.RETURN_TYPES or ())
 
-    Args:
-        mode: of `fake_card.begin`.
-        attention: the kernel that is the fastest wherever it can run; `comfyui` for the host's choice.
-    """
+
+def _stand_in(mode: Any, attention: str) -> None:
+    """Have ComfyUI, and this pack, do without the card what would read its memory or measure on it, until the process ends."""
     partial_load.KNOWN.add(type(fake_card.weight(mode, (), torch.float32)))
     comfy.utils.load_torch_file = functools.partial(_load, mode, comfy.utils.load_torch_file)
     comfy.samplers.KSAMPLER.sample = _sample
     comfy.model_management.NUM_STREAMS = 0
-    attention_kernels._can_run = lambda name, *tensors: fake_card.can_run(name, *tensors)
+    attention_kernels._can_run = fake_card.can_run
     attention_kernels._measure = functools.partial(_seconds, attention)
     structure_record._write_later = lambda _write: None  # seconds of this machine
 
 
 def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> Any:
-    """In place of `comfy.utils.load_torch_file`: of a safetensors file the header, and small tensors, are read."""
+    """In place of `comfy.utils.load_torch_file`: of a safetensors file the header is read, single numbers, and what it says of
+    formats."""
     if not str(ckpt).lower().endswith((".safetensors", ".sft")):
         return host(ckpt, *args, **kwargs)
     with open(ckpt, "rb") as file:
@@ -106,21 +165,25 @@ def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> An
         about = header.pop("__metadata__", {})
         for name, entry in header.items():
             (begin, end), shape, dtype = entry["data_offsets"], entry["shape"], _DTYPES[entry["dtype"]]
-            if 0 < end - begin <= READ_BYTES:
+            is_number, content = math.prod(shape) == 1, None
+            if is_number or (dtype is torch.uint8 and 0 < end - begin <= ABOUT_BYTES):
                 file.seek(8 + size + begin)
-                content = bytearray(file.read(end - begin).ljust(end - begin, b"\0"))
-                tensors[name] = torch.frombuffer(content, dtype=dtype).view(shape)
-            else:
-                tensors[name] = fake_card.weight(mode, shape, dtype)
+                content = torch.frombuffer(bytearray(file.read(end - begin)), dtype=dtype).view(shape)
+            is_text = content is not None and not is_number
+            tensors[name] = content if is_text else fake_card.weight(mode, shape, dtype, content)
     return (tensors, about) if kwargs.get("return_metadata") else tensors
 
 
 def _sample(_self: Any, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *_: Any, **__: Any):
-    """In place of `KSAMPLER.sample`: the calls that trace, with no step in between."""
+    """In place of `KSAMPLER.sample`: the calls that trace, with no step in between. The last one is as where memory is too short
+    for several prompts at once."""
     model = comfy.samplers.KSamplerX0Inpaint(model_wrap, sigmas)
     model.latent_image, model.noise = latent_image, noise
-    for sigma in sigmas[:STEPS]:
-        model(noise, sigma * noise.new_ones(noise.shape[0]), **{**extra_args, "denoise_mask": denoise_mask})
+    alone = comfy.model_patcher.create_model_options_clone(extra_args["model_options"])
+    comfy.patcher_extension.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, one_by_one, alone, is_model_options=True)
+    for options in (*[extra_args["model_options"]] * STEPS, alone):
+        named = {**extra_args, "denoise_mask": denoise_mask, "model_options": options}
+        model(noise, sigmas[0] * noise.new_ones(noise.shape[0]), **named)
     return noise
 
 
@@ -130,31 +193,25 @@ def _seconds(preferred: str, kernel: str, call: tuple) -> float:
     return (0.5 if kernel == preferred else 1.0) if fake_card.can_run(kernel, *tensors) else float("inf")
 
 
-class _Lowered:
-    """In place of `traced_graph.LOWERERS["inductor"]`, which loads the code onto the card.
-
-    Args:
-        tell: is told of each graph.
-    """
+class _Lowering:
+    """In place of what loads code onto the card, in `traced_graph.LOWERERS`."""
 
     def __init__(self, tell: Callable[[str], None]):
         self._tell = tell
-        self.graphs: dict[str, Any] = {}
+        self.names: dict[str, None] = {}  # of entries, in order
         self.failures: list[str] = []
 
     def __call__(self, request: obtain.Request, block: str, _patient: bool) -> traced_graph.Lowered:
-        began, name, guards, was_kept = time.perf_counter(), None, None, False
+        graph, _inputs, _mode = wire.loads(json.loads(request.text)["graph"])
+        began, number = time.perf_counter(), len(self.names) + 1
         try:
             if request.measures:
-                raise PrebuildError("its mode measures kernels on the card; set mode to auto")
+                raise PrebuildError("this mode measures kernels on the card; set mode to auto.")
             obtained = obtain.obtain(request, block, False)
-            name, guards, was_kept = obtained.name, obtained.code.guards, obtained.was_kept
-            size = f"{len(obtained.code.artefact) / 2**20:.1f} MiB"
-            seconds = "was there" if was_kept else f"{time.perf_counter() - began:.1f} s"
-            self._tell(f"{len(self.graphs) + 1}. {block}: {size}, {seconds}, {obtained.name[:12]}")
-            self.graphs[obtained.name] = request
         except Exception as error:
             self.failures.append(f"{block}: {error}")
-            self._tell(f"-. {self.failures[-1]}")
-        graph, _inputs, _mode = wire.loads(json.loads(request.text)["graph"])
-        return traced_graph.Lowered(graph.forward, guards, name, was_kept)
+            return traced_graph.Lowered(graph.forward)
+        self.names[obtained.name] = None
+        seconds = "was there" if obtained.was_kept else f"{time.perf_counter() - began:.1f} s"
+        self._tell(f"{number}. {block}: {len(obtained.code.artefact) / 2**20:.1f} MiB, {seconds}, {obtained.name[:12]}")
+        return traced_graph.Lowered(graph.forward, obtained.code.guards, obtained.name, obtained.was_kept)

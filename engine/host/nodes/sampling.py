@@ -153,13 +153,13 @@ def sample_once(
     patcher = patcher.clone()
     patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, look)
     if each_prompt_alone:
-        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, _one_by_one)
+        patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, one_by_one)
     sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, STEPS)
     sample(patcher, conditioning, cfg, latent, sigmas, lambda *_: on_step())
     return joined
 
 
-def _one_by_one(executor, model, conditions: list, *args: object) -> list:
+def one_by_one(executor, model, conditions: list, *args: object) -> list:
     """A CALC_COND_BATCH wrapper of the host: each condition in a call by itself."""
     results = executor(model, [None] * len(conditions), *args)
     for at, entries in enumerate(conditions):
