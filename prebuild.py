@@ -7,9 +7,9 @@ match. What follows `--` are arguments of ComfyUI's main.py, as on the server.
 """
 
 import argparse
+import functools
 import importlib
 import json
-import os
 import sys
 import types
 from pathlib import Path
@@ -32,14 +32,18 @@ def known_cards() -> dict[str, dict]:
 
 def parse(given: list[str], cards: dict[str, dict]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("workflow", type=Path, nargs="?", help="exported with Workflow > Export (API), with Torch Compile in it")
+    parser.add_argument(
+        "workflow", type=Path, nargs="?", help="exported with Workflow > Export (API), with Torch Compile in it"
+    )
     card = parser.add_mutually_exclusive_group(required=True)
     card.add_argument("--gpu", choices=cards, help="one of " + ", ".join(cards), metavar="NAME")
     card.add_argument("--gpu-file", type=Path, metavar="FILE", help="what --describe-gpu has written where the card is")
     card.add_argument("--describe-gpu", type=Path, metavar="FILE", help="write what the card here is, and do nothing else")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the cache file, whose name ends in .tckcache")
     kernels = "cudnn", "flash", "efficient", "comfyui"
-    parser.add_argument("--attention", choices=kernels, help="the card's fastest kernel (cudnn for 9.0, else what ComfyUI takes)")
+    parser.add_argument(
+        "--attention", choices=kernels, help="the card's fastest kernel (cudnn for 9.0, else what ComfyUI takes)"
+    )
     parser.add_argument("--comfyui", type=Path, default=HERE.parent.parent, metavar="FOLDER", help="default: around this pack")
     own, rest = (given[: given.index("--")], given[given.index("--") + 1 :]) if "--" in given else (given, [])
     options = parser.parse_args(own, argparse.Namespace(rest=rest))
@@ -84,16 +88,23 @@ def main() -> int:
     mode = engine("torch_compat.fake_card").begin(card)
     engine("host.fake_pages").begin()
     sys.path.insert(0, str(options.comfyui.resolve()))
-    sys.argv = [str(options.comfyui / "main.py"), *OWN_ARGUMENTS, *(QUIET if "--verbose" not in options.rest else ()), *options.rest]
+    sys.argv = [
+        str(options.comfyui / "main.py"),
+        *OWN_ARGUMENTS,
+        *(QUIET if "--verbose" not in options.rest else ()),
+        *options.rest,
+    ]
     _loop, server, _start = importlib.import_module("main").start_comfyui()
-    node = sys.modules["nodes"].NODE_CLASS_MAPPINGS.get("TorchCompileKitModel")
-    if node is None:
+    classes = sys.modules["nodes"].NODE_CLASS_MAPPINGS
+    if (node := classes.get("TorchCompileKitModel")) is None:
         sys.exit(f"{options.comfyui} has not loaded this pack; put it into its custom_nodes, or see the log")
     prebuild = importlib.import_module(node.__module__.rpartition(".nodes.")[0] + ".engine.host.nodes.prebuild")
     attention = options.attention or ("cudnn" if card["major"] == 9 else "comfyui")
-    say = lambda line: print(line, flush=True)  # noqa: E731
+    cache = {"lru": 0, "ram": 0.0, "ram_inactive": 0.0}
+    executor = sys.modules["execution"].PromptExecutor(server, cache_args=cache)
+    say = functools.partial(print, flush=True)
     try:
-        failures = prebuild.prebuild(workflow, options.workflow.name, server, mode, attention, options.out, say)
+        failures = prebuild.prebuild(workflow, options.workflow.name, executor, classes, mode, attention, options.out, say)
     except prebuild.TorchCompileKitError as error:
         failures = [str(error)]
     for failure in failures:
@@ -102,6 +113,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.stdout.flush()
-    sys.exit(code)
+    sys.exit(main())

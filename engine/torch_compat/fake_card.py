@@ -2,7 +2,8 @@
 
 ComfyUI runs there as it does on a server with that card, and what `stand_in` (stand_in_card.py) answers is what it asks for.
 What is made on the card becomes a fake tensor of PyTorch's, by the two operators in which all that makes tensors ends. Tensors
-on the CPU stay what they are, as samplers read their numbers. A dispatch mode would do it too, but under one Dynamo traces nothing.
+on the CPU stay what they are, as samplers read their numbers. A dispatch mode would do it too, but under one Dynamo traces
+nothing.
 """
 
 import collections
@@ -21,18 +22,15 @@ from .stand_in_card import stand_in
 CARD = torch.device("cuda", 0)
 _aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
 _SIXTEEN_BITS = {torch.float16, torch.bfloat16}
-# Channels a head that kernels take at most.
-_FLASH_WIDTH, _CUDNN_WIDTH = 256, 128
+# Channels a head that kernels take at most; cuDNN's takes as many as flash attention where the card is Hopper.
+_FLASH_WIDTH, _CUDNN_WIDTH, _HOPPER = 256, 128, (9, 0)
 
 
 class _NoNumbers(FakeTensorMode):
-    """Numbers of tensors on the card are unknown: who reads one gets 1, and `read` counts it."""
-
-    read = 0
+    """Numbers of tensors on the card are unknown: who reads one gets 1, and two tensors are equal."""
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
-            self.read += args[0].constant is None
             return (torch.ones((), dtype=args[0].dtype) if args[0].constant is None else args[0].constant).item()
         if func is torch.ops.aten.equal.default:
             return True
@@ -73,7 +71,7 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
         stand_in([card])
         for name, answer in answers.items():
             setattr(torch.cuda, name, functools.partial(answer))
-        torch.cuda.Stream = _Stream  # type: ignore[misc, assignment]
+        torch.cuda.Stream = _Stream
         for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
             _aten.impl(name, functools.partial(_fake, mode, make), "CUDA", allow_override=True)
         _aten.impl("scaled_dot_product_attention", _attend, "AutogradCUDA", allow_override=True)
@@ -112,5 +110,6 @@ def can_run(kernel: str, q, k, v, mask, is_grouped: bool = False) -> bool:
     if kernel == "flash":
         return is_short and mask is None and width <= _FLASH_WIDTH
     if kernel == "cudnn":
-        return is_short and width <= _CUDNN_WIDTH and width % 8 == 0
+        most = _FLASH_WIDTH if torch.cuda.get_device_capability() == _HOPPER else _CUDNN_WIDTH
+        return is_short and width <= most and width % 8 == 0 and k.shape[-2] != 1
     return kernel == "efficient" and not is_grouped and width % (8 if is_short else 4) == 0

@@ -3,11 +3,11 @@
 1. fake_card.py answers for the card, fake_pages.py for dynamic VRAM. ComfyUI is started as by its main.py, but serves nobody.
 2. Weights are tensors without memory, of which files tell shape and dtype (`_load`).
 3. The workflow runs as far as its samplers, and each of them makes only the calls of its model that trace (`_sample`).
-4. A graph that was traced goes to the compile process, and its code into the store, as ever. The code is not loaded, which takes
-   the card: in its place runs the graph that was sent (`_Lowering`).
+4. A graph that was traced goes to the compile process, and its code into the store, as ever. Loading the code takes the card:
+   the graph that was sent runs in its place (`_Lowering`).
 
-The name of code is what the card's own prompts make of it, as long as the trace is. So attention's kernel is kept with the code: a
-server finds it where it would measure (host/model/attention_choice.py).
+The name of code is the one that the card's own prompts ask for, as long as they trace the same. So attention's kernel is kept
+with the code: a server finds it where it would measure (host/model/attention_choice.py).
 """
 
 import functools
@@ -25,8 +25,6 @@ import comfy.model_patcher
 import comfy.patcher_extension
 import comfy.samplers
 import comfy.utils
-import execution
-import nodes
 import torch
 from comfy.patcher_extension import WrappersMP
 
@@ -60,12 +58,21 @@ class PrebuildError(TorchCompileKitError):
     """Say what cannot be prebuilt, and what to do."""
 
 
-def prebuild(workflow: Any, name: str, server: Any, mode: Any, attention: str, out: Path | None, tell: Callable) -> list[str]:
+def prebuild(
+    workflow: Any,
+    name: str,
+    executor: Any,
+    classes: dict[str, Any],
+    mode: Any,
+    attention: str,
+    out: Path | None,
+    tell: Callable,
+) -> list[str]:
     """Compile what a workflow needs into the user's store.
 
     Args:
         name: of the workflow's file.
-        server: the host's PromptServer.
+        executor: the host's, of prompts; `classes`: those of its nodes.
         mode: of `fake_card.begin`.
         attention: the kernel that is taken for the fastest, wherever it can run; `comfyui` for the host's own choice.
         out: a cache file to write.
@@ -77,10 +84,9 @@ def prebuild(workflow: Any, name: str, server: Any, mode: Any, attention: str, o
     Raises:
         PrebuildError: nothing could.
     """
-    samplers = samplers_of(workflow, name, _makes_latent)
+    samplers = samplers_of(workflow, name, classes)
     _stand_in(mode, attention)
     lowering = traced_graph.LOWERERS["inductor"] = _Lowering(tell)
-    executor = execution.PromptExecutor(server, cache_args={"lru": 0, "ram": 0.0, "ram_inactive": 0.0})
     with warming():
         executor.execute(workflow, "prebuild", {}, samplers)
     failures = lowering.failures
@@ -98,24 +104,22 @@ def prebuild(workflow: Any, name: str, server: Any, mode: Any, attention: str, o
             structures.add(name_of(network))
             store.remember(name_of(network), structure_record.ASKED, structure_record.YES)
     if not lowering.names:
-        raise PrebuildError("; ".join(["nothing was compiled", *failures]) + ".")
+        raise PrebuildError("\n".join(["nothing was compiled.", *failures]))
     if out is not None:
         write_cache_file(out, store, lowering.names, structures, pack_version(), models, [])
     paged = "on" if comfy.memory_management.aimdo_enabled else "off"
     versions = ", ".join(f"{key} {value}" for key, value in environment().items() if key != "device")
-    tell(f"{len(lowering.names)} graphs of {', '.join(models)} are in {out or store.folder}, for {environment()['device']} alone.")
+    device, place = environment()["device"], out or store.folder
+    tell(f"{len(lowering.names)} graphs of {', '.join(models)} are in {place}, for {device} alone.")
     tell(f"Found there with dynamic VRAM {paged}, attention by {attention} where it can run, and {versions}.")
     return failures
 
 
-def samplers_of(workflow: Any, name: str, makes_latent: Callable[[str], bool]) -> list[str]:
+def samplers_of(workflow: Any, name: str, classes: dict[str, Any]) -> list[str]:
     """The first nodes behind Torch Compile that make a latent.
 
-    Args:
-        makes_latent: whether nodes of a class do.
-
     Raises:
-        PrebuildError: it is no workflow, or has no such node.
+        PrebuildError: it is no workflow, has no such node, or one that is not among the `classes`.
     """
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         raise PrebuildError(f"{name} is a workflow as the page saves it; export it with Workflow > Export (API).")
@@ -124,7 +128,12 @@ def samplers_of(workflow: Any, name: str, makes_latent: Callable[[str], bool]) -
     behind = {node for node, about in workflow.items() if about["class_type"] == MODEL_NODE}
     if not behind:
         raise PrebuildError(f"{name} has no node Torch Compile; put one behind the model that is to be compiled.")
-    makers = {node for node, about in workflow.items() if makes_latent(about["class_type"])}
+    for about in workflow.values():
+        if about["class_type"] not in classes:
+            raise PrebuildError(
+                f"{name} has a node {about['class_type']}, which this ComfyUI lacks; install the pack that brings it."
+            )
+    makers = {node for node, about in workflow.items() if "LATENT" in (classes[about["class_type"]].RETURN_TYPES or ())}
     while new := {node for node in workflow.keys() - behind if (behind - makers) & set(_linked(workflow[node]))}:
         behind |= new
     if not behind & makers:
@@ -137,12 +146,6 @@ def _linked(node: dict) -> Iterator[str]:
     yield from (str(value[0]) for value in node.get("inputs", {}).values() if isinstance(value, list) and len(value) == 2)
 
 
-def _makes_latent(class_type: str) -> bool:
-    if (kind := nodes.NODE_CLASS_MAPPINGS.get(class_type)) is None:
-        raise PrebuildError(f"this ComfyUI has no node {class_type}; install the pack that brings it.")
-    return "LATENT" in (kind.RETURN_TYPES or ())
-
-
 def _stand_in(mode: Any, attention: str) -> None:
     """Have ComfyUI, and this pack, do without the card what would read its memory or measure on it, until the process ends."""
     partial_load.KNOWN.add(type(fake_card.weight(mode, (), torch.float32)))
@@ -151,12 +154,13 @@ def _stand_in(mode: Any, attention: str) -> None:
     comfy.model_management.NUM_STREAMS = 0
     attention_kernels._can_run = fake_card.can_run
     attention_kernels._measure = functools.partial(_seconds, attention)
-    structure_record._write_later = lambda _write: None  # seconds of this machine
+    structure_record._write_later = lambda write: None  # seconds of this machine
+    obtain._import = lambda: None  # what loading code takes
 
 
 def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> Any:
-    """In place of `comfy.utils.load_torch_file`: of a safetensors file the header is read, single numbers, and what it says of
-    formats."""
+    """In place of `comfy.utils.load_torch_file`: of a safetensors file the header is read, tensors of one number, and what it
+    says of formats."""
     if not str(ckpt).lower().endswith((".safetensors", ".sft")):
         return host(ckpt, *args, **kwargs)
     with open(ckpt, "rb") as file:
@@ -168,15 +172,16 @@ def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> An
             is_number, content = math.prod(shape) == 1, None
             if is_number or (dtype is torch.uint8 and 0 < end - begin <= ABOUT_BYTES):
                 file.seek(8 + size + begin)
-                content = torch.frombuffer(bytearray(file.read(end - begin)), dtype=dtype).view(shape)
+                read = bytearray(file.read(end - begin).ljust(end - begin, b"\0"))  # the file may be its header alone
+                content = torch.frombuffer(read, dtype=dtype).view(shape)
             is_text = content is not None and not is_number
             tensors[name] = content if is_text else fake_card.weight(mode, shape, dtype, content)
     return (tensors, about) if kwargs.get("return_metadata") else tensors
 
 
-def _sample(_self: Any, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, *_: Any, **__: Any):
-    """In place of `KSAMPLER.sample`: the calls that trace, with no step in between. The last one is as where memory is too short
-    for several prompts at once."""
+def _sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
+    """In place of `KSAMPLER.sample`: the calls that trace, with no step in between. The last one is as where memory is too
+    short for several prompts at once."""
     model = comfy.samplers.KSamplerX0Inpaint(model_wrap, sigmas)
     model.latent_image, model.noise = latent_image, noise
     alone = comfy.model_patcher.create_model_options_clone(extra_args["model_options"])
@@ -189,8 +194,8 @@ def _sample(_self: Any, model_wrap, sigmas, extra_args, callback, noise, latent_
 
 def _seconds(preferred: str, kernel: str, call: tuple) -> float:
     """In place of a measurement of attention."""
-    tensors = [None if spec is None else spec.zeros() for spec in call[:4]]
-    return (0.5 if kernel == preferred else 1.0) if fake_card.can_run(kernel, *tensors) else float("inf")
+    q, k, v, mask = (None if spec is None else spec.zeros() for spec in call[:4])
+    return (0.5 if kernel == preferred else 1.0) if fake_card.can_run(kernel, q, k, v, mask) else float("inf")
 
 
 class _Lowering:

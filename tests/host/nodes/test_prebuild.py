@@ -1,0 +1,186 @@
+"""Code for a card that is not here: prebuild.py, a process of its own, with a real ComfyUI and a file without its weights."""
+
+import functools
+import importlib.util
+import json
+import os
+import re
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from support import TESTS
+from tiny_workflows import workflow
+
+from devtools import inprocess, prompts
+from devtools.server import prepare_base
+
+ROOT = TESTS.parent
+CARDS = {"h100": (90, "NVIDIA H100 80GB HBM3", "cudnn"), "rtx4090": (89, "NVIDIA GeForce RTX 4090", "comfyui")}
+CARDS["rtx5090"] = (120, "NVIDIA GeForce RTX 5090", "comfyui")
+needs_cuda = pytest.mark.skipif(
+    not torch.backends.cuda.is_built() or torch.cuda.is_available(), reason="PyTorch is built without CUDA, or the card is here"
+)
+
+
+@pytest.fixture(scope="module")
+def base(model_files, tmp_path_factory):
+    """A base directory in which the model is the header of its file."""
+    base = prepare_base(tmp_path_factory.mktemp("prebuild"))
+    (base / "custom_nodes" / "tiny_nodes.py").symlink_to(TESTS / "tiny_nodes.py")
+    file = base / "models" / prompts.MODEL_FILES["flux"]
+    file.parent.mkdir(parents=True)
+    content = model_files["flux"].read_bytes()
+    file.write_bytes(content[: 8 + struct.unpack("<Q", content[:8])[0]])
+    return base
+
+
+def prebuilt(base, *arguments, nodes=None, flags=()):
+    """What prebuild.py prints, its exit code, and the file that it writes or would write."""
+    out, given = base / f"{'-'.join((*arguments, *flags)).strip('-')}.tckcache", base / "workflow.json"
+    nodes = nodes or {name: node for name, node in workflow("flux", 1.0, backend="inductor").items() if name != "warmup"}
+    if "sampler" in nodes and nodes["sampler"]["inputs"]["model"] == ["warmup", 0]:
+        nodes["sampler"]["inputs"]["model"] = ["compile", 0]
+    given.write_text(json.dumps(nodes))
+    command = [sys.executable, str(base / "custom_nodes" / "torch-compile-kit" / "prebuild.py"), str(given), *arguments]
+    command += ["--out", str(out), "--comfyui", str(inprocess.host_folder())]
+    command += ["--", "--base-directory", str(base), "--disable-api-nodes", *flags]
+    environment = {**os.environ, "TINY_MODELS": str(ROOT / "devtools" / "tiny_models.py"), "HOME": str(base)}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    return done.stdout, done.stderr, done.returncode, out
+
+
+@pytest.fixture(scope="module")
+def files(base):
+    """Makes the file for a card, once."""
+    return functools.cache(lambda card: prebuilt(base, "--gpu", card))
+
+
+def header(out):
+    _format, text, _entries = out.read_bytes().split(b"\n", 2)
+    return json.loads(text)
+
+
+@needs_cuda
+@pytest.mark.host
+@pytest.mark.parametrize("card", ["h100", *(pytest.param(card, marks=pytest.mark.rest) for card in ("rtx4090", "rtx5090"))])
+def test_a_workflow_is_compiled_for_a_card(files, card):
+    architecture, name, attention = CARDS[card]
+    said, errors, code, out = files(card)
+    assert code == 0, errors
+    assert [line.split()[1] for line in said.splitlines()[:2]] == ["DoubleStreamBlock:", "SingleStreamBlock:"]
+    about = header(out)
+    assert about["environment"]["device"] == name and len(about["entries"]) == 2 and about["models"] == ["Flux"]
+    (choices,) = about["choices"].values()
+    assert choices == {"attention": attention, "compile now": "yes"}  # the server measures none, and waits for no payback
+    content = out.read_bytes()
+    cubins = [at.start() for at in re.finditer(b"\x7fELF", content)]
+    assert len(cubins) > 4
+    for at in cubins:  # as in test_stand_in_card.py
+        assert architecture in struct.unpack_from("<BB", content, at + 48)
+
+
+@needs_cuda
+@pytest.mark.host
+@pytest.mark.rest
+def test_another_card_and_other_places_of_weights_are_other_code(base, files):
+    """Under dynamic VRAM a bias lies behind the weight, in one page."""
+    names = {name for card in CARDS for name, _size in header(files(card)[3])["entries"]}
+    assert len(names) == 6
+    *_, out = prebuilt(base, "--gpu", "h100", flags=["--disable-dynamic-vram"])
+    assert not names & {name for name, _size in header(out)["entries"]}
+
+
+@needs_cuda
+@pytest.mark.host
+def test_what_cannot_be_compiled_is_said(base):
+    nodes = workflow("flux", 1.0, backend="inductor")
+    nodes["compile"]["inputs"]["mode"] = "max-autotune"
+    nodes["loader"]["inputs"]["unet_name"] = "absent.safetensors"
+    said, errors, code, out = prebuilt(base, "--gpu", "h100", nodes=nodes)
+    assert code == 1 and "nothing was compiled" in errors and "node loader, UNETLoader" in errors and not out.exists(), said
+
+
+MODEL = {"class_type": "TorchCompileKitModel", "inputs": {"model": ["1", 0]}}
+BAD = {
+    "the page's": ({"nodes": [], "links": []}, "as the page saves it; export it with Workflow > Export"),
+    "a list": ([1], "is no workflow; export one"),
+    "no node": ({"1": {"class_type": "UNETLoader", "inputs": {}}}, "has no node Torch Compile; put one"),
+    "no sampler": ({"1": {"class_type": "UNETLoader", "inputs": {}}, "2": MODEL}, "no sampler behind Torch Compile"),
+    "unknown": ({"2": MODEL, "3": {"class_type": "Strange", "inputs": {}}}, "node Strange, which this ComfyUI lacks; install"),
+}
+
+
+@pytest.mark.host
+@pytest.mark.parametrize("kind", BAD)
+def test_workflows_that_are_none(pack_module, kind):
+    import nodes
+
+    given, said = BAD[kind]
+    prebuild = pack_module("engine.host.nodes.prebuild")
+    with pytest.raises(prebuild.PrebuildError, match="^file.json.*" + re.escape(said)):
+        prebuild.samplers_of(given, "file.json", nodes.NODE_CLASS_MAPPINGS)
+
+
+@pytest.mark.host
+def test_samplers_are_the_first_behind_the_node(pack_module):
+    """And not what works on their latents, with a decoder or on the disk."""
+    import nodes
+
+    given = workflow("flux", 1.0)
+    given["second"] = {**given["sampler"], "inputs": {**given["sampler"]["inputs"], "latent_image": ["bigger", 0]}}
+    given["bigger"] = {"class_type": "LatentUpscale", "inputs": {"samples": ["sampler", 0]}}
+    given |= {"loader": {"class_type": "UNETLoader", "inputs": {}}, "prompts": {"class_type": "CLIPTextEncode", "inputs": {}}}
+    samplers_of = pack_module("engine.host.nodes.prebuild").samplers_of
+    assert samplers_of(given, "file.json", nodes.NODE_CLASS_MAPPINGS) == ["sampler", "second"]
+
+
+@pytest.fixture(scope="module")
+def command():
+    spec = importlib.util.spec_from_file_location("prebuild", ROOT / "prebuild.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["w.json"], "--gpu"),
+        (["w.json", "--gpu", "rtx9090"], "rtx9090.*choose from.*rtx4090"),
+        (["--gpu", "h100"], "name the workflow"),
+        (["w.json", "--gpu", "h100", "--comfyui", "absent"], "absent is no folder of ComfyUI; name it with --comfyui"),
+    ],
+)
+def test_bad_arguments(command, capsys, given, said):
+    with pytest.raises(SystemExit):
+        command.parse(given, command.known_cards())
+    assert re.search(said, capsys.readouterr().err, re.DOTALL)
+
+
+def test_cards_have_what_lowering_asks_for(command, engine):
+    needed = {"name", "major", "minor", "multi_processor_count", "total_memory", "warp_size", "regs_per_multiprocessor"}
+    for card in command.known_cards().values():
+        assert needed <= card.keys() and card["name"].startswith("NVIDIA ")
+
+
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "width", "mask", "runs"),
+    [
+        ("flash", torch.bfloat16, 64, False, True),
+        ("flash", torch.bfloat16, 64, True, False),
+        ("flash", torch.float32, 64, False, False),
+        ("cudnn", torch.bfloat16, 64, True, True),
+        ("cudnn", torch.bfloat16, 192, False, True),
+        ("cudnn", torch.bfloat16, 60, False, False),
+        ("efficient", torch.float32, 60, True, True),
+        ("efficient", torch.bfloat16, 60, False, False),
+    ],
+)
+def test_which_kernels_can_attend(engine, monkeypatch, kernel, dtype, width, mask, runs):
+    """As PyTorch answers on an H100."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    q = torch.zeros(1, 2, 8, width, dtype=dtype)
+    assert engine("torch_compat.fake_card").can_run(kernel, q, q, q, torch.zeros(8, 8) if mask else None) is runs
