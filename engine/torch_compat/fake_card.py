@@ -71,7 +71,7 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
         stand_in([card])
         for name, answer in answers.items():
             setattr(torch.cuda, name, functools.partial(answer))
-        torch.cuda.Stream = _Stream
+        torch.cuda.Stream, torch.nn.Module._apply = _Stream, _apply
         for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
             _aten.impl(name, functools.partial(_fake, mode, make), "CUDA", allow_override=True)
         _aten.impl("scaled_dot_product_attention", _attend, "AutogradCUDA", allow_override=True)
@@ -84,6 +84,17 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
 def _fake(mode: FakeTensorMode, make: Callable, size: Any, *strides: Any, dtype=None, memory_format=None, **_kwargs: Any):
     layout = {} if memory_format is None else {"memory_format": memory_format}
     return FakeTensor(mode, make(size, *strides, dtype=dtype, device="meta", **layout), CARD)
+
+
+def _apply(self, fn, recurse=True):
+    """In place of `nn.Module._apply`, which swaps what is in fake parameters: it cannot while something holds them weakly."""
+    for module in self.children() if recurse else ():
+        module._apply(fn)
+    for name, parameter in self._parameters.items():
+        if parameter is not None:
+            self._parameters[name] = torch.nn.Parameter(fn(parameter), parameter.requires_grad)
+    self._buffers.update({name: fn(buffer) for name, buffer in self._buffers.items() if buffer is not None})
+    return self
 
 
 def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, number: torch.Tensor | None = None) -> torch.Tensor:
