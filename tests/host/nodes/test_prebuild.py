@@ -130,7 +130,8 @@ def test_samplers_are_the_first_behind_the_node(pack_module):
     given = workflow("flux", 1.0)
     given["second"] = {**given["sampler"], "inputs": {**given["sampler"]["inputs"], "latent_image": ["bigger", 0]}}
     given["bigger"] = {"class_type": "LatentUpscale", "inputs": {"samples": ["sampler", 0]}}
-    given |= {"loader": {"class_type": "UNETLoader", "inputs": {}}, "prompts": {"class_type": "CLIPTextEncode", "inputs": {}}}
+    others = {"loader": "UNETLoader", "prompts": "CLIPTextEncode", "latent": "EmptyLatentImage"}
+    given |= {node: {"class_type": kind, "inputs": {}} for node, kind in others.items()}
     samplers_of = pack_module("engine.host.nodes.prebuild").samplers_of
     assert samplers_of(given, "file.json", nodes.NODE_CLASS_MAPPINGS) == ["sampler", "second"]
 
