@@ -31,7 +31,7 @@ class _NoNumbers(FakeTensorMode):
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
-            return (torch.ones((), dtype=args[0].dtype) if args[0].constant is None else args[0].constant).item()
+            return getattr(args[0], "number", torch.ones((), dtype=args[0].dtype)).item()
         if func is torch.ops.aten.equal.default:
             return True
         return super().dispatch(func, types, args, kwargs)
@@ -99,7 +99,10 @@ def _apply(self, fn, recurse=True):
 
 def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, number: torch.Tensor | None = None) -> torch.Tensor:
     """A tensor on the CPU that takes no memory; `number` tells its only element."""
-    return FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"), constant=number)
+    tensor: Any = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
+    if number is not None:
+        tensor.number = number
+    return tensor
 
 
 def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
