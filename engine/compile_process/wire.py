@@ -36,6 +36,8 @@ _ROOTS = {"torch": torch, "operator": operator, "math": math, "builtins": builti
 # The first part of the name of an attention kernel.
 _ATTENTION = "attention"
 _VERSIONED = {"torch", *sys.stdlib_module_names}
+# Inductor's GPU_ALIGN_BYTES (torch/_inductor/utils.py).
+ALIGNED_BYTES = 16
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
 
@@ -92,6 +94,12 @@ def _written_by(graph: fx.Graph) -> set[int] | None:
     return written
 
 
+def _returned_by(graph: fx.Graph) -> set[int]:
+    """The storages of what a graph returns: PyTorch makes views of inputs anew, by their offset."""
+    (output,) = (node for node in graph.nodes if node.op == "output")
+    return set().union(*(_memory_of(node.meta.get("example_value")) for node in output.all_input_nodes))
+
+
 def _memory_of(value: object) -> set[int]:
     if not isinstance(value, torch.Tensor):
         return set()
@@ -110,7 +118,7 @@ class _Writer:
         # Of attention, the kernels that may run, the preferred first, and the order of all.
         self._kernels = private.sdpa_backends(with_priority=True)
         self._order = list(self._kernels)
-        self._written = _written_by(graph.graph)
+        self._written, self._returned = _written_by(graph.graph), _returned_by(graph.graph)
         self._storages: dict[int, tuple[int, torch.dtype]] = {}
 
     def request(self, fakes: Sequence[Any]) -> dict[str, Any]:
@@ -151,11 +159,19 @@ class _Writer:
         return {
             "shape": [self._number(n) for n in fake.shape],
             "stride": [self._number(n) for n in fake.stride()],
-            "offset": self._number(fake.storage_offset()),
+            "offset": self._number(self._offset(fake)),
             "dtype": str(fake.dtype),
             "device": str(fake.device),
             "memory": self._memory(fake),
         }
+
+    def _offset(self, fake: torch.Tensor) -> Any:
+        """None of a weight that kernels may take for aligned: it lies in memory of its own, in a page of dynamic VRAM or in a
+        buffer for all weights of a block, from run to run elsewhere, and the code is the same."""
+        offset = fake.storage_offset()
+        if not isinstance(fake, torch.nn.Parameter) or type(offset) is not int or offset * fake.itemsize % ALIGNED_BYTES:
+            return offset
+        return 0 if self._memory(fake) is None and not self._returned & _memory_of(fake) else offset
 
     def _memory(self, fake: torch.Tensor) -> int | None:
         """A number for memory that inputs may share, which matters where the graph writes to it."""

@@ -337,6 +337,22 @@ def test_memory_that_inputs_share_is_told_where_the_graph_writes(wire):
     assert shared[0].untyped_storage().nbytes() >= memory.nbytes - 4
 
 
+@pytest.mark.parametrize("how", ["in a page", "not aligned", "no weight", "written", "returned"])
+def test_where_a_weight_lies_is_not_in_the_text(wire, how):
+    """Not where it makes no difference to kernels: a bias lies behind the weight, in a page of dynamic VRAM."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        page = torch.empty(64)
+        weight = page[3:7] if how == "not aligned" else page[16:20]
+        weight = weight if how == "no weight" else torch.nn.Parameter(weight, requires_grad=False)
+    call = ("call_method", "mul_", ("x", 2), {}) if how == "written" else ("call_function", torch.relu, ("x",), {})
+    graph = graph_of(call)
+    for node in graph.graph.nodes:
+        view = weight[1:] if how == "returned" else torch.empty(0)
+        node.meta["example_value"] = weight if node.op == "placeholder" else view
+    (described,) = wire.dumps(graph, [weight])["inputs"]
+    assert described["offset"] == (0 if how == "in a page" else weight.storage_offset())
+
+
 WRITES = {
     "a method": ("call_method", "mul_", ("x", 2), {}),
     "an operator of Python": ("call_function", operator.iadd, ("x", 1), {}),
