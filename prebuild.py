@@ -10,13 +10,15 @@ import argparse
 import functools
 import importlib
 import json
+import os
 import sys
 import types
 from pathlib import Path
 
 HERE = Path(__file__).absolute().parent  # not resolved: it may be linked into custom_nodes
 PACKAGE = "torch_compile_kit"
-OWN_ARGUMENTS = ["--disable-auto-launch", "--disable-pinned-memory", "--database-url", "sqlite:///:memory:"]
+# Where weights lie makes no other code, and there is no card for ComfyUI's dynamic VRAM.
+OWN_ARGUMENTS = ["--disable-auto-launch", "--disable-dynamic-vram", "--database-url", "sqlite:///:memory:"]
 QUIET = ["--verbose", "WARNING"]
 
 
@@ -83,10 +85,10 @@ def main() -> int:
     if options.describe_gpu is not None:
         describe(options.describe_gpu)
         return 0
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a card that is here is not the one that is asked for
     workflow = read_json("workflow", options.workflow)
     card = cards[options.gpu] if options.gpu else read_json("--gpu-file", options.gpu_file)
     mode = engine("torch_compat.fake_card").begin(card)
-    engine("host.fake_pages").begin()
     sys.path.insert(0, str(options.comfyui.resolve()))
     sys.argv = [
         str(options.comfyui / "main.py"),

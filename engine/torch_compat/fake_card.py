@@ -21,6 +21,7 @@ from .stand_in_card import stand_in
 
 CARD = torch.device("cuda", 0)
 _aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
+_MEMORY = 2**50  # so that ComfyUI moves no weights
 _SIXTEEN_BITS = {torch.float16, torch.bfloat16}
 # Channels a head that kernels take at most; cuDNN's takes as many as flash attention where the card is Hopper.
 _FLASH_WIDTH, _CUDNN_WIDTH, _HOPPER = 256, 128, (9, 0)
@@ -55,9 +56,9 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
         card: as `stand_in_card.describe` lists it.
     """
     private.switch("init_gpu_context")[1](lambda *_args: None)
-    mode, stream, memory = _NoNumbers(allow_non_fake_inputs=True), _Stream(), card["total_memory"]
+    mode, stream = _NoNumbers(allow_non_fake_inputs=True), _Stream()
     answers: dict[str, Callable[..., Any]] = {
-        "mem_get_info": lambda *_args: (memory, memory),
+        "mem_get_info": lambda *_args: (_MEMORY, _MEMORY),
         "memory_stats": lambda *_args: collections.Counter(),
         "memory_reserved": lambda *_args: 0,
         "is_current_stream_capturing": lambda: False,

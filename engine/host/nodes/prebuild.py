@@ -1,6 +1,6 @@
 """Compile the models of a workflow for a card that is not here; prebuild.py is the command line.
 
-1. fake_card.py answers for the card, fake_pages.py for dynamic VRAM. ComfyUI is started as by its main.py, but serves nobody.
+1. fake_card.py answers for the card. ComfyUI is started as by its main.py, without dynamic VRAM, but serves nobody.
 2. Weights are tensors without memory, of which files tell shape and dtype (`_load`).
 3. The workflow runs as far as its samplers, and each of them makes only the calls of its model that trace (`_sample`).
 4. A graph that was traced goes to the compile process, and its code into the store, as ever. Loading the code takes the card:
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import comfy.memory_management
 import comfy.model_management
 import comfy.model_patcher
 import comfy.patcher_extension
@@ -107,11 +106,10 @@ def prebuild(
         raise PrebuildError("\n".join(["nothing was compiled.", *failures]))
     if out is not None:
         write_cache_file(out, store, lowering.names, structures, pack_version(), models, [])
-    paged = "on" if comfy.memory_management.aimdo_enabled else "off"
     versions = ", ".join(f"{key} {value}" for key, value in environment().items() if key != "device")
     device, place = environment()["device"], out or store.folder
     tell(f"{len(lowering.names)} graphs of {', '.join(models)} are in {place}, for {device} alone.")
-    tell(f"Found there with dynamic VRAM {paged}, attention by {attention} where it can run, and {versions}.")
+    tell(f"Found there with {versions}; attention by {attention} where it can run.")
     return failures
 
 
