@@ -56,11 +56,20 @@ def parse(given: list[str], cards: dict[str, dict]) -> argparse.Namespace:
     return options
 
 
-def read_json(parser_name: str, file: Path):
+def read(what: str, file: Path):
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        sys.exit(f"{parser_name}: {file} cannot be read ({error})")
+        sys.exit(f"{what}: {file} cannot be read ({error})")
+
+
+def card_of(options: argparse.Namespace, cards: dict[str, dict]) -> dict:
+    if options.gpu:
+        return cards[options.gpu]
+    card = read("--gpu-file", options.gpu_file)
+    if not isinstance(card, dict) or not cards["h100"].keys() <= card.keys() | {"is_multi_gpu_board"}:
+        sys.exit(f"--gpu-file: {options.gpu_file} is no file of --describe-gpu")
+    return card
 
 
 def engine(name: str):
@@ -74,6 +83,8 @@ def engine(name: str):
 def describe(file: Path) -> None:
     import torch
 
+    if not torch.cuda.is_available():
+        sys.exit("--describe-gpu: PyTorch sees no CUDA card here; run it where the card is")
     torch.cuda.init()
     file.write_text(json.dumps(engine("torch_compat.stand_in_card").describe()[0], indent=1))
 
@@ -86,8 +97,7 @@ def main() -> int:
         describe(options.describe_gpu)
         return 0
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a card that is here is not the one that is asked for
-    workflow = read_json("workflow", options.workflow)
-    card = cards[options.gpu] if options.gpu else read_json("--gpu-file", options.gpu_file)
+    workflow, card = read("workflow", options.workflow), card_of(options, cards)
     mode = engine("torch_compat.fake_card").begin(card)
     sys.path.insert(0, str(options.comfyui.resolve()))
     sys.argv = [

@@ -111,6 +111,8 @@ def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=No
     args, named = (q, k, v, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
     for backend in private.sdpa_backends(with_priority=True) if q.is_cuda else ():
         name = backend.name.lower().removesuffix("_attention")
+        if name == "math":
+            break
         if can_run(name, q, k, v, attn_mask, enable_gqa):
             return getattr(attention, f"{name}_attention")(*args, **named)
     return torch.ops.aten._scaled_dot_product_attention_math.default.decompose(*args, **named)[0]

@@ -109,7 +109,7 @@ def prebuild(
     versions = ", ".join(f"{key} {value}" for key, value in environment().items() if key != "device")
     device, place = environment()["device"], out or store.folder
     tell(f"{len(lowering.names)} graphs of {', '.join(models)} are in {place}, for {device} alone.")
-    tell(f"Found there with {versions}; attention by {attention} where it can run.")
+    tell(f"Found there with {versions}; attention: {attention}, where it can run.")
     return failures
 
 

@@ -155,6 +155,22 @@ def test_bad_arguments(command, capsys, given, said):
     assert re.search(said, capsys.readouterr().err, re.DOTALL)
 
 
+def test_files_of_cards(command, tmp_path):
+    cards = command.known_cards()
+    file = tmp_path / "card.json"
+    options = command.parse(["w.json", "--gpu-file", str(file), "--comfyui", str(inprocess.host_folder())], cards)
+    for content, said in {
+        "": "cannot be read",
+        "{}": "is no file of --describe-gpu",
+        "[]": "is no file of --describe-gpu",
+    }.items():
+        file.write_text(content)
+        with pytest.raises(SystemExit, match=f"--gpu-file: .*{said}"):
+            command.card_of(options, cards)
+    file.write_text(json.dumps(cards["a100"]))
+    assert command.card_of(options, cards) == cards["a100"]
+
+
 def test_cards_have_what_lowering_asks_for(command, engine):
     needed = {"name", "major", "minor", "multi_processor_count", "total_memory", "warp_size", "regs_per_multiprocessor"}
     for card in command.known_cards().values():
