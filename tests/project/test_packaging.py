@@ -11,7 +11,7 @@ from support import ROOT
 
 PICTURES = (".png", ".jpg", ".svg", ".gif", ".webp")
 # At the top of the archive, and nothing else.
-TOP = {"prebuild.py", 
+TOP = {"prebuild.py",
     "__init__.py", "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md",
     "nodes", "engine", "js", "locales", "workflows", "docs",
 }  # fmt: skip
