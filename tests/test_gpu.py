@@ -21,8 +21,8 @@ MIB = 2**20
 @pytest.fixture(autouse=True)
 def compiles_at_once_worth_while(engine, monkeypatch):
     """Steps of tiny models take no time, so compiling them would be put off."""
-    for name in ("payback", "network_calls"):
-        monkeypatch.setattr(engine(f"host.model.{name}"), "may_wait", lambda _device: False)
+    monkeypatch.setattr(engine("host.model.payback"), "counts_runs_on", lambda _device: False)
+    monkeypatch.setattr(engine("host.model.network_calls"), "imports_beside_calls", lambda _device: False)
 
 
 # A copy is held up by some tenth of a second of nothing on its stream.

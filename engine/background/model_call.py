@@ -22,7 +22,7 @@ class ModelCall:
             five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
-        waits: the compiler is not imported yet: no block is compiled in this call.
+        waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
         traced: for how long blocks have been traced; `lowered`: of it, for how long graphs were lowered inside.
         put_off: a block ran uncompiled since no trace might begin.

@@ -46,7 +46,7 @@ class ModelCode:
         traced: for how many seconds blocks were traced in this run; `lowered`: of them, graphs were lowered inside.
         put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
         waits_for: why the last call could compile nothing.
-        replays_operators: the call of now is replayed, if it is, without the code that is to come.
+        replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
         bound: the blocks that run compiled in the call of now.

@@ -214,8 +214,8 @@ def _of_loading(block: str, error: Exception) -> Exception:
 
 
 def _is_of_entry(error: Exception) -> bool:
-    """Whether another entry may do better: not where the disk is full, a file is not to be opened or memory is short. A library
-    that the system cannot load is an OSError without a number; a file may be missing from the entry."""
+    """Whether another entry may do better: not where the disk is full, a file is not to be opened or memory is short, as far as
+    PyTorch tells. A library that cannot be loaded is an OSError without a number; a file may be missing from the entry."""
     if isinstance(error, private.MissingName) or never_swallowed(error):
         return False
     return not any(isinstance(e, OSError) and e.errno not in (None, errno.ENOENT) for e in chain(error))

@@ -1,8 +1,8 @@
 """Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
 
 `compile_process.lower` is called by the worker thread, one graph at a time, and waits without the GIL. It raises `Lost` where a
-new process has been lost with the same graph, or has not started, and `Unavailable` where none can be started; then graphs are
-lowered in the call that traced them.
+new process has been lost with the same graph, or has not started; `Outdated` after an update on disk; and `Unavailable` where
+none can be started: then graphs are lowered in the call that traced them.
 """
 
 import contextlib

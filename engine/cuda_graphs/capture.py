@@ -16,8 +16,8 @@ launches no kernels one by one. Small models are bound by those; large ones gain
    more if they differ.
 5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
    never replayed. A call that cannot be captured is remembered with the reason, and runs without.
-6. Out of memory drops all graphs and their pool. A call that failed in a capture in another way, or keeps memory that it has
-   allocated, is not captured again while the layers run the same functions.
+6. Out of memory drops all graphs and their pool; that call gets none until the weights move. A call that failed in a capture
+   in another way, or keeps memory that it has allocated, is not captured again while the layers run the same functions.
 
 Memory. What a capture allocates must be freed within it: under cudaMallocAsync a tensor of a capture that is freed later is at
 best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process when the graph has never run, or

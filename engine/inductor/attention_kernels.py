@@ -145,7 +145,7 @@ class AttentionSurvey:
         return {call[0].shape[-1] for call in self.calls} <= _READY_WIDTHS
 
     def best(self) -> str:
-        """The kernel with the least time over the costliest calls; `host` if no kernel beats the one that the host prefers.
+        """The kernel with the least time over the costliest calls; `comfyui` if none takes clearly less than the host's own.
 
         A call that the fastest cannot run (a short prompt) is left to the next kernel, as the host does.
         """

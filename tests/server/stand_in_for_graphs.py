@@ -29,7 +29,7 @@ def stand_in():
     )
     importlib.import_module(engine + "cuda_graphs.capture").ModelGraphs._capture = capture
     importlib.import_module(engine + "host.graphs.policy").no_graphs = lambda _device: None
-    importlib.import_module(engine + "host.model.network_calls").may_wait = lambda _device: True
+    importlib.import_module(engine + "host.model.network_calls").imports_beside_calls = lambda _device: True
     importlib.import_module(engine + "settings").CompileSettings.wants_graphs = True
     ownership = importlib.import_module(engine + "ownership")
     told = ownership.pack_of_file

@@ -214,8 +214,8 @@ def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
     try:
         state.missed_calls = 0 if pinned else state.missed_calls + 1
         have_room = pages.have_room()
-        state.crowded = not pinned and (state.crowded or (state.missed_calls > 1 and not have_room))
-        if state.crowded and graphs.graphs:
+        state.lacks_room = not pinned and (state.lacks_room or (state.missed_calls > 1 and not have_room))
+        if state.lacks_room and graphs.graphs:
             graphs.drop()  # the graphs' memory is better used for weights
         elif state.missed_calls > 1 and have_room:  # a layer that was used once is not used any more
             graphs.drop()
@@ -270,7 +270,7 @@ def watch_unloading() -> None:
     is bypassed, or in another branch of the workflow, has no callback of this pack.
     """
     _watch("detach", lambda _result, unpatch_all=True: unpatch_all)
-    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # not under dynamic VRAM, where pages stay
+    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # that of dynamic VRAM is another: pages stay
 
 
 def _watch(name: str, have_moved: Callable[..., object]) -> None:
@@ -314,7 +314,7 @@ def new_run(network: nn.Module) -> None:
 def graphs_summary(network: nn.Module) -> list[str]:
     graphs = graphs_of(network)
     lines = [f"CUDA graphs: {len(graphs.graphs)} captured"] if graphs.captures else []
-    if state_of(network).crowded:
+    if state_of(network).lacks_room:
         lines.append("CUDA graphs are off: the weights do not all fit into the memory that is free.")
     if reason := state_of(network).channels_last_fails:
         lines.append(f"Convolutions keep ComfyUI's layout: {reason}")
@@ -354,7 +354,7 @@ class NetworkState:
         functions: what the layers ran when their code was read for `keys`.
         keys: the options that the network's code reads.
         missed_calls: calls of this run, in a row, for which not all paged weights were in memory.
-        crowded: the paged weights do not all fit into memory.
+        lacks_room: the paged weights do not all fit into memory.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
         told_in: the sampling run in which it was said that blocks are not as the host made them.
@@ -364,7 +364,7 @@ class NetworkState:
     functions: list | None = None
     keys: frozenset[str] = BOOKKEEPING
     missed_calls: int = 0
-    crowded: bool = False
+    lacks_room: bool = False
     channels_last_fails: str = ""
     norms_ready: bool = False
     told_in: int = -1

@@ -50,7 +50,7 @@ def check_fullgraph(settings: CompileSettings) -> None:
 
 
 def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
-    """The kernel in use, `host` for ComfyUI's choice, CHECKPOINT for the checkpoint's; None before the first run."""
+    """The kernel in use, `comfyui` for ComfyUI's choice, CHECKPOINT for the checkpoint's; None before the first run."""
     return _chosen(network).get(wanted)
 
 

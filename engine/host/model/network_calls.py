@@ -29,7 +29,7 @@ from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
 # On a CPU calls would share its cores with the import.
-may_wait: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
+imports_beside_calls: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
 
@@ -93,7 +93,7 @@ class NetworkCalls:
     def _must_import(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:
         """Whether the compiler has to be imported for a call that does not wait for it."""
         needs_it = not call.synchronous and not code.compiles and self.settings.backend != "cudagraphs"
-        return needs_it and may_wait(device) and not is_imported()
+        return needs_it and imports_beside_calls(device) and not is_imported()
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:

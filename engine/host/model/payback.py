@@ -47,7 +47,7 @@ CALLS = 2, 5
 # From this call on a run goes as later ones will: a UNet's graph was captured and compared.
 SETTLED = 9
 
-may_wait: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
+counts_runs_on: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
 
 @dataclass
@@ -119,7 +119,7 @@ class Payback:
             replays: until compiling begins the model's operators are replayed.
         """
         sigmas, all_steps = options.get("sigmas"), options.get("sample_sigmas")
-        if sigmas is None or all_steps is None or len(all_steps) < 2 or is_warming() or not may_wait(x.device):
+        if sigmas is None or all_steps is None or len(all_steps) < 2 or is_warming() or not counts_runs_on(x.device):
             return True
         record = self.record
         if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # a warmup's

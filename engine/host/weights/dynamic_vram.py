@@ -169,7 +169,11 @@ class AllPages:
             self._used = fetched if anew else self._used | fetched
 
     def pin(self) -> tuple | None:
-        """Pin all used pages, for `unpin`; None if a layer's weights would have to be fetched."""
+        """Pin all used pages, for `unpin`; None if weights are missing.
+
+        Layers are asked one by one until all are there; from then on the signature of their pages alone is compared, so
+        `new_run` is to be called whenever the host may want other weights in them.
+        """
         if not self.have_room():
             return None
         if self._whole is None:

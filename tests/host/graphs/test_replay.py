@@ -25,8 +25,8 @@ def compiled(flux):
     return flux.attach(flux.patcher)
 
 
-def crowded(runs):
-    return runs.engine("host.graphs.replay").state_of(runs.patcher.model.diffusion_model).crowded
+def lacks_room(runs):
+    return runs.engine("host.graphs.replay").state_of(runs.patcher.model.diffusion_model).lacks_room
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def check(flux, compiled, expected=None):
 def test_weights_that_stay_in_their_pages(flux, compiled, pages):
     assert check(flux, compiled) == (1, 1)  # plain (which fetched the weights), captured, replayed
     assert check(flux, compiled) == (0, 3)
-    assert pages.pinned == 0 and not crowded(flux)
+    assert pages.pinned == 0 and not lacks_room(flux)
     assert flux.graphs == 1, "tensors that were put elsewhere are not compiled for anew"
 
 
@@ -109,7 +109,7 @@ def test_weights_that_do_not_all_fit_are_not_captured_and_it_is_said(flux, compi
     check(flux, compiled)
     pages.resident = set(list(pages.layers)[::2])
     assert check(flux, compiled) == (0, 0)
-    assert crowded(flux) and not graphs_of(flux).graphs and pages.pinned == 0
+    assert lacks_room(flux) and not graphs_of(flux).graphs and pages.pinned == 0
     assert any("do not all fit" in note for note in engine("host.model.attach").notes_about(compiled))
     pages.resident = set(pages.layers)
     assert check(flux, compiled) == (1, 1)
@@ -133,7 +133,7 @@ def test_weights_that_never_all_fit_are_never_captured(flux, compiled, pages):
     pages.resident = set(names[: len(names) // 2])
     assert check(flux, compiled) == (0, 0)
     assert check(flux, compiled) == (0, 0)
-    assert crowded(flux) and pages.pinned == 0
+    assert lacks_room(flux) and pages.pinned == 0
 
 
 def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, pages):
@@ -146,7 +146,7 @@ def test_a_layer_that_is_used_no_more_does_not_stand_in_the_way(flux, compiled, 
         layer._v_signature = None
     longer = Runs.run.__get__(flux)
     flux.steps = 8
-    assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not crowded(flux)
+    assert check(flux, compiled, longer(flux.patcher))[1] > 0 and not lacks_room(flux)
 
 
 def test_pages_are_free_while_a_call_runs_plainly(flux, compiled, pages, engine, monkeypatch):

@@ -25,7 +25,7 @@ class Importing(Runs):
         self.may_lower = threading.Event()
         self.may_lower.set()
         calls = engine("host.model.network_calls")
-        monkeypatch.setattr(calls, "may_wait", lambda _device: True)  # as on a GPU
+        monkeypatch.setattr(calls, "imports_beside_calls", lambda _device: True)  # as on a GPU
         monkeypatch.setattr(calls, "is_imported", lambda: self.is_imported)
         for module in ("network_calls", "payback"):
             monkeypatch.setattr(engine(f"host.model.{module}"), "import_ahead", lambda: self.asked.append(self.code.compiles))
@@ -157,7 +157,7 @@ def test_by_default_the_operators_are_replayed_until_code_is_there(by_default):
 def test_they_are_replayed_while_compiling_would_not_pay(by_default, engine, monkeypatch):
     """The first run's first calls are timed as they are without this pack; and the user can have compiling begin."""
     (unet, plain), payback = by_default, engine("host.model.payback")
-    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(engine("host.model.structure_record"), "_records", {})
     monkeypatch.setattr(engine("host.model.structure_record"), "TRACE", 1e6)
     unet.is_imported, unet.steps = True, 12
@@ -178,7 +178,7 @@ def test_they_are_replayed_while_compiling_would_not_pay(by_default, engine, mon
 def test_few_steps_are_captured_from_the_models_second_run_on(by_default, engine, monkeypatch):
     """ComfyUI may free the model after each prompt (`--cache-none`)."""
     (unet, plain), payback = by_default, engine("host.model.payback")
-    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     record = engine("host.model.structure_record").Record("a" * 12, seconds=1.0, runs=1, trace=1e6)
     monkeypatch.setattr(payback, "payback_of", engine("per_model").PerModel(lambda _network: payback.Payback(record)))
     monkeypatch.setattr(engine("host.model.wrapper"), "payback_of", payback.payback_of)
@@ -191,7 +191,7 @@ def test_few_steps_are_captured_from_the_models_second_run_on(by_default, engine
 def test_graphs_without_compiling_stay_and_nothing_is_put_off(unet, engine, monkeypatch):
     """After default settings, with which compiling was put off until it paid."""
     payback, plain = engine("host.model.payback"), unet.run(unet.patcher)
-    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(engine("host.model.structure_record"), "_records", {})
     monkeypatch.setattr(engine("host.model.structure_record"), "TRACE", 1e6)
     record(engine, monkeypatch)

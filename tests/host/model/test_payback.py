@@ -27,7 +27,7 @@ def flux(engine, tiny, monkeypatch, store):
     """run(compile) samples five steps as on a GPU, and gives the latent, the graphs so far and the line of the node."""
     payback, attachment = engine("host.model.payback"), engine("host.model.attach")
     records = engine("host.model.structure_record")
-    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(records, "_records", {})
     monkeypatch.setattr(records, "_write_later", lambda write: write())
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")

@@ -77,7 +77,7 @@ def history(engine, monkeypatch, tmp_path):
     code_store = engine("cache.code_store")
     code_of, watch_of = engine("compile.registry").code_of, engine("notices.recompile_log").watch_of
     clock = [0.0]
-    monkeypatch.setattr(payback, "may_wait", lambda _device: True)
+    monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(records, "_records", {})
     monkeypatch.setattr(records, "_write_later", lambda write: write())
