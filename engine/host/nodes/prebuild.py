@@ -114,7 +114,7 @@ def prebuild(
 
 
 def samplers_of(workflow: Any, name: str, classes: dict[str, Any]) -> list[str]:
-    """The first nodes behind Torch Compile that make a latent.
+    """The first nodes after Torch Compile that make a latent.
 
     Raises:
         PrebuildError: it is no workflow, has no such node, or one that is not among the `classes`.
@@ -123,20 +123,20 @@ def samplers_of(workflow: Any, name: str, classes: dict[str, Any]) -> list[str]:
         raise PrebuildError(f"{name} is a workflow as the page saves it; export it with Workflow > Export (API).")
     if not isinstance(workflow, dict) or not all(isinstance(node, dict) and "class_type" in node for node in workflow.values()):
         raise PrebuildError(f"{name} is no workflow; export one with Workflow > Export (API).")
-    behind = {node for node, about in workflow.items() if about["class_type"] == MODEL_NODE}
-    if not behind:
-        raise PrebuildError(f"{name} has no node Torch Compile; put one behind the model that is to be compiled.")
+    after = {node for node, about in workflow.items() if about["class_type"] == MODEL_NODE}
+    if not after:
+        raise PrebuildError(f"{name} has no node Torch Compile; put one after the model that is to be compiled.")
     for about in workflow.values():
         if about["class_type"] not in classes:
             raise PrebuildError(
                 f"{name} has a node {about['class_type']}, which this ComfyUI lacks; install the pack that brings it."
             )
     makers = {node for node, about in workflow.items() if "LATENT" in (classes[about["class_type"]].RETURN_TYPES or ())}
-    while new := {node for node in workflow.keys() - behind if (behind - makers) & set(_linked(workflow[node]))}:
-        behind |= new
-    if not behind & makers:
-        raise PrebuildError(f"{name} has no sampler behind Torch Compile; connect one.")
-    return sorted(behind & makers)
+    while new := {node for node in workflow.keys() - after if (after - makers) & set(_linked(workflow[node]))}:
+        after |= new
+    if not after & makers:
+        raise PrebuildError(f"{name} has no sampler after Torch Compile; connect one.")
+    return sorted(after & makers)
 
 
 def _linked(node: dict) -> Iterator[str]:

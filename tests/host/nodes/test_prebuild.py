@@ -102,7 +102,7 @@ BAD = {
     "the page's": ({"nodes": [], "links": []}, "as the page saves it; export it with Workflow > Export"),
     "a list": ([1], "is no workflow; export one"),
     "no node": ({"1": {"class_type": "UNETLoader", "inputs": {}}}, "has no node Torch Compile; put one"),
-    "no sampler": ({"1": {"class_type": "UNETLoader", "inputs": {}}, "2": MODEL}, "no sampler behind Torch Compile"),
+    "no sampler": ({"1": {"class_type": "UNETLoader", "inputs": {}}, "2": MODEL}, "no sampler after Torch Compile"),
     "unknown": ({"2": MODEL, "3": {"class_type": "Strange", "inputs": {}}}, "node Strange, which this ComfyUI lacks; install"),
 }
 
@@ -119,7 +119,7 @@ def test_workflows_that_are_none(pack_module, kind):
 
 
 @pytest.mark.host
-def test_samplers_are_the_first_behind_the_node(pack_module):
+def test_samplers_are_the_first_after_the_node(pack_module):
     """And not what works on their latents, with a decoder or on the disk."""
     import nodes
 
