@@ -41,9 +41,14 @@ def lowered_here(monkeypatch):
     return calls
 
 
+# Modules of loaded kernels, which PyTorch puts among its own: a kernel that is loaded once more is another function.
+KERNELS = "torch._inductor.runtime.compile_tasks."
+
+
 def functions_of_torch():
     """Every function and class that a module of PyTorch has, and those of the classes."""
-    modules = [m for name, m in list(sys.modules.items()) if name.partition(".")[0] == "torch" and m is not None]
+    of_torch = [name for name in list(sys.modules) if name.partition(".")[0] == "torch" and not name.startswith(KERNELS)]
+    modules = [m for name in of_torch if (m := sys.modules.get(name)) is not None]
     held = {(m.__name__, name): value for m in modules for name, value in list(vars(m).items()) if callable(value)}
     classes = {value for value in held.values() if isinstance(value, type) and value.__module__.startswith("torch")}
     of_classes = {(c, name): value for c in classes for name, value in list(vars(c).items()) if callable(value)}
