@@ -168,11 +168,11 @@ async function refresh() {
   if (news === shown) return;
   shown = news;
   const used = models.filter((model) => model.runs || model.graphs || model.being_compiled.length || model.failures.length);
-  const known = used.length ? used.map(card) : [part("div", say("noModel"), "quiet")];
+  const cards = used.length ? used.map(card) : [part("div", say("noModel"), "quiet")];
   const machine = button(say("machine"), check);
   const head = [part("h2", "Torch Compile"), part("div", say("intro"), "quiet"), machine, part("div", told, "told")];
   if (told === checked.told) head.push(copying());
-  element.replaceChildren(...head, part("h3", say("models")), ...known, cacheOnDisk(cache));
+  element.replaceChildren(...head, part("h3", say("models")), ...cards, cacheOnDisk(cache));
   const files = element.querySelector("select");
   if (files && cache.files.includes(chosen)) files.value = chosen;
 }

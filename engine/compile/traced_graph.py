@@ -41,7 +41,7 @@ from ..background.thread import Job, compiler
 from ..cache import code_store
 from ..compile_process import lowering_settings
 from ..compile_process.client import LowerInline, Outdated, Unavailable, compile_process
-from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
+from ..compile_process.obtain import Obtained, Request, holds, import_ahead, load, obtain, request_for
 from ..compile_process.wire import CannotTravel
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -189,28 +189,26 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered
     if importing.ident is not None:
         importing.join()
     try:
-        with gpu_locks[request.device]:
-            run = load(obtained.code)
+        run = _loaded(request, obtained, block)
     except Exception as error:
         if not obtained.was_kept or not _is_of_entry(error):
-            raise _of_loading(block, error) from error
+            raise
         logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
         obtained = obtain(request, block, patient, obtained.name)
-        try:
-            with gpu_locks[request.device]:
-                run = load(obtained.code)
-        except Exception as error:
-            raise _of_loading(block, error) from error
+        run = _loaded(request, obtained, block)
     return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)
 
 
-def _of_loading(block: str, error: Exception) -> Exception:
-    """In place of an error of loading code that was just made: it may pass, as a full disk or card does, of which PyTorch does
-    not always tell."""
-    if never_swallowed(error) or isinstance(error, private.MissingName | DescribedError):
-        return error
-    failure = describe_failure(block, error)
-    return DescribedError(failure.reason, failure.cure, may_pass=True)
+def _loaded(request: Request, obtained: Obtained, block: str) -> Callable:
+    """The function of loaded code. Errors may pass, as a full disk or card does, of which PyTorch does not always tell."""
+    try:
+        with gpu_locks[request.device]:
+            return load(obtained.code)
+    except Exception as error:
+        if never_swallowed(error) or isinstance(error, private.MissingName | DescribedError):
+            raise
+        failure = describe_failure(block, error)
+        raise DescribedError(failure.reason, failure.cure, may_pass=True) from error
 
 
 def _is_of_entry(error: Exception) -> bool:

@@ -53,8 +53,10 @@ class BlockCompiler:
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         """Parameters have the host's names: a wrapper of another pack may pass each of them by name."""
         args = x, t, c_concat, c_crossattn, control, {} if transformer_options is None else transformer_options
-        if (own := self._own_of(executor.class_obj)) is not self:
-            return executor(*args, **kwargs) if own is None else own(executor, *args, **kwargs)
+        if (compiler_of_model := self._of_running_patcher(executor.class_obj)) is None:
+            return executor(*args, **kwargs)
+        if compiler_of_model is not self:
+            return compiler_of_model(executor, *args, **kwargs)
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         if self.status is None or _is_copy_for_another_device(executor.class_obj):
@@ -82,11 +84,10 @@ class BlockCompiler:
             sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
         return result
 
-    def _own_of(self, base_model) -> "BlockCompiler | None":
-        """The one of the patcher that runs: the host calls a guider's second model with the first one's options."""
+    def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
+        """That patcher's wrapper: the host calls a guider's second model with the first one's options."""
         patcher = getattr(base_model, "current_patcher", None)
-        own = [self] if patcher is None else patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-        return own[0] if own else None
+        return self if patcher is None else next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
     def _is_left(self, base_model, args: tuple) -> bool:
         """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our

@@ -3,7 +3,7 @@
 1. fake_card.py answers for the card. ComfyUI is started as by its main.py, without dynamic VRAM, but serves nobody.
 2. Weights are tensors without memory, of which files tell shape and dtype (`_load`).
 3. The workflow runs as far as its samplers, and each of them makes only the calls of its model that trace (`_sample`).
-4. A graph that was traced goes to the compile process, and its code into the store, as ever. Loading the code takes the card:
+4. A graph that was traced goes to the compile process, and its code into the store. Loading the code takes the card:
    the graph that was sent runs in its place (`_Lowering`).
 
 The name of code is the one that the card's own prompts ask for, as long as they trace the same. So attention's kernel is kept
