@@ -20,7 +20,9 @@ from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager
+from .group import BlockGroup
 from .registry import ModelCode, code_of
+from .traced_graph import LOWERERS
 
 
 class _Search:
@@ -145,25 +147,31 @@ class Binding:
         places = self._weights.of_block if self._weights is not None else {}
         compiled = {} if self.call.waits else dict.fromkeys(choice.compiled)
         code.bound = list(compiled)
+        # The GPU works off what was launched before a trace, the more of it the less of the trace is waited for.
+        is_waited_for = self.call.synchronous or self.settings.backend not in LOWERERS
+        last = {kind_of(block): block for block in compiled}
         runs = {}
         for block in dict.fromkeys([*self._free, *compiled]):
             weights = places.get(id(block))
             if given_forward(block) is not None:  # by a wrapper around the model, since this binding was made
                 continue
             if block in compiled or weights is not None:
-                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, effort)
+                traced = None if is_waited_for else last.get(kind_of(block))
+                runs[block] = _Run(self.call, code if block in compiled else None, self.settings, weights, effort, traced)
         return runs
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place."""
+    """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place.
+    `traced`: another block of the same kind, which is to be traced in its place; None: no other."""
 
     call: ModelCall
     code: ModelCode | None
     settings: CompileSettings
     weights: Any
     effort: Effort | None
+    traced: nn.Module | None
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
@@ -178,7 +186,14 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     with nullcontext() if run.weights is None else _placed(run.weights):
         if group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
-        return group(block, state, run.call, args, kwargs, run.effort)
+        return group(block, state, run.call, args, kwargs, run.effort, _may_begin(run, group, block))
+
+
+def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
+    """Whether the group's first trace may begin with `block`, as no other block of the group is to be traced."""
+    if group.code.has_code or run.code is None or run.traced is None or run.traced is block:
+        return True
+    return run.code.group_of(run.traced, run.settings)[0] is not group
 
 
 @contextmanager

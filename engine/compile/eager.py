@@ -32,6 +32,7 @@ class Eager(enum.Enum):
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
     TRACE_TIME = enum.auto()  # tracing has taken too long in this call of the model, or in this run
+    NOT_LAST = enum.auto()  # the last block of its kind is traced, while the GPU is busy with those before it
 
 
 class Taken(NamedTuple):
@@ -63,12 +64,14 @@ def why_eager(
     kwargs: dict,
     shapes: tuple,
     effort: Effort | None,
+    may_begin: bool,
 ) -> Eager | None:
     """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
 
     Args:
         group: the `BlockGroup` (group.py imports this module).
         effort: of the call of the model; None where all groups are worth a graph.
+        may_begin: the group's first trace may begin with this block, see `Binding`.
     """
     if effort is not None and effort.is_too_small(block, args):
         return Eager.SMALL
@@ -83,4 +86,11 @@ def why_eager(
     first = args[0] if args else None
     if isinstance(first, torch.Tensor) and is_capturing(first.device):
         return Eager.CAPTURING
-    return Eager.TRACE_TIME if not call.may_trace and not group.code.has_code else None
+    if group.code.has_code:
+        return None
+    if not call.may_trace:
+        return Eager.TRACE_TIME
+    if not may_begin and group.put_off_in in (None, call.began):  # once: the last block may never be called
+        group.put_off_in = call.began
+        return Eager.NOT_LAST
+    return None

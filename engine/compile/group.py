@@ -34,6 +34,7 @@ class BlockGroup:
         numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
+        put_off_in: when the call of the model began in which the first trace was left to a later block.
     """
 
     class_name: str
@@ -44,6 +45,7 @@ class BlockGroup:
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
+    put_off_in: int | None = None
     _seen: set[tuple] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
 
@@ -76,7 +78,14 @@ class BlockGroup:
         return self.code.is_being_lowered
 
     def __call__(
-        self, block: nn.Module, state: BlockState, call: ModelCall, args: tuple, kwargs: dict, effort: Effort | None = None
+        self,
+        block: nn.Module,
+        state: BlockState,
+        call: ModelCall,
+        args: tuple,
+        kwargs: dict,
+        effort: Effort | None = None,
+        may_begin: bool = True,
     ) -> object:
         at = None
         all_options: Any = kwargs.get("transformer_options")
@@ -88,11 +97,12 @@ class BlockGroup:
         self._check_patches(patches)
         inputs, copies = in_usual_layout(args)
         shapes = shapes_of(inputs, kwargs)
-        reason = why_eager(self, block, call, args, kwargs, shapes, effort)
+        reason = why_eager(self, block, call, args, kwargs, shapes, effort, may_begin)
         if reason is not None:
             self.eager.add(reason)
             if reason is Eager.TRACE_TIME:
                 call.put_off_trace()
+            call.uncompiled |= reason is Eager.NOT_LAST
             if reason is not Eager.FAILED:
                 return self.forward(block, *args, **kwargs)
             self.code.raise_if_stopped(self.failure_now)

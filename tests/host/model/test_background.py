@@ -90,6 +90,36 @@ def test_images_go_on_until_the_code_is_there(name, tiny, engine):
     assert runs.graphs == graphs
 
 
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_a_trace_that_nothing_waits_for_begins_with_the_last_block_of_its_kind(tiny, engine, compile_when, monkeypatch):
+    flux, events = Behind(tiny, engine, "flux", cfg=1.0), []
+    monkeypatch.setattr(engine("compile.compiled_code"), "on_trace", [lambda: events.append("trace")])
+    network = flux.patcher.model.diffusion_model
+    for *before, last in (network.double_blocks, network.single_blocks):
+        for block in before:
+            block.register_forward_pre_hook(lambda *_: events.append("a block"))
+        last.register_forward_pre_hook(lambda *_: events.append("the last block"))
+    assert relative_error(flux.run(flux.attach(flux.patcher, compile_when=compile_when)), flux.plain()) < 1e-5
+    where = [block for block, event in itertools.pairwise(events) if event == "trace"]
+    assert where == ["the last block" if compile_when == "in background" else "a block"] * 2
+
+
+def test_blocks_of_a_kind_whose_last_one_is_skipped_are_compiled_all_the_same(flux):
+    last = len(flux.patcher.model.diffusion_model.single_blocks) - 1
+
+    def skipping(patcher):
+        patcher.set_model_patch_replace(lambda args, _more: {"img": args["img"]}, "dit", "single_block", last)
+        return patcher
+
+    expected = flux.run(patched(flux.patcher, skipping))
+    assert relative_error(expected, flux.plain()) > 1e-3, "nothing is skipped; this proves nothing"
+    compiled = patched(flux.attach(flux.patcher), skipping)
+    assert relative_error(flux.run(compiled), expected) < 1e-5
+    flux.made()
+    assert flux.graphs == 1 and flux.eager > 0
+    assert relative_error(flux.run(compiled), expected) < 1e-5 and flux.eager == 0
+
+
 def test_a_patched_model_gets_code_around_the_patch_and_the_plain_one_keeps_its(flux):
     change = options.patched_with(options.scaled_output, "attn1_output_patch")
     compiled, expected = flux.attach(flux.patcher), flux.run(patched(flux.patcher, change))
