@@ -104,10 +104,10 @@ class BlockGroup:
                 call.put_off_trace()
             call.uncompiled |= reason is Eager.NOT_LAST
             if reason is not Eager.FAILED:
-                return self.forward(block, *args, **kwargs)
+                return type(block).forward(block, *args, **kwargs)
             self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
-                return self.forward(block, *args, **kwargs)
+                return type(block).forward(block, *args, **kwargs)
         with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])

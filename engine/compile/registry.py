@@ -74,7 +74,6 @@ class ModelCode:
         self._over_limit: list[tuple[BlockState, tuple]] = []
         self._generation = 0, False
         self._said_taken: set[Taken] = set()
-        self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
         self._filters: defaultdict[tuple, list[OptionsFilter]] = defaultdict(list)
 
@@ -106,7 +105,7 @@ class ModelCode:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block):
-            state = self._of_block[block] = BlockState(block, self._classes)
+            state = self._of_block[block] = BlockState(block, _classes)
         if state.options is None or not state.options.is_current():
             state.options = self._filter_for(block, state)
         if settings_key not in state.groups:
@@ -286,6 +285,8 @@ def _outlive_models(key: tuple, group: BlockGroup) -> None:
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; no weight is in it.
 _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
+# For `sharing_classes`: a class that is gone is in no group's code.
+_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
 # Those used last, newest last.
 _recent: dict[tuple, BlockGroup] = {}
 MOST_RECENT = 24

@@ -279,3 +279,7 @@ def test_blocks_of_a_class_that_each_has_of_its_own(check, make):
         block.__class__ = cls
     check(net)
     assert check(net) == 1 and [type(block) for block in net.blocks] == classes
+    another = Net(Outer)  # of the same structure: it gets the code of the first
+    for block in another.blocks:
+        block.__class__ = make(Outer)
+    check(another)
