@@ -25,7 +25,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+import urllib.error
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -431,10 +433,11 @@ class Bench:
 
     def run(self, server, nodes: dict) -> dict:
         """What one prompt took, or how it died."""
-        posted = time.time()
         allowed = min(self.options.prompt_limit, self.left())
         try:
-            entry = server.finished(server.start(nodes), allowed)
+            with Beside(server) as beside:
+                posted = time.time()
+                entry = server.finished(server.start(nodes), allowed)
         except PromptRejectedError as error:
             return {"died": f"refused: {json.dumps(error.node_errors or error.answer)[:300]}"}
         except ServerError as error:
@@ -448,7 +451,47 @@ class Bench:
         done = next(data["timestamp"] for kind, data in entry["status"]["messages"] if kind == "execution_success") / 1000
         *before, steps = [[round(seconds, 4) for seconds in steps] for steps in answer.pop("samplings")]
         warmup = {"warmup_steps": before} if before else {}
-        return {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps, **warmup, **answer}
+        seconds = {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps}
+        return {**seconds, **warmup, **answer, **beside.told(), **lines(server)}
+
+
+class Beside:
+    """What runs beside a server's own process while a prompt does: memory of the processes that it has started, and how many
+    processes hold memory of a GPU, of all servers (where the machine shows that)."""
+
+    def __init__(self, server):
+        self._server, self._over = server, threading.Event()
+        self._gib, self._on_gpu = 0.0, set()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self):
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_error):
+        self._over.set()
+        self._thread.join()
+
+    def told(self) -> dict:
+        return {"beside_gib": round(self._gib, 3), "gpu_processes": len(self._on_gpu)}
+
+    def _look(self) -> None:
+        while not self._over.wait(1):
+            with contextlib.suppress(psutil.Error):
+                started = psutil.Process(self._server.process.pid).children(recursive=True)
+                self._gib = max(self._gib, sum(process.memory_full_info().pss for process in started) / 2**30)
+            with contextlib.suppress(OSError):
+                command = ["nvidia-smi", "--query-compute-apps=pid", "--format=csv,noheader"]
+                self._on_gpu.update(subprocess.run(command, capture_output=True, text=True, check=False).stdout.split())
+
+
+def lines(server) -> dict:
+    """What our nodes say in the page, by node; nothing where the server has none."""
+    try:
+        told = server.get(f"/torch-compile-kit/status?client_id={server.client_id}")
+    except urllib.error.HTTPError:
+        return {}
+    return {"lines": {node: [line["state"], line["says"]] for node, line in told.items()}}
 
 
 def tell(server, name: str) -> None:
