@@ -11,7 +11,7 @@ FLOORS = [
     {"engine/host/nodes"},
     {"engine/host/model", "engine/host/vae"},
     {"engine/host/graphs", "engine/benchmark"},
-    {"engine/host/weights", "engine/cuda_graphs", "engine/notices"},
+    {"engine/host/weights", "engine/cuda_graphs", "engine/messages"},
     {"engine/host", "engine/compile"},
     {"engine/compile_process"},
     {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options"},

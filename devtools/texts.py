@@ -20,7 +20,7 @@ KEPT = ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "a
 FRAMES = ("cure", "or", "details", "phase", "limit", "inEnglish", "cacheSaved")
 ROOMS = (
     "nodes",
-    "engine/notices",
+    "engine/messages",
     "engine/host/nodes",
     "engine/host/vae",
     "engine/host/model",

@@ -14,9 +14,9 @@ from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.host.nodes import progress
 from ..engine.host.nodes.cache_files import pack_version
 from ..engine.log import logger
-from ..engine.notices import recompile_log as watch
-from ..engine.notices import status, words
-from ..engine.notices.report import report_json
+from ..engine.messages import recompile_log as watch
+from ..engine.messages import status, words
+from ..engine.messages.report import report_json
 from ..engine.settings import CompileSettings
 from ..engine.threads import started
 from .cache_routes import language_for, post, register_cache_routes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..notices.words import counted, say
+from ..messages.words import counted, say
 
 # Share by which two medians must differ.
 CLEAR = 0.01

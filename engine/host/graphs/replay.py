@@ -37,8 +37,8 @@ from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
-from ...notices.recompile_log import watch_of
-from ...notices.words import ENGLISH, in_words, told
+from ...messages.recompile_log import watch_of
+from ...messages.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
 from ...ownership import (
     OwnForward,

@@ -18,8 +18,8 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import attention_kernels
 from ...log import logger
-from ...notices.status import Line, Status, forget_line, tell_all
-from ...notices.words import ENGLISH, in_words, told
+from ...messages.status import Line, Status, forget_line, tell_all
+from ...messages.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ..adapter import set_callbacks

@@ -14,8 +14,8 @@ from ...compile.binding import plan_for
 from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...log import logger
-from ...notices.status import Line, Status
-from ...notices.words import told
+from ...messages.status import Line, Status
+from ...messages.words import told
 from ...settings import CompileSettings
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary

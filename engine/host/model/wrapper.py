@@ -18,9 +18,9 @@ from ...compile.registry import WaitsFor, code_of
 from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
-from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
-from ...notices.report import stats_for
-from ...notices.status import Status
+from ...messages.recompile_log import CallInfo, is_warming, report_compilation, watch_of
+from ...messages.report import stats_for
+from ...messages.status import Status
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import always_replays

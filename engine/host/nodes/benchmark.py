@@ -22,9 +22,9 @@ from ...compile.binding import blocks_of
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
-from ...notices.recompile_log import warming
-from ...notices.report import limits_of, stats_for
-from ...notices.words import say, say_in_english
+from ...messages.recompile_log import warming
+from ...messages.report import limits_of, stats_for
+from ...messages.words import say, say_in_english
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..graphs.policy import payoff_of

@@ -15,9 +15,9 @@ from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
 from ...files import status_of
 from ...log import logger
-from ...notices.recompile_log import CallInfo, watch_of
-from ...notices.report import groups_for
-from ...notices.words import say, say_in_english
+from ...messages.recompile_log import CallInfo, watch_of
+from ...messages.report import groups_for
+from ...messages.words import say, say_in_english
 from ...settings import CompileSettings
 from ...user_input import check_model, check_text
 from ..model.attach import Nothing, diffusion_model, model_name, settings_for

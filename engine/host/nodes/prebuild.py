@@ -35,7 +35,7 @@ from ...compile.registry import live_models
 from ...compile_process import obtain, wire
 from ...errors import TorchCompileKitError
 from ...inductor import attention_kernels
-from ...notices.recompile_log import warming
+from ...messages.recompile_log import warming
 from ...torch_compat import fake_card
 from ..model import structure_record
 from ..model.user_folder import open_users_store

@@ -10,8 +10,8 @@ import comfy.utils
 
 from ...compile.session import monitor
 from ...compile_process.client import compile_process
-from ...notices import status
-from ...notices.words import say
+from ...messages import status
+from ...messages.words import say
 from ...threads import started
 
 SECONDS_BETWEEN_TEXTS = 1.0

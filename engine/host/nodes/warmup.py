@@ -4,9 +4,9 @@ import time
 from collections.abc import Callable
 
 from ...compile.registry import code_of
-from ...notices.recompile_log import warming, watch_of
-from ...notices.report import CompileReport, WarmedSize, groups_for, stats_for
-from ...notices.words import say, say_in_english
+from ...messages.recompile_log import warming, watch_of
+from ...messages.report import CompileReport, WarmedSize, groups_for, stats_for
+from ...messages.words import say, say_in_english
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
 from ..adapter import is_dynamic

@@ -23,8 +23,8 @@ from ...blocks.channels_last import DTYPES, run_channels_last
 from ...errors import InvalidSetting
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
-from ...notices.status import Line
-from ...notices.words import told
+from ...messages.status import Line
+from ...messages.words import told
 from ...ownership import is_compiled_elsewhere, is_of_class
 from ..adapter import forbids_threads, set_callbacks
 from ..graphs.norm_kernels import kernels, norm_kernels

@@ -84,7 +84,7 @@ def test_settings_of_pytorch_that_another_node_changes(flux, counts, compiled):
 def test_what_waiting_calls_have_captured_is_replayed_by_the_others(flux, counts, engine):
     """After a warmup; models without convolutions wait for no kernels of ours."""
     compiled = flux.attach(flux.patcher, compile_when="in background")
-    with engine("notices.recompile_log").warming():
+    with engine("messages.recompile_log").warming():
         flux.run(compiled)
     assert counts() == (1, 1)
     flux.run(compiled)

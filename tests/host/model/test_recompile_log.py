@@ -50,7 +50,7 @@ def test_a_warmed_size_says_nothing(watched):
 
 @pytest.mark.parametrize("waits", [False, True])
 def test_the_first_run_names_the_warmup_but_where_waiting_was_chosen(engine, waits):
-    log, stats = engine("notices.recompile_log"), engine("compile.session").CompileStats(graphs=2, seconds=3.0)
+    log, stats = engine("messages.recompile_log"), engine("compile.session").CompileStats(graphs=2, seconds=3.0)
     sentence, _size = log.Watch().notice(log.CallInfo(64, 64), stats, (), "auto", waits)
     cure = "" if waits else ". To compile before the first image, add Torch Compile Warmup after Torch Compile."
     assert sentence == f"Waited 3.0 s for compiling: the first run{cure}"
@@ -134,27 +134,27 @@ def test_an_input_that_the_conditioning_adds_is_named(watched):
 
 @pytest.mark.parametrize("warmed", [True, False])
 def test_guards_are_told_only_as_details(engine, warmed):
-    asked = engine("notices.recompile_log").CallInfo(64, 64)
+    asked = engine("messages.recompile_log").CallInfo(64, 64)
     guard = "0/0: GLOBAL_STATE changed: num_threads"
-    sentence, _size = engine("notices.recompile_log").cause(asked, asked, "auto", warmed, guard)
+    sentence, _size = engine("messages.recompile_log").cause(asked, asked, "auto", warmed, guard)
     before, details = sentence.split("Details: ")
     assert details == guard and "GLOBAL_STATE" not in before
-    other = engine("notices.recompile_log").CallInfo(96, 64)
-    assert guard not in engine("notices.recompile_log").cause(asked, other, "auto", warmed, guard)[0]
+    other = engine("messages.recompile_log").CallInfo(96, 64)
+    assert guard not in engine("messages.recompile_log").cause(asked, other, "auto", warmed, guard)[0]
 
 
 def test_a_controlnet_is_named(engine):
     """Those of the host add between the blocks and never compile; a model that hands one to its blocks would."""
-    watch = engine("notices.recompile_log")
+    watch = engine("messages.recompile_log")
     for before, now, word in ((False, True, "added"), (True, False, "removed")):
         known, asked = watch.CallInfo(64, 64, controlnet=before), watch.CallInfo(64, 64, controlnet=now)
-        sentence, _size = engine("notices.recompile_log").cause(known, asked, "auto", True, "")
+        sentence, _size = engine("messages.recompile_log").cause(known, asked, "auto", True, "")
         assert f"a ControlNet was {word}" in sentence and "after the ControlNet's node" in sentence
 
 
 @pytest.mark.parametrize(("before", "now"), [(1, 2), (2, 1)])
 def test_for_sound_no_size_is_offered_that_a_warmup_refuses(engine, before, now):
-    watch = engine("notices.recompile_log")
+    watch = engine("messages.recompile_log")
     sentence, size = watch.cause(watch.CallInfo(batch=before), watch.CallInfo(batch=now), "auto", True, "")
     assert size is None and f"changed from {before} to {now}. Connect the latent" in sentence
     assert "extra_sizes" not in sentence
@@ -166,7 +166,7 @@ def test_notices_come_back_in_the_next_report_and_as_json(watched, engine):
     (sentence,) = runs.said(width=96)
     notice = sentence.removeprefix("Flux: ")
     assert f"Compiled outside the warmup: {notice}" in runs.warm()
-    entries = [m for m in engine("notices.report").report_json()["models"] if notice in m["compiled_outside_warmup"]]
+    entries = [m for m in engine("messages.report").report_json()["models"] if notice in m["compiled_outside_warmup"]]
     assert [m["compiled_outside_warmup"] for m in entries] == [[notice]]
     assert "Compiled outside" not in runs.warm((64, 64), (96, 64)), "solved: that size is warm now"
 
@@ -195,13 +195,13 @@ def test_a_second_setting_of_the_same_model_is_watched_by_itself(watched):
 
 def test_the_page_is_told(watched, engine):
     heard = []
-    engine("notices.recompile_log").listeners.append(lambda *told: heard.append(told))
+    engine("messages.recompile_log").listeners.append(lambda *told: heard.append(told))
     try:
         runs = watched(**SINGLE)
         runs.warm()
         runs.said(width=96)
     finally:
-        engine("notices.recompile_log").listeners.pop()
+        engine("messages.recompile_log").listeners.pop()
     ((name, sentence, size, node),) = heard
     assert node is None and name == "Flux" and "width changed" in sentence and size == "96x64"
 

@@ -325,7 +325,7 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
     finally:
         callbacks.remove_start_callback(press_cancel)
     assert len(compiled) == 1 == runs.graphs
-    assert not monitor.calls and monitor.listener is None and not engine("notices.recompile_log").is_warming()
+    assert not monitor.calls and monitor.listener is None and not engine("messages.recompile_log").is_warming()
     same(runs.run(runs.compiled), expected)
     runs.warm((64, 64), (96, 64))
     assert runs.sampled() == 0 == runs.sampled(width=96)

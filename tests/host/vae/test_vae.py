@@ -157,7 +157,7 @@ def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock)
         tried.append(x.shape)
         raise torch.OutOfMemoryError("full")
 
-    laid_out = engine("host.vae.attach").LaidOut("decode", decode, torch.device("cpu"), engine("notices.status").Line(None))
+    laid_out = engine("host.vae.attach").LaidOut("decode", decode, torch.device("cpu"), engine("messages.status").Line(None))
     laid_out.trial.other = True
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
@@ -231,14 +231,14 @@ class TestLeftAlone:
     @pytest.fixture
     def told(self, engine, monkeypatch):
         lines = []
-        monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+        monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *given: lines.append(given)])
         return lines
 
     def test_on_a_cpu(self, engine, told):
         vae, latent = make("image")
         ours = engine("host.vae.attach").attach_vae(vae, "7")
         assert [(*to, line[:2]) for *to, line in told] == [((None, None), "7", ("unclear", [["leftAsIs", ["vaeNoGpu"]]]))]
-        assert engine("notices.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
+        assert engine("messages.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
         assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
 
     @pytest.mark.parametrize(("dtype", "compiled"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
@@ -271,7 +271,7 @@ class TestLeftAlone:
 
 def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     lines = []
-    monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+    monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *given: lines.append(given)])
     vae, latent = make("image")
     ours = engine("host.vae.attach").attach_vae(vae, "7")
     clock += [9, 9, 1, 2]

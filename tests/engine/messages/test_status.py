@@ -15,7 +15,7 @@ def clock(engine, monkeypatch):
     """clock(seconds): so much time passes, for the line."""
     now = [100.0]
     passes = types.SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    monkeypatch.setattr(engine("notices.status"), "time", passes)
+    monkeypatch.setattr(engine("messages.status"), "time", passes)
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
@@ -23,7 +23,7 @@ def clock(engine, monkeypatch):
 def node(engine, clock, monkeypatch):
     """The line of a node whose model has one group of blocks, and what the page was told."""
     settings = engine("settings").CompileSettings()
-    found = engine("notices.status").Status("7", settings)
+    found = engine("messages.status").Status("7", settings)
     found.group = types.SimpleNamespace(
         class_name="Block",
         is_being_compiled=False,
@@ -35,10 +35,10 @@ def node(engine, clock, monkeypatch):
         groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
     )
     for module in ("status", "report"):
-        monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
+        monkeypatch.setattr(engine(f"messages.{module}"), "code_of", lambda network: code)
     found.code = code
     found.told = []
-    monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *news: found.told.append(news)])
+    monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *news: found.told.append(news)])
     found.network = torch.nn.Identity()
     return found
 
@@ -114,7 +114,7 @@ def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeyp
         node._compiling_since = None
         return 100.0
 
-    monkeypatch.setattr(engine("notices.status").time, "monotonic", another_thread_says_ready)
+    monkeypatch.setattr(engine("messages.status").time, "monotonic", another_thread_says_ready)
     node.tell()
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
 
@@ -128,7 +128,7 @@ def test_while_the_compiler_is_imported_the_line_says_that_compiling_comes_next(
 
 
 def test_before_it_is_compiled_the_line_says_what_replays_gain(node, clock, engine):
-    watch = engine("notices.recompile_log").watch_of(node.network)
+    watch = engine("messages.recompile_log").watch_of(node.network)
     run(node, clock, [0.2] * 6, eager=True)
     assert said(node)[0] == ""
     run(node, clock, [0.1] * 6)
@@ -181,7 +181,7 @@ def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expect
 
 
 def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, engine):
-    use = engine("notices.recompile_log").watch_of(node.network)
+    use = engine("messages.recompile_log").watch_of(node.network)
     run(node, clock, [0.2] * 2, eager=True)
     run(node, clock, [0.1] * 5)
     assert use.gained is None, "two steps say nothing"
@@ -199,7 +199,7 @@ def test_steps_that_compute_more_are_not_compared(node, clock, engine, uncompile
     run(node, clock, [before] * 6, eager=True, calls=calls)
     run(node, clock, [now] * 6, calls=calls_now)
     assert said(node) == ("ready", ["readyBut", ["aStep", f"{now:.3f}"]])
-    assert engine("notices.recompile_log").watch_of(node.network).gained is None
+    assert engine("messages.recompile_log").watch_of(node.network).gained is None
     run(node, clock, [before / 2] * 6, calls=calls)
     assert said(node)[1][1][:2] == ["faster", "50%"]
 
@@ -228,7 +228,7 @@ def test_steps_of_a_few_inputs_are_kept_those_that_ran_last(node, clock, engine)
     node.group.stats.graphs = 1
     for inputs in ("this", "that"):
         run(node, clock, [0.4] * 6, eager=True, inputs=inputs)
-    for number in range(engine("notices.status").MOST_INPUTS - 1):
+    for number in range(engine("messages.status").MOST_INPUTS - 1):
         run(node, clock, [0.2] * 2, inputs=f"a prompt of {number} tokens")
         run(node, clock, [0.2] * 6, inputs="this")
     assert said(node)[1][1][:2] == ["faster", "50%"]
@@ -264,7 +264,7 @@ def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock
 
 def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch):
     """Two workflows may have the same node ids, and so may two users; what is cached runs for whoever asks."""
-    status, settings = engine("notices.status"), engine("settings").CompileSettings()
+    status, settings = engine("messages.status"), engine("settings").CompileSettings()
     mine, theirs = ("me", "workflow"), ("them", "workflow")
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     monkeypatch.setattr(status, "owner_now", lambda: mine)
@@ -298,7 +298,7 @@ def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch
 
 
 def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, monkeypatch):
-    status = engine("notices.status")
+    status = engine("messages.status")
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     line = status.Line("7")
     for number in range(100):
@@ -308,7 +308,7 @@ def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine
 
 
 def test_a_line_stays_when_another_workflow_has_pushed_its_node_out_of_comfyuis_cache(engine, monkeypatch):
-    status = engine("notices.status")
+    status = engine("messages.status")
     monkeypatch.setattr(status, "_last_news", {})
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     monkeypatch.setattr(status, "owner_now", lambda: ("me", "workflow"))
@@ -339,7 +339,7 @@ def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
 
 def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):
     """By another thread: a node that runs, beside the one that compiles."""
-    status = engine("notices.status")
+    status = engine("messages.status")
     monkeypatch.setattr(status, "statuses", type(status.statuses)())
     kept = [status.Line(str(number)) for number in range(3)]
     monkeypatch.setattr(status.Line, "tell", lambda self: kept.append(status.Line(f"{self.node} more")))
