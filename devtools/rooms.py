@@ -9,11 +9,11 @@ from .commands import ROOT
 FLOORS = [
     {"nodes"},
     {"engine/host/nodes"},
-    {"engine/host/model", "engine/host/vae"},
+    {"engine/host/model"},
     {"engine/host/graphs", "engine/benchmark"},
     {"engine/host/weights", "engine/cuda_graphs", "engine/messages"},
     {"engine/host", "engine/compile"},
-    {"engine/compile_process"},
+    {"engine/compile_process", "engine/channels_last"},
     {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options"},
     {"engine", "engine/failures"},
     {"engine/torch_compat"},

@@ -22,7 +22,6 @@ ROOMS = (
     "nodes",
     "engine/messages",
     "engine/host/nodes",
-    "engine/host/vae",
     "engine/host/model",
     "engine/host/graphs",
     "engine/benchmark",

@@ -2,7 +2,7 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.vae.attach import attach_vae
+from ..engine.host.model.vae import attach_vae
 
 
 class VAEChannelsLast(io.ComfyNode):

@@ -27,7 +27,8 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
-from ...blocks.channels_last import run_channels_last
+from ...channels_last.function_mode import run_channels_last
+from ...channels_last.preparing import kernels, norm_kernels
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.eager import Eager
@@ -55,7 +56,6 @@ from ...torch_settings import modes, numerics
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .norm_kernels import kernels, norm_kernels
 from .policy import Notes, has_convolutions, is_short_of_memory
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes

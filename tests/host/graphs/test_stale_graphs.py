@@ -172,7 +172,7 @@ def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, engi
 
 def test_kernels_for_convolutions_get_ready_while_a_model_has_none(flux, counts, engine, monkeypatch):
     """As when the VAE's norm kernels are compiled beside it."""
-    kernels = engine("host.graphs.norm_kernels").norm_kernels
+    kernels = engine("channels_last.preparing").norm_kernels
     monkeypatch.setattr(kernels, "ready", False)
     compiled = flux.attach(flux.patcher)
     flux.run(compiled)

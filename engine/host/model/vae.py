@@ -19,7 +19,8 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
-from ...blocks.channels_last import DTYPES, run_channels_last
+from ...channels_last.function_mode import DTYPES, run_channels_last
+from ...channels_last.preparing import kernels, norm_kernels
 from ...errors import InvalidSetting
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
@@ -27,7 +28,6 @@ from ...messages.status import Line
 from ...messages.words import told
 from ...ownership import is_compiled_elsewhere, is_of_class
 from ..adapter import forbids_threads, set_callbacks
-from ..graphs.norm_kernels import kernels, norm_kernels
 
 KEY = "torch-compile-kit"
 # The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.

@@ -51,11 +51,11 @@ class Kernels(Reference):
 @pytest.fixture
 def kernels(engine, monkeypatch):
     """A CPU counts as a GPU with our kernels, and fp32 as a dtype for tensor cores."""
-    found, attach = Kernels(), engine("host.vae.attach")
+    found, attach = Kernels(), engine("host.model.vae")
     monkeypatch.setattr(attach, "kernels", lambda: found)
     monkeypatch.setattr(attach, "norm_kernels", found)
     monkeypatch.setattr(attach, "left_alone", lambda _vae: None)
-    for module in (attach, engine("blocks.channels_last")):
+    for module in (attach, engine("channels_last.function_mode")):
         monkeypatch.setattr(module, "DTYPES", {torch.float32})
     return found
 
@@ -69,7 +69,7 @@ def clock(engine, monkeypatch):
         """Read at the begin and at the end of each timed call."""
         return seconds.pop(0) if next(read) % 2 else 0.0
 
-    monkeypatch.setattr(engine("host.vae.attach"), "time", types.SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(engine("host.model.vae"), "time", types.SimpleNamespace(perf_counter=perf_counter))
     return seconds
 
 
@@ -90,7 +90,7 @@ def make(name):
 
 
 def attached(engine, vae):
-    return engine("host.vae.attach").attach_vae(vae)
+    return engine("host.model.vae").attach_vae(vae)
 
 
 def laid_out(vae, name="decode"):
@@ -157,7 +157,7 @@ def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock)
         tried.append(x.shape)
         raise torch.OutOfMemoryError("full")
 
-    laid_out = engine("host.vae.attach").LaidOut("decode", decode, torch.device("cpu"), engine("messages.status").Line(None))
+    laid_out = engine("host.model.vae").LaidOut("decode", decode, torch.device("cpu"), engine("messages.status").Line(None))
     laid_out.trial.other = True
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
@@ -220,7 +220,7 @@ def test_an_image_too_large_for_the_kernels_has_its_norms_computed_by_pytorch(en
     vae, latent = make("image")
     expected, ours = vae.decode(latent), attached(engine, vae)
     laid_out(ours).trial.other = True
-    monkeypatch.setattr(engine("blocks.channels_last"), "MOST_VALUES", 1000)
+    monkeypatch.setattr(engine("channels_last.function_mode"), "MOST_VALUES", 1000)
     assert relative_error(ours.decode(latent), expected) < 1e-5
     assert kernels.norms == 0 and kernels.weights
 
@@ -236,7 +236,7 @@ class TestLeftAlone:
 
     def test_on_a_cpu(self, engine, told):
         vae, latent = make("image")
-        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        ours = engine("host.model.vae").attach_vae(vae, "7")
         assert [(*to, line[:2]) for *to, line in told] == [((None, None), "7", ("unclear", [["leftAsIs", ["vaeNoGpu"]]]))]
         assert engine("messages.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
         assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
@@ -244,7 +244,7 @@ class TestLeftAlone:
     @pytest.mark.parametrize(("dtype", "compiled"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
     def test_in_32_bits_or_compiled_by_another(self, engine, monkeypatch, dtype, compiled):
         vae, _ = make("image")
-        attach = engine("host.vae.attach")
+        attach = engine("host.model.vae")
         monkeypatch.setattr(attach, "kernels", lambda: object())
         vae.device, vae.vae_dtype = torch.device("cuda"), dtype
         if compiled:  # as KJNodes does it
@@ -256,7 +256,7 @@ class TestLeftAlone:
         """KJNodes' TorchCompileVAE compiles in place: with each `ChannelsLast` it compiled anew."""
         vae, latent = make("image")
         expected, graphs = vae.decode(latent), []
-        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        ours = engine("host.model.vae").attach_vae(vae, "7")
         backend = lambda graph, _inputs: graphs.append(graph) or graph  # noqa: E731
         ours.first_stage_model.decoder = torch.compile(ours.first_stage_model.decoder, backend=backend)
         for _ in range(8):
@@ -266,14 +266,14 @@ class TestLeftAlone:
 
     def test_what_is_no_vae_is_refused(self, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
-            engine("host.vae.attach").attach_vae("something")
+            engine("host.model.vae").attach_vae("something")
 
 
 def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     lines = []
     monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *given: lines.append(given)])
     vae, latent = make("image")
-    ours = engine("host.vae.attach").attach_vae(vae, "7")
+    ours = engine("host.model.vae").attach_vae(vae, "7")
     clock += [9, 9, 1, 2]
     for _ in range(7):
         ours.decode(latent)
@@ -318,7 +318,7 @@ def test_a_vae_that_nobody_uses_is_freed_at_once(engine, kernels, clock, then_pl
 
 
 def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine, monkeypatch):
-    norm = engine("host.graphs.norm_kernels")
+    norm = engine("channels_last.preparing")
     kernels, asked = norm._NormKernels(), []
     monkeypatch.setattr(norm, "kernels", lambda: object())
     monkeypatch.setattr(norm.compiler, "submit", lambda job: (asked.append(1), setattr(job, "over", True)))
@@ -332,6 +332,6 @@ def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine,
 
 
 def test_no_thread_is_begun_where_none_may_be(engine, kernels, monkeypatch):
-    monkeypatch.setattr(engine("host.vae.attach"), "forbids_threads", lambda: True)
+    monkeypatch.setattr(engine("host.model.vae"), "forbids_threads", lambda: True)
     attached(engine, make("image")[0])
     assert not hasattr(kernels, "asked")

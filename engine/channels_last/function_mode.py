@@ -39,7 +39,7 @@ class _Waiting:
 class ChannelsLast(TorchFunctionMode):
     """While it is on, 16-bit images keep channels_last through convolutions and group norms; with `video`, videos do too.
 
-    `kernels` is the module `cuda_graphs/group_norm.py`.
+    `kernels` is the module `kernels.py`.
     """
 
     def __init__(self, kernels: types.ModuleType, video: bool = False):
