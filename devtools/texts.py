@@ -30,7 +30,7 @@ ROOMS = (
 
 def keys_said(code, function="say"):
     """The keys in the calls of `say` in some code, Python or JavaScript."""
-    return {key for call in re.findall(rf"\b{function}\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
+    return {key for call in re.findall(rf"\b{function}\((?=([^()]*))", code) for key in re.findall(r'"(\w+)"', call)}
 
 
 def keys_of_scripts(root=ROOT):

@@ -15,7 +15,7 @@ from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...log import logger
 from ...messages.status import Line, Status
-from ...messages.words import told
+from ...messages.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
@@ -99,10 +99,9 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
         return compiled
     kind, why = type(control).__name__, obstacle(network)
     if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
-        compiled.torch_compile_kit_line = line = Line(node)
-        words, reason = why or (told("controlLeft", kind), "its network runs once an image, or is made anew for each")
-        line.put("control", words)
-        logger.info("%s is left uncompiled: %s", kind, reason)
+        why = why or told("controlLeft", kind)  # the network runs once an image, or is made anew for each
+        Line(node).put("control", why)
+        logger.info("%s is %s", kind, in_words(why, ENGLISH))
         return compiled
     prepare_compiling(settings)
     compiled.control_model = CompiledControl(network, settings, Status(node, settings) if node is not None else None)

@@ -23,6 +23,7 @@ def clock(engine, monkeypatch):
 def node(engine, clock, monkeypatch):
     """The line of a node whose model has one group of blocks, and what the page was told."""
     settings = engine("settings").CompileSettings()
+    monkeypatch.setattr(engine("messages.status"), "lines", {})
     found = engine("messages.status").Status("7", settings)
     found.group = types.SimpleNamespace(
         class_name="Block",
@@ -151,23 +152,6 @@ def test_where_nothing_is_replayed_any_more_the_line_does_not_say_so(node, clock
     assert said(node)[0] == ""
 
 
-def test_a_run_begins_while_the_thread_that_compiles_tells_the_line(node, monkeypatch):
-    node.group.is_being_compiled = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    sent = [None, node._sent]
-
-    def forgotten_after_each_read(_line):
-        sent.reverse()
-        return sent[0]
-
-    monkeypatch.setattr(type(node), "_sent", property(forgotten_after_each_read, lambda _line, _news: None), raising=False)
-    for node.group.is_being_compiled in (True, False):
-        for _ in range(2):
-            node.tell()
-            sent.reverse()
-
-
 @pytest.mark.parametrize("graphs, expected", [(0, ("", ())), (1, ("ready", ["ready"]))])
 def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expected):
     """At once: it has ended in the middle of compiling."""
@@ -262,69 +246,60 @@ def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock
     assert node.now()[:2] == (state, ["readyBut", words])
 
 
-def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch):
+@pytest.fixture
+def prompt_of(engine, monkeypatch):
+    """prompt_of(client, workflow): its prompt runs from now on."""
+    monkeypatch.setattr(engine("messages.status"), "lines", {})
+    return lambda *owner: monkeypatch.setattr(engine("messages.status"), "owner_now", lambda: owner)
+
+
+def test_a_line_belongs_to_the_prompt_that_runs(node, prompt_of, engine):
     """Two workflows may have the same node ids, and so may two users; what is cached runs for whoever asks."""
     status, settings = engine("messages.status"), engine("settings").CompileSettings()
-    mine, theirs = ("me", "workflow"), ("them", "workflow")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    monkeypatch.setattr(status, "owner_now", lambda: mine)
+    prompt_of("me", "workflow")
     first = status.Status("7", settings)
-    monkeypatch.setattr(status, "owner_now", lambda: theirs)
-    line = status.Line("7")
-    line.put("decoding", ["vaeReady"])
+    prompt_of("them", "workflow")
+    status.Line("7").put("decoding", ["vaeReady"])
     node.group.stats.graphs = 1
-    first._network = node._network = weakref.ref(node.network)
-    assert status.live_lines() == [first, line]
-    node.told.clear()
+    first._network = weakref.ref(node.network)
     status.tell_all()
-    assert [(owner, told_of, news.says) for owner, told_of, news in node.told] == [
-        (mine, "7", ["ready"]),
-        (theirs, "7", [["vaeReady"]]),
+    assert [(owner, news.says) for owner, _node, news in node.told] == [
+        (("them", "workflow"), [["vaeReady"]]),
+        (("me", "workflow"), ["ready"]),
     ]
     assert list(status.lines_of("me", "workflow")) == ["7"] and status.lines_of("me", "another") == {}
     first.new_run()  # their prompt has found our node's model in the host's cache
     node.told.clear()
     first.tell()
-    assert [owner for owner, *_ in node.told] == [mine, theirs], "both workflows use it"
+    assert [owner for owner, *_ in node.told] == [("me", "workflow"), ("them", "workflow")], "both workflows use it"
     assert status.lines_of("me")["7"].says == status.lines_of("them")["7"].says == ["ready"]
-    monkeypatch.setattr(status, "owner_now", lambda: mine)
-    second = status.Status("7", settings)  # our node runs anew: the other code is no longer ours
-    second._network = first._network
+    prompt_of("me", "workflow")
+    status.Status("7", settings)  # our node runs anew: the other code is no longer ours
+    first._told = None
     node.told.clear()
-    first.new_run()
-    status.Status("7", settings)
-    first.tell()
-    assert [owner for owner, *_ in node.told] == [theirs] and status.live_lines() == [first]
+    status.tell_all()
+    assert [owner for owner, *_ in node.told] == [("them", "workflow")]
+    assert status.lines_of("me")["7"].says == ["ready"], "until the model runs"
 
 
-def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, monkeypatch):
+def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, prompt_of):
     status = engine("messages.status")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
     line = status.Line("7")
     for number in range(100):
-        monkeypatch.setattr(status, "owner_now", lambda number=number: (str(number), None))
+        prompt_of(str(number), None)
         line.put("decoding", ["vaeReady"])
-    assert len(status.statuses) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
+    assert len(status.lines) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
 
 
-def test_a_line_stays_when_another_workflow_has_pushed_its_node_out_of_comfyuis_cache(engine, monkeypatch):
+def test_lines_stay_when_comfyui_frees_their_nodes_output_the_newest_of_them(engine, prompt_of):
     status = engine("messages.status")
-    monkeypatch.setattr(status, "_last_news", {})
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    monkeypatch.setattr(status, "owner_now", lambda: ("me", "workflow"))
-    lines = {node: status.Line(node) for node in "78"}
-    lines["7"].put("decoding", ["vaeReady"])
-    lines["8"]._send(status.News("compiling", ["preparing"]))
-    lines.clear()
-    assert not status.live_lines() and list(status.lines_of("me", "workflow")) == ["7"]
-    assert status.lines_of("me", "workflow")["7"].says == [["vaeReady"]] and status.lines_of("me", "another") == {}
-    kept = status.Line("7")
-    assert status.lines_of("me", "workflow")["7"] == status.News(), "the node ran again, and has nothing to say yet"
-    for number in range(2 * status.MOST_KEPT):
-        kept.node = str(number)
-        kept._register()
-        kept.put("decoding", ["vaeReady"])
-    assert len(status._last_news) == status.MOST_KEPT
+    prompt_of("me", "workflow")
+    for number in range(2 * status.MOST_LINES):
+        status.Line(str(number)).put("decoding", ["vaeReady"])
+    assert len(status.lines_of("me", "workflow")) == status.MOST_LINES and status.lines_of("me", "another") == {}
+    assert status.lines_of("me", "workflow")["399"].says == [["vaeReady"]]
+    status.forget_line("399")
+    assert "399" not in status.lines_of()
 
 
 def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
@@ -337,14 +312,15 @@ def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
     assert [line.state for _owner, _node, line in node.told] == ["compiling", ""]
 
 
-def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):
+def test_lines_may_be_added_while_they_are_told(engine, prompt_of, monkeypatch):
     """By another thread: a node that runs, beside the one that compiles."""
     status = engine("messages.status")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    kept = [status.Line(str(number)) for number in range(3)]
-    monkeypatch.setattr(status.Line, "tell", lambda self: kept.append(status.Line(f"{self.node} more")))
+    prompt_of(None, None)
+    for number in range(3):
+        status.Line(str(number))
+    monkeypatch.setattr(status.Line, "tell", lambda self: status.Line(f"{self.node} more"))
     status.tell_all()
-    assert len(kept) == 6 == len(status.live_lines())
+    assert len(status.lines) == 6
 
 
 def test_steps_that_did_something_else_do_not_count(node, clock):

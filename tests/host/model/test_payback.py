@@ -41,7 +41,7 @@ def flux(engine, tiny, monkeypatch, store):
         assert engine("background.thread").compiler.wait(60)
         assert (steps, sampler) != (5, "euler") or torch.allclose(result, expected, atol=1e-4)
         groups = engine("compile.registry").code_of(network).groups.values()
-        line = next(iter(engine("messages.status").lines_of().values()))
+        line = engine("messages.status").lines_of()["7"]
         return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
 
     run.conditioning = conditioning
@@ -382,7 +382,7 @@ def test_the_user_can_have_it_begin_now_and_in_later_sessions(flux, engine, tiny
     assert graphs == 0 and payback.payback_of.items()
     assert not payback.begin_now("b" * 12) and not payback.begin_now(["b"])
     assert payback.begin_now(line.begins)
-    line = next(iter(engine("messages.status").lines_of().values()))
+    line = engine("messages.status").lines_of()["7"]
     assert line.says == ["beginsNext"] and line.begins is None
     assert "Not compiled so far: compiling begins with the next step." in flux.notes()
     graphs, line, _ = flux()

@@ -300,7 +300,7 @@ def test_a_step_that_is_split_is_one_step(flux, tiny, compile_when):
     for _ in range(2):
         flux.run(compiled)
         assert flux.engine("background.thread").compiler.wait(100)
-    lines = flux.engine("messages.status").live_lines()
+    lines = flux.engine("messages.status").lines.values()
     (steps,) = next(line for line in lines if line.node == f"split {compile_when}")._steps.values()
     timed = flux.steps - 2  # of a run at most: the first loads weights, and nothing tells when the last is over
     assert timed <= len(steps.uncompiled) + len(steps.fast) <= 2 * timed
@@ -314,8 +314,7 @@ def test_steps_that_compute_more_are_not_compared(flux):
     )
     tokens, values = flux.negative[0]
     flux.negative = [[torch.cat([tokens, tokens[:, :3]], 1), values]]
-    lines = flux.engine("messages.status").live_lines
-    (steps,) = [line._steps for line in lines() if line.node == "cfg"]
+    (steps,) = [line._steps for line in flux.engine("messages.status").lines.values() if line.node == "cfg"]
     for flux.cfg in (3.0, 1.0, 3.0):
         flux.run(compiled)
         assert flux.engine("background.thread").compiler.wait(100)
