@@ -1,7 +1,8 @@
-"""Keep the work of several threads on one device apart."""
+"""Keep the work of several threads on one device apart, and tell when a device has done its work."""
 
 import collections
 import threading
+import time
 
 import torch
 
@@ -11,3 +12,12 @@ gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.d
 
 def is_capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def seconds_when_done(device: torch.device) -> float:
+    """Seconds on the clock when all work on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif hasattr(torch, device.type):
+        getattr(torch, device.type).synchronize()
+    return time.perf_counter()

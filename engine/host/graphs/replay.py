@@ -244,7 +244,7 @@ def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwar
     options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # the model may write to it
     args_copy, kwargs_copy = copied_containers((args, {name: v for name, v in kwargs.items() if name not in options}))
     try:
-        return run_channels_last(kernels(), forward, args_copy, kwargs_copy | options)
+        return run_channels_last(forward, args_copy, kwargs_copy | options)
     except Exception as error:
         if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise
