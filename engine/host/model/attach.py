@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
 
 import comfy.utils
 import torch
@@ -175,24 +174,17 @@ def attached_settings(patcher) -> CompileSettings | None:
     return next((wrapper.settings for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
 
-class Nothing(NamedTuple):
-    """Why a node that comes after Torch Compile has nothing to do."""
-
-    text: str  # in the user's language
-    english: str
-
-
-def settings_for(patcher, no_node: Nothing) -> CompileSettings | Nothing:
-    """The settings of the Torch Compile node upstream, unless it compiles nothing.
+def settings_for(patcher, no_node: str) -> CompileSettings | str:
+    """The settings of the Torch Compile node upstream; a sentence where nothing is compiled.
 
     Args:
-        no_node: for a model that comes from no Torch Compile node.
+        no_node: the sentence for a model that comes from no Torch Compile node.
     """
     settings = attached_settings(patcher)
     if settings is not None or patcher.get_attachment(KEY) is not None:
         why = _obstacle_of(patcher)
         if why is not None:
-            return Nothing(*(f"Torch Compile: {in_words(why, *language)}" for language in ((), (ENGLISH,))))
+            return f"Torch Compile: {in_words(why)}"
     return settings or no_node
 
 

@@ -1,6 +1,5 @@
 """What limits a workflow, as the benchmark says it: the parts of a prompt's time, whose they are, and what to do."""
 
-import gc
 import re
 import tempfile
 
@@ -216,12 +215,3 @@ def test_code_without_a_module_is_named(limited):
         assert "1 blocks run code of another node: scaled (code without a module)" in "\n".join(runs.said({"products": 1.0}))
     finally:
         del block.forward
-
-
-def test_what_was_found_goes_with_the_model(limited, engine):
-    runs = limited()
-    runs.limits(steps=1)
-    before = len(engine("messages.report").limits_of.items())
-    del runs
-    gc.collect()
-    assert len(engine("messages.report").limits_of.items()) < before

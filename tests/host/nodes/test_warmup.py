@@ -335,7 +335,7 @@ def test_seconds_in_the_node_are_those_of_the_size_at_work_and_at_the_end_those_
     progress_of, clock, lines = engine("host.nodes.progress"), [0.0], []
     monkeypatch.setattr(progress_of, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(progress_of, "tell_page", lambda _owner, _node, text: lines.append(text))
-    progress = progress_of.WarmupProgress(2, 4, ["Block"], False, "7")
+    progress = progress_of.WarmupProgress(2, 4, 1, False, "7")
     progress.begin("64x64", 0)
     clock[0] = 50.0
     progress.begin("96x64", 1)
