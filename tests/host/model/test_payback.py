@@ -29,7 +29,7 @@ def flux(engine, tiny, monkeypatch, store):
     records = engine("host.model.structure_record")
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(records, "_records", {})
-    monkeypatch.setattr(records, "_write_later", lambda write: write())
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: write())
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
@@ -442,7 +442,7 @@ def test_only_what_is_not_met_is_waited_for(engine):
 def test_runs_are_written_together_on_another_thread(flux, engine, store, monkeypatch):
     """Of a loop over tiles each tile is a run, and the folder may be on a slow network."""
     records, waiting, written = engine("host.model.structure_record"), [], []
-    monkeypatch.setattr(records, "_write_later", waiting.append)
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: waiting.append(write))
     monkeypatch.setattr(store, "add_choices", lambda structure, choices: written.append(choices))
     flux.cost(1e6)
     for number in (1, 2):
@@ -457,7 +457,9 @@ def test_runs_are_written_together_on_another_thread(flux, engine, store, monkey
 def test_it_is_written_in_a_while(engine, monkeypatch):
     records, written = engine("host.model.structure_record"), threading.Event()
     monkeypatch.setattr(records, "KEEP_AFTER", 0.01)
-    records._write_later(written.set)
+    store = types.SimpleNamespace(choices=lambda _structure: {}, add_choices=lambda *_: written.set())
+    monkeypatch.setattr(records, "current", lambda: store)
+    records.Record("s" * 12).keep()
     assert written.wait(60)
 
 

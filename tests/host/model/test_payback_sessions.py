@@ -80,7 +80,7 @@ def history(engine, monkeypatch, tmp_path):
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(records, "_records", {})
-    monkeypatch.setattr(records, "_write_later", lambda write: write())
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: write())
     monkeypatch.setattr(code_store._Current, "opened", True)
     folders = itertools.count()
 
