@@ -62,7 +62,7 @@ WINDOWS = [
     "tests/engine/test_files.py",
     "tests/engine/test_settings.py",
     "tests/engine/test_user_input.py",
-    "tests/host/nodes/test_cache_names.py",
+    "tests/host/nodes/test_users_cache_files.py::test_a_name_of_a_device_of_windows_is_refused",
 ]
 # ... less the tests in them that do.
 NOT_ON_WINDOWS = [
