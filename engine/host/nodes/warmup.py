@@ -68,17 +68,18 @@ def warm_up(
 def _sample(
     patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict, on_step: Callable[[], None]
 ) -> None:
-    """Run the sampler, and where several prompts ran as one batch once more with each alone."""
+    """Run the sampler, and where several prompts may run as one batch once more with each alone."""
     run = functools.partial(sample_once, patcher, conditioning, cfg, latent, on_step)
     network = diffusion_model(patcher)
     code, graphs = code_of(network), stats_for(network, settings).graphs
     uncompiled = code.eager_calls
-    joined = run()
+    run()
     if code.eager_calls != uncompiled:  # the attention was measured
-        joined = run()
+        run()
+    may_join = cfg != 1.0 or len(conditioning[0]) > 1
     kind = settings.settings_key(), latent["samples"].shape[0] == 1
     # With code for all sizes, one stands for all where nothing was compiled.
-    if joined and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
+    if may_join and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
         run(each_prompt_alone=True)
         if settings.dynamic != "false":
             code.ran_apart.add(kind)

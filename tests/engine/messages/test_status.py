@@ -62,31 +62,23 @@ def said(node):
     return line.state, line.says
 
 
-def test_while_a_call_traces_it_is_prepared(node):
-    node.group.code.is_tracing = node.group.is_being_compiled = True
+@pytest.mark.parametrize(
+    ("is_tracing", "is_only_read", "waits", "says"),
+    [
+        (True, False, False, "preparing"),
+        (False, False, False, "compilingKind"),
+        (True, False, True, "compilingFirst"),  # the wait was chosen, and its seconds are counted
+        (False, False, True, "compilingFirst"),
+        (False, True, False, "readingFromDisk"),
+    ],
+)
+def test_what_a_call_waits_for_is_told(node, engine, is_tracing, is_only_read, waits, says):
+    if waits:
+        node._settings = engine("settings").CompileSettings(compile_when="before first image")
+    node.group.is_being_compiled, node.group.code.is_tracing, node.group.code.is_only_read = True, is_tracing, is_only_read
     node.begins(node.network, object(), SHAPE)
     node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["preparing"]])
-    node.group.code.is_tracing = False
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
-
-
-def test_where_waiting_was_chosen_the_seconds_of_the_wait_are_counted(node, engine):
-    node._settings = engine("settings").CompileSettings(compile_when="before first image")
-    node.group.code.is_tracing = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["compilingFirst"]]) and node.told[-1][2].seconds == 0
-    node.group.code.is_tracing, node.group.is_being_compiled = False, True
-    assert node.now().says == ["forSeconds", ["compilingFirst"]]
-
-
-def test_what_is_read_from_disk_is_not_called_compiling(node):
-    node.group.code.is_only_read = node.group.is_being_compiled = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["readingFromDisk"]])
+    assert said(node) == ("compiling", ["forSeconds", [says]]) and node.told[-1][2].seconds == 0
 
 
 def test_from_compiling_to_ready(node, clock):
