@@ -304,6 +304,15 @@ def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
     assert [line.state for _owner, _node, line in node.told] == ["compiling", ""]
 
 
+def test_a_node_that_runs_again_is_not_shown_as_compiling_what_it_has_replaced(node, clock, engine):
+    node.group.is_being_compiled = True
+    run(node, clock, [])
+    assert said(node)[0] == "compiling"
+    again = engine("messages.status").Status("7", node._settings)
+    engine("messages.status").tell_all()
+    assert said(node) == ("", ()) and again.now() == engine("messages.status").News()
+
+
 def test_lines_may_be_added_while_they_are_told(engine, prompt_of, monkeypatch):
     """By another thread: a node that runs, beside the one that compiles."""
     status = engine("messages.status")
