@@ -58,11 +58,11 @@ PYTORCH = ["tests/canaries", "tests/engine/compile", "tests/engine/inductor", "t
 # Windows in CI has no C++ compiler on its path, no Triton, and PyTorch's build for CPUs: rooms that need none of these, ...
 WINDOWS = [
     *("tests/engine/background", "tests/engine/benchmark", "tests/engine/blocks", "tests/engine/cache", "tests/engine/compile"),
-    *("tests/engine/failures", "tests/engine/notices", "tests/engine/options"),
+    *("tests/engine/failures", "tests/engine/messages", "tests/engine/options"),
     "tests/engine/test_files.py",
     "tests/engine/test_settings.py",
     "tests/engine/test_user_input.py",
-    "tests/host/nodes/test_cache_names.py",
+    "tests/host/nodes/test_users_cache_files.py::test_a_name_of_a_device_of_windows_is_refused",
 ]
 # ... less the tests in them that do.
 NOT_ON_WINDOWS = [

@@ -20,9 +20,8 @@ KEPT = ("extra_sizes", "cache_limit", "dynamic", "cfg", "LoRA", "ControlNet", "a
 FRAMES = ("cure", "or", "details", "phase", "limit", "inEnglish", "cacheSaved")
 ROOMS = (
     "nodes",
-    "engine/notices",
+    "engine/messages",
     "engine/host/nodes",
-    "engine/host/vae",
     "engine/host/model",
     "engine/host/graphs",
     "engine/benchmark",
@@ -31,7 +30,7 @@ ROOMS = (
 
 def keys_said(code, function="say"):
     """The keys in the calls of `say` in some code, Python or JavaScript."""
-    return {key for call in re.findall(rf"\b{function}\(([^()]*)", code) for key in re.findall(r'"(\w+)"', call)}
+    return {key for call in re.findall(rf"\b{function}\((?=([^()]*))", code) for key in re.findall(r'"(\w+)"', call)}
 
 
 def keys_of_scripts(root=ROOT):

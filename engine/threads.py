@@ -2,6 +2,7 @@
 
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from .torch_settings import SharedScope
@@ -18,6 +19,13 @@ def started(thread: threading.Thread) -> bool:
     except RuntimeError:
         return False
     return True
+
+
+def call_later(seconds: float, call: Callable[[], object]) -> None:
+    """On a thread of its own, unless the process ends before."""
+    timer = threading.Timer(seconds, call)
+    timer.daemon = True
+    started(timer)
 
 
 def yielding() -> AbstractContextManager:

@@ -20,7 +20,7 @@ const WIDGET = "torch_compile_kit_report";
 const OURS = [...HAVE_LINE, ...["Warmup", "Benchmark", "SaveCache", "LoadCache", "FixKeys", "BlockSwap"].map((name) => `TorchCompileKit${name}`)];
 const isOurs = (node) => OURS.includes(node?.comfyClass);
 
-const RULE = "\n------------------------\n"; // engine/notices/report.py
+const RULE = "\n------------------------\n"; // engine/messages/report.py
 const TALLEST = 150; // pixels of text; more is scrolled, so that a node does not grow over those below
 const LEAST = { TorchCompileKitModel: 44, TorchCompileKitVAEChannelsLast: 44, TorchCompileKitFixKeys: 44, TorchCompileKitControlNet: 44, TorchCompileKitBlockSwap: 44, TorchCompileKitSaveCache: 60, TorchCompileKitLoadCache: 60 };
 // Green is faster and nothing else. Each has a contrast of at least 4.5:1 with the nodes of its theme.
@@ -200,7 +200,7 @@ function stop(text) {
   running.clear();
 }
 
-// What is made for a node's model, and how fast its steps are; how fast a VAE is (engine/notices/status.py, News).
+// What is made for a node's model, and how fast its steps are; how fast a VAE is (engine/messages/status.py, News).
 function tell(id, line) {
   const node = nodeOf(id);
   if (!hasLine(node)) return;

@@ -21,7 +21,7 @@ export const wordsLoaded = () =>
 // A text by its key, with values in the places of %1, %2.
 export const say = (key, ...values) => (words?.[key] ?? key).replace(/%(\d)/g, (_sign, place) => values[place - 1]);
 
-// What the server tells: a key with its values, which may be such texts themselves, or a list of these (engine/notices/words.py).
+// What the server tells: a key with its values, which may be such texts themselves, or a list of these (engine/messages/words.py).
 export function inWords(told) {
   if (!Array.isArray(told)) return told;
   const [key, ...values] = told.map(inWords);

@@ -2,10 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.model.attach import Nothing
 from ..engine.host.nodes.benchmark import MAX_STEPS, benchmark
-from ..engine.host.nodes.warmup_plan import Size
-from .inputs import latent_input, size_inputs
+from .inputs import latent_input, size_inputs, size_of
 
 
 class Benchmark(io.ComfyNode):
@@ -48,22 +46,8 @@ class Benchmark(io.ComfyNode):
 
     @classmethod
     def execute(
-        cls,
-        model,
-        positive,
-        negative,
-        width,
-        height,
-        length,
-        batch_size,
-        cfg,
-        steps,
-        trace,
-        latent_image=None,
-        vae=None,
-        clip=None,
+        cls, model, positive, negative, cfg, steps, trace, latent_image=None, vae=None, clip=None, **size
     ) -> io.NodeOutput:
-        size = Size(width, height, length, batch_size)
-        result = benchmark(model, positive, negative, size, cfg, steps, trace, latent_image, vae, clip)
-        table = result.text if isinstance(result, Nothing) else result.table()
+        result = benchmark(model, positive, negative, size_of(**size), cfg, steps, trace, latent_image, vae, clip)
+        table = result if isinstance(result, str) else result.table()
         return io.NodeOutput(table, ui={"text": [table]})

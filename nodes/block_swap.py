@@ -3,7 +3,7 @@
 from comfy_api.latest import io
 
 from ..engine.host.weights.swap import MOST_BLOCKS, swap_blocks
-from ..engine.notices.words import say
+from ..engine.messages.words import say
 
 
 class BlockSwap(io.ComfyNode):

@@ -10,7 +10,7 @@ from ..engine.cache.environment import limit_in_bytes
 from ..engine.errors import InvalidSetting
 from ..engine.host.model.user_folder import open_users_store, users_settings
 from ..engine.host.nodes.cache_files import cache_files, load_cache, save_all
-from ..engine.notices import words
+from ..engine.messages import words
 
 CACHE = "/torch-compile-kit/cache"
 

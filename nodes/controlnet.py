@@ -5,6 +5,7 @@ from comfy_api.latest import io
 from ..engine import settings as choices
 from ..engine.host.model.controlnet import attach_control
 from ..engine.settings import CompileSettings
+from .inputs import WITH_LINE
 
 
 class CompileControlNet(io.ComfyNode):
@@ -39,8 +40,7 @@ class CompileControlNet(io.ComfyNode):
                     tooltip="The same ControlNet; what is connected to the first one stays uncompiled.",
                 )
             ],
-            hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
+            **WITH_LINE,
         )
 
     @classmethod

@@ -1,8 +1,17 @@
 """Define the inputs that several nodes have in common."""
 
+from typing import Any
+
 from comfy_api.latest import io
 
-from ..engine.host.nodes.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS
+from ..engine.host.nodes.warmup_plan import MAX_BATCH, MAX_FRAMES, MAX_PIXELS, Size
+
+# Of a node with a line, which goes by the node's id: ComfyUI must not reuse the output of a node of another id.
+WITH_LINE: dict[str, Any] = {"hidden": [io.Hidden.unique_id], "not_idempotent": True}
+
+
+def size_of(width: int, height: int, length: int, batch_size: int) -> Size:
+    return Size(width, height, length, batch_size)
 
 
 def size_inputs() -> list:

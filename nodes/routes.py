@@ -1,6 +1,7 @@
 """Answer what the page and scripts ask the server, and tell pages what was compiled."""
 
 import asyncio
+import functools
 import sys
 import threading
 
@@ -14,9 +15,9 @@ from ..engine.host.model.user_folder import get_ready, get_ready_again
 from ..engine.host.nodes import progress
 from ..engine.host.nodes.cache_files import pack_version
 from ..engine.log import logger
-from ..engine.notices import recompile_log as watch
-from ..engine.notices import status, words
-from ..engine.notices.report import report_json
+from ..engine.messages import recompile_log as watch
+from ..engine.messages import status, words
+from ..engine.messages.report import report_json
 from ..engine.settings import CompileSettings
 from ..engine.threads import started
 from .cache_routes import language_for, post, register_cache_routes
@@ -162,26 +163,17 @@ def prepare_for(request: dict) -> dict:
     nodes = [node for node in prompt.values() if isinstance(node, dict)] if isinstance(prompt, dict) else []
     warms = any(node.get("class_type") == WARMS for node in nodes)
     for node in nodes:
-        inputs = node.get("inputs")
-        if node.get("class_type") != COMPILES or not isinstance(inputs, dict):
-            continue
-        try:
-            # A linked input has no value yet.
-            typed = {name: inputs[name] for name in ("backend", "mode", "compile_when") if isinstance(inputs.get(name), str)}
-            settings = CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})})
+        if node.get("class_type") == COMPILES and isinstance(node.get("inputs"), dict):
             # Not here: this is the server's event loop, and the user's folder may be on a slow drive.
-            started(threading.Thread(target=_get_ready, args=(settings,), name="torch-compile-kit start", daemon=True))
-        except Exception as error:  # ComfyUI refuses invalid prompts
-            _say_not_ready(error)
+            get = functools.partial(_get_ready, node["inputs"], warms)
+            started(threading.Thread(target=get, name="torch-compile-kit start", daemon=True))
     return request
 
 
-def _get_ready(settings: CompileSettings) -> None:
+def _get_ready(inputs: dict, warms: bool) -> None:
     try:
-        get_ready(settings)
-    except Exception as error:  # the first compilation gets ready anyway
-        _say_not_ready(error)
-
-
-def _say_not_ready(error: Exception) -> None:
-    logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)
+        # A linked input has no value yet.
+        typed = {name: inputs[name] for name in ("backend", "mode", "compile_when") if isinstance(inputs.get(name), str)}
+        get_ready(CompileSettings(**{**typed, **({"compile_when": "before first image"} if warms else {})}))
+    except Exception as error:  # ComfyUI refuses invalid prompts, and the first compilation gets ready anyway
+        logger.warning("getting ready to compile failed: %s: %s", type(error).__name__, error)

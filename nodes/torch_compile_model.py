@@ -6,6 +6,7 @@ from ..engine import settings as choices
 from ..engine.host.model.attach import attach
 from ..engine.settings import CompileSettings
 from ..engine.user_input import check_model
+from .inputs import WITH_LINE
 
 
 class TorchCompile(io.ComfyNode):
@@ -112,8 +113,7 @@ class TorchCompile(io.ComfyNode):
                 ),
             ],
             outputs=[io.Model.Output(display_name="model", tooltip="The same model; its blocks run compiled.")],
-            hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
+            **WITH_LINE,
         )
 
     # No `validate_inputs`: ComfyUI shows its error on each input that it names, also on valid and hidden ones.

@@ -2,7 +2,8 @@
 
 from comfy_api.latest import io
 
-from ..engine.host.vae.attach import attach_vae
+from ..engine.host.model.vae import attach_vae
+from .inputs import WITH_LINE
 
 
 class VAEChannelsLast(io.ComfyNode):
@@ -19,8 +20,7 @@ class VAEChannelsLast(io.ComfyNode):
             outputs=[
                 io.Vae.Output(display_name="vae", tooltip="The same VAE; what is connected to the first one is unchanged.")
             ],
-            hidden=[io.Hidden.unique_id],
-            not_idempotent=True,  # or ComfyUI reuses the output of a node of another id, whose line that output updates
+            **WITH_LINE,
         )
 
     @classmethod

@@ -18,7 +18,7 @@ import torch
 
 def main():
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    from engine.cuda_graphs import group_norm as kernels
+    from engine.channels_last import kernels
     from engine.cuda_graphs.capture import ModelGraphs
 
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":

@@ -7,7 +7,7 @@ from torch.nn import functional
 
 
 class Reference(types.SimpleNamespace):
-    """In place of `cuda_graphs/group_norm.py`; counts what it is asked for."""
+    """In place of `channels_last/kernels.py`; counts what it is asked for."""
 
     def __init__(self):
         super().__init__(norms=0, writes=0, with_silu=0, weights=0)

@@ -89,7 +89,7 @@ def main(base, actions):
                 compiled, positive, negative, 1.0, [size(64, 64, 1, 1), size(96, 64, 1, 1)]
             )
             answer["wall"] = time.perf_counter() - began
-            stats = module("engine.notices.report").stats_for(patcher.model.diffusion_model, settings)
+            stats = module("engine.messages.report").stats_for(patcher.model.diffusion_model, settings)
             expected, result = (one_step(p, positive, negative) for p in (patcher, compiled))
             answer["error"] = float((result - expected).abs().max() / expected.abs().max())
             answer |= {"graphs": stats.graphs, "from_disk": stats.from_disk, "seconds": stats.seconds}

@@ -116,7 +116,7 @@ def run_setup(engine, setup, backend: str = "eager", brief: bool = False, **sett
 
 def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) -> Outcome:
     began = time.process_time()
-    report = engine("notices.report")
+    report = engine("messages.report")
     chosen = engine("settings").CompileSettings(**{"backend": backend, **settings})
     if backend != "inductor":
         lower_here(engine, backend)

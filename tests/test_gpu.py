@@ -418,7 +418,7 @@ class TestGroupNorm:
 
     @pytest.mark.parametrize("images, channels, height, width, groups", NORMS)
     def test_beside_float64(self, engine, images, channels, height, width, groups):
-        kernels = engine("cuda_graphs.group_norm")
+        kernels = engine("channels_last.kernels")
         for offset in (0.0, 100.0):
             x = torch.randn(images, channels, height, width, device="cuda").add(offset).half()
             x = x.contiguous(memory_format=torch.channels_last)
@@ -431,7 +431,7 @@ class TestGroupNorm:
 
     def test_what_was_compiled_for_images_on_the_cpu_runs_as_it_is(self, engine):
         """Other threads may capture meanwhile, which work on the GPU would break."""
-        kernels, norms = engine("cuda_graphs.group_norm"), engine("host.graphs.norm_kernels")
+        kernels, norms = engine("channels_last.kernels"), engine("channels_last.preparing")
         names = "_sum_channels", "_find_factors", "_apply_factors", "_turn_weight"
         caches = [getattr(kernels, name).device_caches[torch.cuda.current_device()][0] for name in names]
         for cache in caches:
@@ -445,7 +445,7 @@ class TestGroupNorm:
     @pytest.mark.parametrize("shape", [(8, 4, 3, 3), (5, 130, 3, 3), (4, 1, 7, 7), (3, 200, 1, 3)])
     def test_weights_side_by_side(self, engine, shape):
         weight = torch.randn(*shape, device="cuda", dtype=torch.half)
-        turned = engine("cuda_graphs.group_norm").channels_last_weight(weight)
+        turned = engine("channels_last.kernels").channels_last_weight(weight)
         assert torch.equal(turned, weight) and turned.is_contiguous(memory_format=torch.channels_last)
 
 

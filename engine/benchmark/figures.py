@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ..notices.words import counted, say
+from ..messages.words import counted, say
 
 # Share by which two medians must differ.
 CLEAR = 0.01
@@ -238,8 +238,5 @@ def between(low: float, high: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, never in powers of ten."""
-    if value == 0:
-        return "0"
-    decimals = 2 - math.floor(math.log10(float(f"{abs(value):.2e}")))
-    return f"{value:,.{max(0, min(decimals, 6))}f}"
+    """Three significant digits, of values below a thousand; zeros at the end stay."""
+    return f"{value:#.3g}".rstrip(".") if value else "0"

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..blocks import channels_last
 from ..blocks.convolutions import Effort, choose, kind_of
 from ..blocks.discovery import BlockPlan, find_blocks, size_of, unwrapped
+from ..channels_last import function_mode
 from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
 from ..settings import CompileSettings
@@ -199,7 +199,7 @@ def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
 @contextmanager
 def _placed(weights: Any) -> Iterator[None]:
     try:
-        with channels_last.paused():
+        with function_mode.paused():
             weights.place()
         yield
     finally:

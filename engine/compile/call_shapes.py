@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..blocks import channels_last
+from ..channels_last import function_mode
 from ..tensor_spec import TensorSpec
 from ..torch_compat import private
 from ..torch_settings import modes, numerics
@@ -116,7 +116,7 @@ def in_usual_layout(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.
     Images are channels_last while that mode is on. The first block of a video model gets its tokens as a transposed view of a
     convolution's output. Dimensions of size 1 (a batch of one) may have strides of another layout than guards expect.
     """
-    args, copies = channels_last.to_channels_last(args)
+    args, copies = function_mode.to_channels_last(args)
     copies += [(a, a.contiguous()) for a in args if isinstance(a, torch.Tensor) and is_transposed(a)]
     by_id = {id(tensor): copy for tensor, copy in copies}
     return tuple(_with_usual_strides(by_id.get(id(a), a)) for a in args), copies

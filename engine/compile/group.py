@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..blocks import channels_last
 from ..blocks.convolutions import Effort
 from ..blocks.state import BlockState, sharing_classes
+from ..channels_last import function_mode
 from ..failures.describe import Failure
 from ..log import logger
 from ..options.filter import OptionsFilter
@@ -114,7 +114,7 @@ class BlockGroup:
         elif all_options:
             kwargs = {**kwargs, "transformer_options": options}
         try:
-            with channels_last.paused(), sharing_classes(state.shared):
+            with function_mode.paused(), sharing_classes(state.shared):
                 result = self._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:
@@ -123,7 +123,7 @@ class BlockGroup:
                 self.code.count_traces(shapes)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
-        return channels_last.result_channels_last(result)
+        return function_mode.result_channels_last(result)
 
     def _check_patches(self, patches: list[str]) -> None:
         """With `fullgraph` a patched call fails, other calls do not."""

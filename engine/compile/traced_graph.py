@@ -21,7 +21,6 @@ vary (PyTorch restarts the trace for some of them), all backends but inductor, a
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
 
-import collections
 import copy
 import errno
 import functools
@@ -43,6 +42,7 @@ from ..compile_process import lowering_settings
 from ..compile_process.client import LowerInline, Outdated, Unavailable, compile_process
 from ..compile_process.obtain import Obtained, Request, holds, import_ahead, load, obtain, request_for
 from ..compile_process.wire import CannotTravel
+from ..devices import gpu_locks, is_capturing
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
@@ -52,8 +52,6 @@ from ..torch_compat import private
 from .call_shapes import Changed
 from .session import monitor, tracing_scope
 
-# By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
-gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 # Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered in a call at a time.
 _inline_lock = threading.Lock()
 
@@ -476,7 +474,3 @@ def _is_plain(fake: torch.Tensor) -> bool:
     """Whether a tensor is a strided view of memory."""
     wraps = private.is_traceable_wrapper_subclass(fake)
     return fake.layout is torch.strided and not fake.is_nested and not wraps
-
-
-def is_capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -48,7 +48,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..compile.traced_graph import gpu_locks
+from ..devices import gpu_locks
 from ..failures.describe import in_one_line, is_out_of_memory, never_swallowed
 from ..log import logger
 from ..per_model import PerModel

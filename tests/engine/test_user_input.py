@@ -5,76 +5,57 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+NAN, INFINITE, TEXT = float("nan"), float("inf"), torch.zeros(1, 4, 8)
+NO_SIZES = 0.5, "64", None, [64], NAN, INFINITE, torch.tensor(64.0)
+NO_CONDITIONING = None, "text", 5, [5], ["ab"], [[TEXT]], [[TEXT, None]], [["text", {}]], [[TEXT, {}, 1]]
+NO_LATENT = "x", TEXT, {}, {"samples": "x"}, {"samples": torch.zeros(5)}, {"samples": torch.zeros(0, 4, 8, 8)}
+
 
 @pytest.fixture
-def given(engine):
-    return engine("user_input")
+def refused(engine):
+    """refused(said, function, *args): the function raises InvalidSetting, which says so."""
 
+    def refuses(said, function, *args, **kwargs):
+        with pytest.raises(engine("errors").InvalidSetting, match=said):
+            function(*args, **kwargs)
 
-@pytest.fixture
-def invalid(engine):
-    return engine("errors").InvalidSetting
+    return refuses
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    ("name", "values"),
     [
-        ("cache_limit", 0.5),
-        ("cache_limit", "4"),
-        ("cache_limit", float("nan")),
-        ("fullgraph", {}),
-        ("fullgraph", 2),
-        ("allow_tf32", None),
-        ("cudnn_benchmark", torch.zeros(2)),
-        ("only_blocks", 5),
-        ("only_blocks", None),
-        ("backend", ["inductor"]),
-        ("mode", {}),
+        ("cache_limit", [0.5, "4", NAN]),
+        ("fullgraph", [{}, 2]),
+        ("allow_tf32", [None]),
+        ("cudnn_benchmark", [torch.zeros(2)]),
+        ("only_blocks", [5, None]),
+        ("backend", [["inductor"]]),
+        ("mode", [{}]),
     ],
 )
-def test_a_setting_of_another_kind_is_named(engine, invalid, name, value):
-    with pytest.raises(invalid, match=rf"^{name} = .+: (use|choose)"):
-        engine("settings").CompileSettings(**{name: value})
+def test_a_setting_of_another_kind_is_named(engine, refused, name, values):
+    for value in values:
+        refused(rf"^{name} = .+: (use|choose)", engine("settings").CompileSettings, **{name: value})
 
 
-@pytest.mark.parametrize("value", [0.5, "64", None, [64], float("nan"), float("inf"), torch.tensor(64.0)])
-def test_a_size_of_another_kind_is_named(engine, invalid, value):
-    with pytest.raises(invalid, match=r"^width = .+: use a whole number, 1 to 16384"):
-        engine("host.nodes.warmup_plan").Size(value, 64)
+def test_sizes_of_another_kind_are_named(engine, refused):
+    sizes = engine("host.nodes.warmup_plan")
+    for value in NO_SIZES:
+        refused(r"^width = .+: use a whole number, 1 to 16384", sizes.Size, value, 64)
+    for value in (None, {"samples": 1}, 5):
+        refused(r"^extra_sizes = .+: use a text", sizes.parse_extra_sizes, value)
 
 
-@pytest.mark.parametrize("value", [None, {"samples": 1}, 5])
-def test_sizes_that_are_no_text_are_named(engine, invalid, value):
-    with pytest.raises(invalid, match=r"^extra_sizes = .+: use a text"):
-        engine("host.nodes.warmup_plan").parse_extra_sizes(value)
-
-
-TEXT = torch.zeros(1, 4, 8)
-
-
-@pytest.mark.parametrize("value", [None, "text", 5, [5], ["ab"], [[TEXT]], [[TEXT, None]], [["text", {}]], [[TEXT, {}, 1]]])
-def test_no_conditioning_is_named(given, invalid, value):
-    for name in ("positive", "negative"):
-        sides = {"positive": [[TEXT, {}]], "negative": [[TEXT, {}]], name: value}
-        with pytest.raises(invalid, match=rf"^{name} = .+: connect a conditioning"):
-            given.check_sampling(**sides, cfg=1.0)
-
-
-@pytest.mark.parametrize("value", ["1", None, float("nan"), float("inf"), [1.0]])
-def test_no_cfg_is_named(given, invalid, value):
-    with pytest.raises(invalid, match=r"^cfg = .+: use a number"):
-        given.check_sampling([], [], value)
-
-
-@pytest.mark.parametrize(
-    "value", ["x", TEXT, {}, {"samples": "x"}, {"samples": torch.zeros(5)}, {"samples": torch.zeros(0, 4, 8, 8)}]
-)
-def test_no_latent_is_named(given, invalid, value):
-    with pytest.raises(invalid, match=r"^latent_image = .+: connect the latent"):
-        given.check_sampling([], [], 1.0, value)
-
-
-@pytest.mark.parametrize("value", [None, "x", 5, SimpleNamespace(model=None)])
-def test_no_model_is_named(given, invalid, value):
-    with pytest.raises(invalid, match=r"^model = .+: connect a diffusion model"):
-        given.check_model(value)
+def test_what_cannot_be_sampled_is_named(engine, refused):
+    given = engine("user_input")
+    for value in NO_CONDITIONING:
+        for name in ("positive", "negative"):
+            sides = {"positive": [[TEXT, {}]], "negative": [[TEXT, {}]], name: value}
+            refused(rf"^{name} = .+: connect a conditioning", given.check_sampling, **sides, cfg=1.0)
+    for value in ("1", None, NAN, INFINITE, [1.0]):
+        refused(r"^cfg = .+: use a number", given.check_sampling, [], [], value)
+    for value in NO_LATENT:
+        refused(r"^latent_image = .+: connect the latent", given.check_sampling, [], [], 1.0, value)
+    for value in (None, "x", 5, SimpleNamespace(model=None)):
+        refused(r"^model = .+: connect a diffusion model", given.check_model, value)

@@ -123,7 +123,7 @@ class Process:
                 thread.join(60)
         before = self.settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
-        stats = self.module("engine.notices.report").stats_for(self.patcher.model.diffusion_model, settings)
+        stats = self.module("engine.messages.report").stats_for(self.patcher.model.diffusion_model, settings)
         ended = self.module("engine.background.thread").compiler.wait(120)
         self.answer["runs"].append(
             {

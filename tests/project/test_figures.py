@@ -241,7 +241,7 @@ def test_the_line_in_the_pictures_is_the_nodes_own_with_what_was_recorded_on_a_g
     file.write_text(json.dumps({"runs": [former, {"environments": [environment], "rows": rows}]}))
     monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
 
-    status = engine("notices.status")
+    status = engine("messages.status")
     steps = status.Steps()
     for seconds, where in ((0.1756, steps.uncompiled), (0.1331, steps.fast)):
         where.extend([seconds] * status.FEWEST)

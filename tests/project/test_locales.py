@@ -159,7 +159,7 @@ def test_a_help_page_that_is_missing_left_over_or_english_is_found(tmp_path):
     [("ja", "準備完了"), ("de", "Bereit"), ("it", "Warm"), ("../x", "Warm"), (None, "Warm"), (7, "Warm")],
 )
 def test_a_language_that_is_not_there_is_english(engine, language, expected):
-    words = engine("notices.words")
+    words = engine("messages.words")
     with words.speaking(language):
         assert words.say("warm") == expected and words.say("graphsCompiled", 2).replace(" ", "") != ""
     assert words.say("graphsCompiled", 2) == "2 kinds of blocks compiled"

@@ -596,7 +596,7 @@ def test_a_benchmark_beside_the_sampler_and_a_graph_that_is_being_loaded():
 
 
 def test_the_details_of_a_report_are_folded(engine):
-    report = json.dumps(f"Ready for 64x64.\nInstall g++.\n{engine('notices.report').RULE}\nFlux: inductor")
+    report = json.dumps(f"Ready for 64x64.\nInstall g++.\n{engine('messages.report').RULE}\nFlux: inductor")
     scene = f"""
         const node = created("7", "TorchCompileKitWarmup");
         node.onExecuted({{ text: [{report}] }});

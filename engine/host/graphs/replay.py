@@ -27,7 +27,8 @@ import comfy.model_patcher
 import torch
 from torch import nn
 
-from ...blocks.channels_last import run_channels_last
+from ...channels_last.function_mode import run_channels_last
+from ...channels_last.preparing import kernels, norm_kernels
 from ...compile.binding import Binding
 from ...compile.call_shapes import copied_containers
 from ...compile.eager import Eager
@@ -37,8 +38,8 @@ from ...cuda_graphs.keys import NoKey, value_key
 from ...errors import BlockCompileError
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
-from ...notices.recompile_log import watch_of
-from ...notices.words import ENGLISH, in_words, told
+from ...messages.recompile_log import watch_of
+from ...messages.words import ENGLISH, in_words, told
 from ...options.filter import BOOKKEEPING, keys_read
 from ...ownership import (
     OwnForward,
@@ -55,7 +56,6 @@ from ...torch_settings import modes, numerics
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of
-from .norm_kernels import kernels, norm_kernels
 from .policy import Notes, has_convolutions, is_short_of_memory
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
@@ -244,7 +244,7 @@ def _with_fast_convolutions(network: nn.Module, forward: Callable, *args, **kwar
     options = {name: value for name, value in kwargs.items() if name == "transformer_options"}  # the model may write to it
     args_copy, kwargs_copy = copied_containers((args, {name: v for name, v in kwargs.items() if name not in options}))
     try:
-        return run_channels_last(kernels(), forward, args_copy, kwargs_copy | options)
+        return run_channels_last(forward, args_copy, kwargs_copy | options)
     except Exception as error:
         if never_swallowed(error) or isinstance(error, BlockCompileError) or torch.cuda.is_current_stream_capturing():
             raise

@@ -4,7 +4,6 @@ import functools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
 
 import comfy.utils
 import torch
@@ -18,8 +17,8 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...inductor import attention_kernels
 from ...log import logger
-from ...notices.status import Line, Status, forget_line, tell_all
-from ...notices.words import ENGLISH, in_words, told
+from ...messages.status import Line, Status, forget_line, tell_all
+from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ...torch_compat import private
 from ..adapter import set_callbacks
@@ -31,7 +30,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import COMPILED_ELSEWHERE, KEY, BlockCompiler, install_apply, is_left, uninstall_apply
+from .wrapper import KEY, BlockCompiler, install_apply, is_left, uninstall_apply
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):
@@ -47,7 +46,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         return patcher
     why = _obstacle_of(patcher)
     if why is not None:
-        return _uncompiled(patcher, *why, node)
+        return _uncompiled(patcher, why, node)
     plan = compile_plan(patcher, settings)
     prepare_compiling(settings)
     clone = eager_clone(patcher)
@@ -69,33 +68,32 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     return clone
 
 
-def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> tuple[list, str] | None:
-    """Why nothing of a network is compiled: for a node's line (see `words.told`), and for the log; None: it can be.
+def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
+    """Why nothing of a network is compiled (see `words.told`); None: it can be.
 
     Args:
         network: None if there is none yet.
         wrappers: those of the patcher.
     """
     if (lacking := private.unsupported()) is not None:
-        words = told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
-        return words, f"PyTorch {torch.__version__} has no {lacking}"
+        return told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
     if (switch := private.switched_off()) is not None:
-        return told("leftAsIs", switch), f"{switch} switches PyTorch's compiler off"
+        return told("leftAsIs", switch)
     if network is not None and is_left(network, wrappers):
-        return told("leftAsIs", told("compiledElsewhere")), COMPILED_ELSEWHERE
+        return COMPILED_ELSEWHERE
     return None
 
 
-def _obstacle_of(patcher) -> tuple[list, str] | None:
+def _obstacle_of(patcher) -> list | None:
     return obstacle(diffusion_model(patcher), patcher.wrappers)
 
 
-def _uncompiled(patcher, words: list, reason: str, node: str | None):
+def _uncompiled(patcher, why: list, node: str | None):
     """A clone that runs as `patcher` does; the node's line says why."""
-    clone, line = patcher.clone(), Line(node)
-    clone.set_attachments(KEY, line)  # the page's list holds lines weakly
-    line.put("pytorch", words)
-    logger.warning("%s is left as it is: %s", model_name(patcher), reason)
+    clone = patcher.clone()
+    clone.set_attachments(KEY, why)
+    Line(node).put("pytorch", why)
+    logger.warning("%s is %s", model_name(patcher), in_words(why, ENGLISH))
     return clone
 
 
@@ -176,24 +174,17 @@ def attached_settings(patcher) -> CompileSettings | None:
     return next((wrapper.settings for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
 
-class Nothing(NamedTuple):
-    """Why a node that comes after Torch Compile has nothing to do."""
-
-    text: str  # in the user's language
-    english: str
-
-
-def settings_for(patcher, no_node: Nothing) -> CompileSettings | Nothing:
-    """The settings of the Torch Compile node upstream, unless it compiles nothing.
+def settings_for(patcher, no_node: str) -> CompileSettings | str:
+    """The settings of the Torch Compile node upstream; a sentence where nothing is compiled.
 
     Args:
-        no_node: for a model that comes from no Torch Compile node.
+        no_node: the sentence for a model that comes from no Torch Compile node.
     """
     settings = attached_settings(patcher)
     if settings is not None or patcher.get_attachment(KEY) is not None:
         why = _obstacle_of(patcher)
         if why is not None:
-            return Nothing(*(f"Torch Compile: {in_words(why[0], *language)}" for language in ((), (ENGLISH,))))
+            return f"Torch Compile: {in_words(why)}"
     return settings or no_node
 
 

@@ -11,7 +11,7 @@ from torch import nn
 from ...background.thread import Job, compiler
 from ...cache.code_store import current
 from ...cache.structure import name_of
-from ...compile.traced_graph import gpu_locks
+from ...devices import gpu_locks
 from ...errors import InvalidSetting
 from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger

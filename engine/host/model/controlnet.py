@@ -14,8 +14,9 @@ from ...compile.binding import plan_for
 from ...compile.registry import code_of
 from ...errors import InvalidSetting
 from ...log import logger
-from ...notices.status import Line, Status
-from ...notices.words import told
+from ...messages.report import total_of
+from ...messages.status import Line, Status
+from ...messages.words import ENGLISH, in_words, told
 from ...settings import CompileSettings
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
@@ -69,16 +70,11 @@ class CompiledControl:
 
     def notes(self) -> list[str]:
         """For the report of a warmup that ran the ControlNet."""
-        code, kind = code_of(self.network), type(self.network).__name__
-        groups = list(code.groups.values())
-        graphs, breaks = (sum(getattr(g.stats, name) for g in groups) for name in ("graphs", "graph_breaks"))
-        lines = [
-            f"{graphs} graphs, {breaks} graph breaks",
-            *graphs_summary(self.network),
-            *self._calls.notes,
-            *code.eager_in_words(),
-        ]
-        return [f"ControlNet ({kind}): {line}" for line in [*lines, *(g.failure.message() for g in groups if g.failure)]]
+        code, groups = code_of(self.network), code_of(self.network).groups.values()
+        total = total_of(groups)
+        lines = [f"{total.graphs} graphs, {total.graph_breaks} graph breaks", *graphs_summary(self.network)]
+        lines += [*self._calls.notes, *code.eager_in_words(), *(g.failure.message() for g in groups if g.failure)]
+        return [f"ControlNet ({type(self.network).__name__}): {line}" for line in lines]
 
 
 def attach_control(control: Any, settings: CompileSettings, node: str | None = None) -> Any:
@@ -99,10 +95,9 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
         return compiled
     kind, why = type(control).__name__, obstacle(network)
     if why is not None or not isinstance(network, nn.Module) or not hasattr(control, "control_model_wrapped"):
-        compiled.torch_compile_kit_line = line = Line(node)
-        words, reason = why or (told("controlLeft", kind), "its network runs once an image, or is made anew for each")
-        line.put("control", words)
-        logger.info("%s is left uncompiled: %s", kind, reason)
+        why = why or told("controlLeft", kind)  # the network runs once an image, or is made anew for each
+        Line(node).put("control", why)
+        logger.info("%s is %s", kind, in_words(why, ENGLISH))
         return compiled
     prepare_compiling(settings)
     compiled.control_model = CompiledControl(network, settings, Status(node, settings) if node is not None else None)

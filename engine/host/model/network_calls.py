@@ -16,8 +16,8 @@ from ...compile.session import watching
 from ...compile_process.obtain import import_ahead, is_imported
 from ...cuda_graphs.capture import graphs_of
 from ...inductor.kitchen import products_as_operators
-from ...notices.recompile_log import is_warming
-from ...notices.status import Status
+from ...messages.recompile_log import is_warming
+from ...messages.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
 from ..adapter import forbids_threads, without_hosts_compiler, without_prefetch

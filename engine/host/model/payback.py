@@ -29,8 +29,8 @@ from ...cache.structure import name_of
 from ...compile.registry import code_of
 from ...compile_process.obtain import import_ahead
 from ...cuda_graphs.capture import graphs_of
-from ...notices.recompile_log import is_warming, watch_of
-from ...notices.status import tell_begun
+from ...messages.recompile_log import is_warming, watch_of
+from ...messages.status import tell_begun
 from ...per_model import PerModel
 from .structure_record import Record, find_record, record_of
 

@@ -3,14 +3,12 @@
 import functools
 import json
 import math
-import threading
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from ...cache.code_store import CodeStore, current
 from ...cache.structure import short_name
-from ...threads import started
+from ...threads import call_later
 
 # Seconds that tracing takes where it was not measured.
 TRACE = 2.0
@@ -20,12 +18,6 @@ MOST_RECORDS = 32
 KEEP_AFTER = 30.0
 # Choices in the store: that a structure was compiled, that the user has asked for it, and numbers of its record.
 CHOICE, ASKED, YES, NUMBERS = "compiled", "compile now", "yes", "payback"
-
-
-def _write_later(write: Callable[[], None]) -> None:
-    timer = threading.Timer(KEEP_AFTER, write)
-    timer.daemon = True
-    started(timer)
 
 
 @dataclass
@@ -71,7 +63,7 @@ class Record:
         store = current()
         if store is not None and not self._is_waiting:
             self._is_waiting = True
-            _write_later(functools.partial(self._write, store))
+            call_later(KEEP_AFTER, functools.partial(self._write, store))
 
     def _write(self, store: CodeStore) -> None:
         self._is_waiting = False

@@ -16,7 +16,8 @@ from ...background.model_call import ModelCall
 from ...blocks.convolutions import choose
 from ...compile.binding import blocks_of
 from ...compile.registry import ModelCode, code_of
-from ...compile.session import CompileStats, watching
+from ...compile.session import watching
+from ...messages.report import total_of
 from ...ownership import OwnForward
 from ...settings import CompileSettings
 from ..adapter import without_hosts_compiler
@@ -60,7 +61,7 @@ def begin_step(network: nn.Module, x: torch.Tensor) -> str:
     trained.compiles = all(p.device == x.device for p in network.parameters())
     if not trained.compiles:
         return f"{TRAINING}blocks run uncompiled, since weights are offloaded."
-    total = sum((group.stats for group in trained.code.groups.values()), CompileStats())
+    total = total_of(trained.code.groups.values())
     if total.graph_breaks:
         return (
             f"{TRAINING}blocks run compiled, but in {total.graphs} graphs with {total.graph_breaks} breaks, so little is "

@@ -13,7 +13,7 @@ from ...cache.shared import configure, configured
 from ...compile_process.client import compile_process
 from ...compile_process.obtain import import_ahead
 from ...settings import CompileSettings
-from ...threads import started
+from ...threads import call_later, started
 from ..adapter import device_type
 
 STORE = "store"
@@ -70,9 +70,7 @@ def _start_unless_kept() -> None:
 def get_ready_again() -> None:
     """After a restart: import what loading needs before the first prompt, if there is code that was made here before."""
     if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
-        timer = threading.Timer(QUIET_SECONDS, _import_if_quiet)
-        timer.daemon = True
-        started(timer)
+        call_later(QUIET_SECONDS, _import_if_quiet)
 
 
 def _import_if_quiet() -> None:

@@ -18,9 +18,10 @@ from ...compile.registry import WaitsFor, code_of
 from ...compile.session import monitor
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
-from ...notices.recompile_log import CallInfo, is_warming, report_compilation, watch_of
-from ...notices.report import stats_for
-from ...notices.status import Status
+from ...messages.recompile_log import CallInfo, is_warming, report_compilation, watch_of
+from ...messages.report import stats_for
+from ...messages.status import Status
+from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import always_replays
@@ -34,7 +35,6 @@ KEY = "torch-compile-kit"  # of our wrapper in a patcher
 # Under it ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py): inside,
 # the model, or each of its blocks, is PyTorch's OptimizedModule.
 COMPILE_KEY = "torch.compile"
-COMPILED_ELSEWHERE = "another node compiles it; remove one of the two"
 
 
 class BlockCompiler:
@@ -96,7 +96,7 @@ class BlockCompiler:
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
         before, watch.left = watch.left, is_left(base_model.diffusion_model, options.get("wrappers", {}))
         if watch.left and not before:
-            logger.warning("%s is left as it is: %s", type(base_model).__name__, COMPILED_ELSEWHERE)
+            logger.warning("%s is %s", type(base_model).__name__, in_words(COMPILED_ELSEWHERE, ENGLISH))
         if self.status is not None:
             self.status.is_left = watch.left
         if watch.left and self.status is not None and not _is_copy_for_another_device(base_model):

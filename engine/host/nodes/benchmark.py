@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,14 +20,15 @@ from ...benchmark.step_profile import TRACE_STEPS, StepProfile, count, events_of
 from ...compile.binding import blocks_of
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
+from ...devices import seconds_when_done
 from ...log import logger
-from ...notices.recompile_log import warming
-from ...notices.report import limits_of, stats_for
-from ...notices.words import say, say_in_english
+from ...messages.recompile_log import warming, watch_of
+from ...messages.report import stats_for
+from ...messages.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling, check_switch, check_whole
 from ..graphs.policy import payoff_of
-from ..model.attach import Nothing, diffusion_model, eager_clone, model_name, notes_about, settings_for
+from ..model.attach import diffusion_model, eager_clone, model_name, notes_about, settings_for
 from ..weights.blocks import notes_on
 from .limits import limits, parts_of_model, sentences_about_model
 from .sampling import STEPS as WARM_STEPS
@@ -53,7 +53,7 @@ def benchmark(
     latent: dict | None = None,
     vae=None,
     clip=None,
-) -> BenchmarkResult | Nothing:
+) -> BenchmarkResult | str:
     """Sample in alternating eager and compiled rounds after warming both, or say why there is nothing to compare.
 
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
@@ -67,8 +67,8 @@ def benchmark(
     check_sampling(positive, negative, cfg, latent)
     check_whole("steps", steps, 1, MAX_STEPS)
     check_switch("trace", trace)
-    settings = settings_for(patcher, Nothing(say("nothingToCompare"), say_in_english("nothingToCompare")))
-    if isinstance(settings, Nothing):
+    settings = settings_for(patcher, say("nothingToCompare"))
+    if isinstance(settings, str):
         return settings
     label, prepared = labelled_latent(patcher, size, latent)
     total = 3 * WARM_STEPS + 2 * ROUNDS * steps + TRACE_STEPS * (1 + trace)
@@ -83,7 +83,7 @@ def benchmark(
     findings = sentences_about_model(patcher, settings, profile, steps, skipped)
     others = _other_seconds(vae, clip, prepared["samples"])  # last: these models may take the memory of this one
     lines = limits(parts | others, findings, step * (steps - skipped) + sum(others.values()), steps)
-    limits_of(diffusion_model(patcher))[:] = lines
+    watch_of(diffusion_model(patcher)).limits = lines
     notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
     return replace(result, limits=lines, trace=recorded, notes=notes)
 
@@ -152,10 +152,10 @@ class _Session:
 
         def begin() -> None:
             nonlocal began
-            began = _now(device)
+            began = seconds_when_done(device)
 
         def on_step(*_: object) -> None:
-            seconds.append(_now(device) - began)
+            seconds.append(seconds_when_done(device) - began)
             self._progress.update(1)
             after_step()
             begin()
@@ -230,9 +230,9 @@ def _unless_it_fails(measure: Callable[[], T], name: str) -> T | None:
 def _seconds_of(work: Callable[[], object]) -> float:
     work()  # loads the model
     device = comfy.model_management.get_torch_device()
-    began = _now(device)
+    began = seconds_when_done(device)
     work()
-    return _now(device) - began
+    return seconds_when_done(device) - began
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
@@ -242,12 +242,3 @@ def _differences(patcher, settings: CompileSettings) -> list[str]:
     if settings.block_swap == "auto" and notes_on(patcher.model):
         notes.append("Weights that move are placed in the same way for both.")
     return notes
-
-
-def _now(device: torch.device) -> float:
-    """Seconds on the clock when all work on the device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif hasattr(torch, device.type):
-        getattr(torch, device.type).synchronize()
-    return time.perf_counter()

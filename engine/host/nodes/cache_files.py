@@ -15,12 +15,12 @@ from ...compile.registry import live_models
 from ...errors import InvalidSetting, shown
 from ...files import status_of
 from ...log import logger
-from ...notices.recompile_log import CallInfo, watch_of
-from ...notices.report import groups_for
-from ...notices.words import say, say_in_english
+from ...messages.recompile_log import CallInfo, watch_of
+from ...messages.report import groups_for
+from ...messages.words import ENGLISH, say, say_in_english, speaking
 from ...settings import CompileSettings
 from ...user_input import check_model, check_text
-from ..model.attach import Nothing, diffusion_model, model_name, settings_for
+from ..model.attach import diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_store
 
 NO_FILE = "none"
@@ -63,13 +63,11 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
     """
     check_model(patcher)
     name = plain_name(filename)
-    no_node = Nothing(say("nothingToSave"), say_in_english("nothingToSave"))
-    settings = settings_for(patcher, no_node)
-    if isinstance(settings, CompileSettings) and settings.backend != "inductor":
-        settings = no_node
-    if isinstance(settings, Nothing):
-        logger.info("%s", settings.english)
-        return None, settings.text
+    settings = _settings_to_save(patcher)
+    if isinstance(settings, str):
+        with speaking(ENGLISH):
+            logger.info("%s", _settings_to_save(patcher))
+        return None, settings
     network = diffusion_model(patcher)
     groups = groups_for(network, settings)
     if not any(group.stats.graphs for group in groups):
@@ -80,6 +78,13 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
         )
     infos = watch_of(network).compiled_for.get(settings.settings_key(), [])
     return _write(name, [(model_name(patcher), network, groups)], infos)
+
+
+def _settings_to_save(patcher) -> CompileSettings | str:
+    """The settings that the model is compiled under, or why there is nothing to save."""
+    settings = settings_for(patcher, say("nothingToSave"))
+    is_kept = isinstance(settings, str) or settings.backend == "inductor"
+    return settings if is_kept else say("nothingToSave")
 
 
 def save_all(filename: str) -> str:

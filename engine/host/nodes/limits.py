@@ -12,9 +12,9 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
 from ...inductor.attention_kernels import KERNELS, in_words
-from ...notices.recompile_log import watch_of
-from ...notices.report import given_in_words, groups_for
-from ...notices.words import say
+from ...messages.recompile_log import watch_of
+from ...messages.report import given_in_words, groups_for
+from ...messages.words import say
 from ...options.outside import OVERRIDE
 from ...ownership import named_origin, pack_of
 from ...settings import CompileSettings

@@ -35,7 +35,7 @@ from ...compile.registry import live_models
 from ...compile_process import obtain, wire
 from ...errors import TorchCompileKitError
 from ...inductor import attention_kernels
-from ...notices.recompile_log import warming
+from ...messages.recompile_log import warming
 from ...torch_compat import fake_card
 from ..model import structure_record
 from ..model.user_folder import open_users_store
@@ -152,7 +152,7 @@ def _stand_in(mode: Any, attention: str) -> None:
     comfy.model_management.NUM_STREAMS = 0
     attention_kernels._can_run = fake_card.can_run
     attention_kernels._measure = functools.partial(_seconds, attention)
-    structure_record._write_later = lambda write: None  # seconds of this machine
+    structure_record.call_later = lambda seconds, call: None  # seconds of this machine
     obtain._import = lambda: None  # what loading code takes
 
 

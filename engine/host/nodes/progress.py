@@ -10,8 +10,8 @@ import comfy.utils
 
 from ...compile.session import monitor
 from ...compile_process.client import compile_process
-from ...notices import status
-from ...notices.words import say
+from ...messages import status
+from ...messages.words import say
 from ...threads import started
 
 SECONDS_BETWEEN_TEXTS = 1.0
@@ -27,12 +27,12 @@ class WarmupProgress:
     the page adds a widget, and the node grows over those below.
     """
 
-    def __init__(self, sizes: int, steps: int, classes: list[str], inductor: bool, node_id: str | None):
-        self._sizes, self._in_each = sizes, steps + len(classes)
+    def __init__(self, sizes: int, steps: int, kinds: int, inductor: bool, node_id: str | None):
+        self._sizes, self._in_each = sizes, steps + kinds
         self._owner, self._node_id = status.owner_now(), node_id
         self._bar = comfy.utils.ProgressBar(sizes * self._in_each)
         self._began = self._size_began = time.perf_counter()
-        self._classes, self._inductor = classes, inductor
+        self._kinds, self._inductor = kinds, inductor
         self._size, self._stepped, self._part, self._graphs = "", False, 0, 0
         self._seen: list[str] = []
         self._compiling: str | None = None
@@ -50,6 +50,8 @@ class WarmupProgress:
         self._ended.set()
         if self._ticker.ident is not None:
             self._ticker.join()
+        if exc[0] is None:  # a warm size takes fewer steps
+            self._bar.update_absolute(self._sizes * self._in_each)
         compiled = say("graphsCompiled", self._graphs) if self._graphs > 1 else say("graphCompiled")
         how = compiled if self._graphs else say("noGraph")
         self._say(say("stopped" if exc[0] is not None else "warm"), how, self._began)
@@ -64,10 +66,6 @@ class WarmupProgress:
     def step(self) -> None:
         self._stepped = True
         self._advance()
-
-    def end(self, index: int) -> None:
-        """A size is over; it may have taken fewer steps, or none if it was warm."""
-        self._bar.update_absolute((index + 1) * self._in_each)
 
     def _on_compile(self, block: str | None) -> None:
         self._compiling = block
@@ -96,7 +94,7 @@ class WarmupProgress:
         elif self._inductor and not compile_process.is_ready:
             how = say("loadingCompiler")
         else:
-            how = say("compilingOf", block, len(self._seen), max(len(self._classes), len(self._seen)))
+            how = say("compilingOf", block, len(self._seen), max(self._kinds, len(self._seen)))
         self._say(self._size, how, self._size_began)
 
     def _say(self, what: str, how: str, since: float) -> None:

@@ -13,7 +13,7 @@ import folder_paths
 
 from ...errors import InvalidSetting
 from ...files import replace
-from ...notices.words import say
+from ...messages.words import say
 
 KINDS = ("loras", "diffusion_models", "checkpoints")
 _WRAPPER = re.compile(r"_orig_mod[._]")  # in keys of LoRA files dots are underscores

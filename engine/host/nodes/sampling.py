@@ -133,30 +133,16 @@ def sample_once(
     latent: dict,
     on_step: Callable[[], None],
     each_prompt_alone: bool = False,
-) -> bool:
+) -> None:
     """Sample `STEPS` steps for each range of the schedule; `on_step` may raise to stop.
 
     With `each_prompt_alone` each prompt runs in a call by itself, as when memory is too short for all at once.
-
-    Returns:
-        Whether several prompts ran as one batch.
     """
-    joined = False
-
-    def look(executor, *args, **kwargs):
-        """An APPLY_MODEL wrapper of the host."""
-        nonlocal joined
-        options = next((a for a in (*args, kwargs.get("transformer_options")) if isinstance(a, dict)), {})
-        joined |= len(options.get("cond_or_uncond", ())) > 1
-        return executor(*args, **kwargs)
-
-    patcher = patcher.clone()
-    patcher.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, look)
     if each_prompt_alone:
+        patcher = patcher.clone()
         patcher.add_wrapper_with_key(WrappersMP.CALC_COND_BATCH, KEY, one_by_one)
     sigmas = schedule(patcher.get_model_object("model_sampling"), conditioning, STEPS)
     sample(patcher, conditioning, cfg, latent, sigmas, lambda *_: on_step())
-    return joined
 
 
 def one_by_one(executor, model, conditions: list, *args: object) -> list:

@@ -194,7 +194,7 @@ def test_bars_are_as_long_as_their_values(result):
 
 
 def test_the_first_line_is_in_the_users_language_and_the_rest_says_that_it_is_english(result, engine):
-    words = engine("notices.words")
+    words = engine("messages.words")
     with words.speaking("ja"):
         headline, note, *figures = result(0.1752, 0.1384).table().splitlines()
     assert headline.startswith("1.27 倍の速さ") and "英語" in note and any("median" in line for line in figures)

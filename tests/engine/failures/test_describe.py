@@ -260,4 +260,4 @@ def test_a_model_that_calls_no_block_is_told_of_once(engine, caplog, calls):
     said = "The model does not call its blocks (3 Block) as modules but by other methods: they run uncompiled."
     assert warned == ([] if calls == "first" else [said])
     assert code.uncalled == ({"Block": 3} if calls == "never" else {})
-    assert engine("notices.report")._model_json(net, [])["blocks_not_called"] == code.uncalled
+    assert engine("messages.report")._model_json(net, [])["blocks_not_called"] == code.uncalled

@@ -12,32 +12,17 @@ from support import ROOT
 PORTABLE = r"D:\ComfyUI_windows_portable\python_embeded"
 
 
-class CompilationError(Exception):
-    """As Triton's, which is not installed everywhere."""
+def error_class(name, base=RuntimeError):
+    """As Triton's, which is not installed everywhere, or PyTorch's, whose arguments differ by version."""
+    return type(name, (base,), {})
 
 
-class TritonMissing(Exception):
-    """As torch._inductor.exc's, which wants a frame."""
-
-
-class CppCompileError(RuntimeError):
-    """As torch._inductor.exc's, which puts the text together itself."""
-
-
-class GPUTooOldForTriton(RuntimeError):
-    """As torch._inductor.exc's, which wants the properties of a device."""
-
-
-class Unsupported(RuntimeError):
-    """As torch._dynamo.exc's, whose arguments differ by version; so do those of the next."""
-
-
-class UserError(RuntimeError):
-    pass
-
-
-class SubprocException(Exception):
-    """As torch._inductor.compile_worker's, which has what happened in the worker as text alone."""
+CompilationError, TritonMissing, SubprocException = (
+    error_class(name, Exception) for name in ("CompilationError", "TritonMissing", "SubprocException")
+)
+CppCompileError, GPUTooOldForTriton, Unsupported, UserError, InvalidCxxCompiler = map(
+    error_class, ("CppCompileError", "GPUTooOldForTriton", "Unsupported", "UserError", "InvalidCxxCompiler")
+)
 
 
 def command(*parts, status=1):
@@ -243,13 +228,6 @@ def test_each_error_has_its_cure(machine, failure, error, here, cure, wrapped):
     assert len(description.reason) < 280 and not re.search(r"[\n{}]", description.cure) and "\n" not in description.message()
 
 
-class InvalidCxxCompiler(RuntimeError):
-    """As torch._inductor.exc's, which PyTorch 2.15 raises on Windows too."""
-
-
-MAY_PASS = torch.OutOfMemoryError
-
-
 @pytest.mark.parametrize("wrapped", [False, "backend", "inductor"])
 @pytest.mark.parametrize("error", [*(error for error, _, _ in CURES), InvalidCxxCompiler("No working C++ compiler")], ids=repr)
 def test_what_has_a_cure_does_not_pass_by_itself(failure, machine, error, wrapped):
@@ -258,7 +236,7 @@ def test_what_has_a_cure_does_not_pass_by_itself(failure, machine, error, wrappe
     try:
         raise error from cause
     except type(error) as raised:
-        assert failure(raised, machine(), wrapped).may_pass is isinstance(error, MAY_PASS)
+        assert failure(raised, machine(), wrapped).may_pass is isinstance(error, torch.OutOfMemoryError)
     finally:
         error.__cause__ = error.__context__ = None
 

@@ -28,8 +28,9 @@ def reference(engine, monkeypatch):
     reference = Reference()
     trust(engine, monkeypatch, "test_channels_last.py", "reference_kernels.py", "paging.py")
     graphing, graphs = engine("host.graphs.replay"), engine("cuda_graphs.capture")
-    monkeypatch.setattr(graphing, "kernels", lambda: reference)
-    monkeypatch.setattr(engine("blocks.channels_last"), "DTYPES", {torch.float32})
+    for module in (graphing, engine("channels_last.function_mode")):
+        monkeypatch.setattr(module, "kernels", lambda: reference)
+    monkeypatch.setattr(engine("channels_last.function_mode"), "DTYPES", {torch.float32})
     monkeypatch.setattr(engine("host.graphs.policy"), "no_graphs", lambda _device: None)
     monkeypatch.setattr(graphs.ModelGraphs, "_capture", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -140,7 +141,7 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 
 def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatch):
     """SD 1.5's transformers take images where they are compiled whole: none is turned on its way to one, but the first."""
-    turned, given = engine("blocks.channels_last").to_channels_last, []
+    turned, given = engine("channels_last.function_mode").to_channels_last, []
     monkeypatch.setattr(engine("blocks.convolutions"), "parts_of", lambda _block: [])
 
     def watched(args):
@@ -148,7 +149,7 @@ def test_blocks_get_their_images_as_they_are(engine, reference, both, monkeypatc
         given.append(len(found[1]))
         return found
 
-    monkeypatch.setattr(engine("blocks.channels_last"), "to_channels_last", watched)
+    monkeypatch.setattr(engine("channels_last.function_mode"), "to_channels_last", watched)
     both(zoo.SETUPS["sd15"])
     assert len(given) > 8 and sum(given) <= 2, given
 
@@ -190,19 +191,19 @@ def layers(*more):
     ],
 )
 def test_layers_in_any_order(engine, reference, net, with_silu):
-    mode = engine("blocks.channels_last")
+    mode = engine("channels_last.function_mode")
     x = torch.randn(2, 8, 12, 10)
     before = {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
-    result = mode.run_channels_last(reference, net, (x,), {})
+    result = mode.run_channels_last(net, (x,), {})
     expected = net(x)
     assert relative_error(result, expected) < 1e-5 and result.stride() == expected.stride()
-    assert reference.with_silu == with_silu and not mode._active.modes
+    assert reference.with_silu == with_silu and mode._active() is None
     assert before == {name: (p.data_ptr(), p.stride()) for name, p in net.named_parameters()}
 
 
 def test_a_norm_that_only_a_silu_reads_is_not_written(engine, reference):
     net = layers(nn.SiLU(), nn.Conv2d(16, 8, 1))
-    engine("blocks.channels_last").run_channels_last(reference, net, (torch.randn(2, 8, 12, 10),), {})
+    engine("channels_last.function_mode").run_channels_last(net, (torch.randn(2, 8, 12, 10),), {})
     assert (reference.norms, reference.writes, reference.with_silu) == (1, 1, 1)
 
 
@@ -223,24 +224,24 @@ def test_what_a_failed_call_has_taken_is_there_for_the_next(engine, reference, m
 
 
 def test_it_ends_with_an_error(engine, reference):
-    mode = engine("blocks.channels_last")
+    mode = engine("channels_last.function_mode")
 
     def fails(x):
         functional.group_norm(x, 2, torch.ones(8), torch.zeros(8))
         raise ValueError("of the model")
 
     with pytest.raises(ValueError, match="of the model"):
-        mode.run_channels_last(reference, fails, (torch.randn(1, 8, 4, 4),), {})
+        mode.run_channels_last(fails, (torch.randn(1, 8, 4, 4),), {})
     functional.group_norm(torch.randn(1, 8, 4, 4), 2)
-    assert not mode._active.modes and reference.norms == 1
+    assert mode._active() is None and reference.norms == 1
 
 
 def test_it_ends_when_its_own_kernel_fails(engine, reference, monkeypatch):
-    mode = engine("blocks.channels_last")
+    mode = engine("channels_last.function_mode")
     monkeypatch.setattr(reference, "apply_factors", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        mode.run_channels_last(reference, nn.GroupNorm(2, 8), (torch.randn(1, 8, 4, 4),), {})
-    assert not mode._active.modes and torch._C._len_torch_function_stack() == 0
+        mode.run_channels_last(nn.GroupNorm(2, 8), (torch.randn(1, 8, 4, 4),), {})
+    assert mode._active() is None and torch._C._len_torch_function_stack() == 0
 
 
 def test_arguments_by_name(engine, reference):
@@ -250,14 +251,14 @@ def test_arguments_by_name(engine, reference):
         return functional.conv2d(input=functional.group_norm(input=x, num_groups=2), weight=weight)
 
     x = torch.randn(1, 8, 6, 6)
-    assert relative_error(engine("blocks.channels_last").run_channels_last(reference, named, (x,), {}), named(x)) < 1e-5
+    assert relative_error(engine("channels_last.function_mode").run_channels_last(named, (x,), {}), named(x)) < 1e-5
 
 
 def test_a_block_that_works_in_place_does_so_on_the_callers_image(engine, reference):
     x = torch.randn(1, 8, 4, 4)
-    mode = engine("blocks.channels_last")
+    mode = engine("channels_last.function_mode")
     assert mode.to_channels_last((x, 3)) == ((x, 3), [])
-    with mode.ChannelsLast(reference):
+    with mode.ChannelsLast():
         (turned, number), copies = mode.to_channels_last((x, 3))
     turned.zero_()
     for image, copy in copies:
@@ -284,7 +285,7 @@ def test_an_expanded_image_is_not_written_to(engine, reference, compile_when):
     step, image = CompiledNet(engine, net), torch.randn(1, 8, 4, 4).expand(2, -1, -1, -1)
     expected, before = net(x, image), image.clone()
     for _ in range(2):
-        with engine("blocks.channels_last").ChannelsLast(reference):
+        with engine("channels_last.function_mode").ChannelsLast():
             result = step.at_once(x, image) if compile_when == "at once" else step(x, image)[0]
         step.wait()
         assert torch.allclose(result, expected, atol=1e-6) and torch.equal(image, before)
@@ -292,14 +293,14 @@ def test_an_expanded_image_is_not_written_to(engine, reference, compile_when):
 
 
 def test_compiled_code_does_not_see_it(engine, reference):
-    mode, seen = engine("blocks.channels_last"), []
+    mode, seen = engine("channels_last.function_mode"), []
 
     def block(x):
         with mode.paused():
-            seen.append((bool(mode._active.modes), torch._C._len_torch_function_stack()))
+            seen.append((mode._active() is not None, torch._C._len_torch_function_stack()))
         return functional.group_norm(x, 2, torch.ones(8), torch.zeros(8))
 
-    mode.run_channels_last(reference, block, (torch.randn(1, 8, 4, 4),), {})
+    mode.run_channels_last(block, (torch.randn(1, 8, 4, 4),), {})
     assert seen == [(False, 0)] and reference.norms == 1
 
 
@@ -308,7 +309,7 @@ def test_compiled_code_does_not_see_it(engine, reference):
     [torch.randn(2, 8, 6), torch.randn(2, 8, 6, 6, dtype=torch.float64), torch.randn(2, 8, 1, 6), torch.randn(2, 8, 2, 2, 2)],
 )
 def test_what_is_no_image_for_tensor_cores_stays(engine, reference, x):
-    engine("blocks.channels_last").run_channels_last(reference, nn.GroupNorm(2, 8, dtype=x.dtype), (x,), {})
+    engine("channels_last.function_mode").run_channels_last(nn.GroupNorm(2, 8, dtype=x.dtype), (x,), {})
     assert not reference.norms
 
 
@@ -326,4 +327,4 @@ def test_the_kernels_themselves():
 
 def test_the_kernels_are_found_where_triton_is(engine):
     pytest.importorskip("triton")
-    assert hasattr(engine("host.graphs.norm_kernels").kernels(), "factors_of")
+    assert hasattr(engine("channels_last.preparing").kernels(), "factors_of")

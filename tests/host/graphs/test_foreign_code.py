@@ -444,7 +444,7 @@ def test_graphs_that_wait_for_a_run_without_it_give_their_memory_back_where_it_i
 def test_the_node_says_whose_code_it_is(flux):
     settings = flux.engine("settings").CompileSettings(backend="eager", compile_when="before first image")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "7")
-    (line,) = (line for line in flux.engine("notices.status").live_lines() if line.node == "7")
+    (line,) = (line for line in flux.engine("messages.status").lines.values() if line.node == "7")
     patched = compiled.clone()
     overridden(Attention())(patched)
     for _ in range(2):
@@ -452,7 +452,7 @@ def test_the_node_says_whose_code_it_is(flux):
     assert ["graphsOff", HERE] in line.now().says
     flux.run(compiled)
     assert "graphsOff" not in str(line.now().says)
-    assert flux.engine("notices.words").in_words(["graphsOff", "a_pack"], "de").startswith("CUDA-Graphen sind aus: a_pack")
+    assert flux.engine("messages.words").in_words(["graphsOff", "a_pack"], "de").startswith("CUDA-Graphen sind aus: a_pack")
 
 
 def test_a_sampler_of_another_pack_is_around_each_call(flux):

@@ -84,7 +84,7 @@ def test_settings_of_pytorch_that_another_node_changes(flux, counts, compiled):
 def test_what_waiting_calls_have_captured_is_replayed_by_the_others(flux, counts, engine):
     """After a warmup; models without convolutions wait for no kernels of ours."""
     compiled = flux.attach(flux.patcher, compile_when="in background")
-    with engine("notices.recompile_log").warming():
+    with engine("messages.recompile_log").warming():
         flux.run(compiled)
     assert counts() == (1, 1)
     flux.run(compiled)
@@ -172,7 +172,7 @@ def test_weights_that_were_loaded_anew_in_the_middle_of_a_run(flux, counts, engi
 
 def test_kernels_for_convolutions_get_ready_while_a_model_has_none(flux, counts, engine, monkeypatch):
     """As when the VAE's norm kernels are compiled beside it."""
-    kernels = engine("host.graphs.norm_kernels").norm_kernels
+    kernels = engine("channels_last.preparing").norm_kernels
     monkeypatch.setattr(kernels, "ready", False)
     compiled = flux.attach(flux.patcher)
     flux.run(compiled)

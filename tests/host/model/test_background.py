@@ -31,7 +31,7 @@ class Behind(Runs):
 
     def made(self):
         assert self.engine("background.thread").compiler.wait(120)
-        assert not any(model["being_compiled"] for model in self.engine("notices.report").report_json()["models"])
+        assert not any(model["being_compiled"] for model in self.engine("messages.report").report_json()["models"])
 
     @property
     def eager(self):
@@ -148,7 +148,7 @@ def test_a_prompt_of_another_length_needs_no_code_of_its_own(flux):
 
 def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
     flux = Behind(tiny, engine, "flux", cfg=1.0, steps=8)
-    status, told = flux.engine("notices.status"), []
+    status, told = flux.engine("messages.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
     expected = flux.run(flux.patcher)
     settings = flux.engine("settings").CompileSettings(backend="eager", compile_when="in background")
@@ -166,7 +166,7 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
 
 
 def test_uncompiled_steps_of_shorter_prompts_are_compared_with_but_not_those_of_smaller_images(flux, tiny, monkeypatch):
-    status, given = flux.engine("notices.status"), []
+    status, given = flux.engine("messages.status"), []
     monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs: given.append(inputs))
     settings = flux.engine("settings").CompileSettings(backend="eager")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "14")
@@ -194,7 +194,7 @@ def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compa
         flux.made()
         flux.run(compiled)
     flux.made()
-    key, (what, *_) = engine("notices.status").lines_of()["13"].says
+    key, (what, *_) = engine("messages.status").lines_of()["13"].says
     assert (key, what) == ("readyBut", "aStep"), "a compiler slows uncompiled steps down"
 
 
@@ -203,7 +203,7 @@ def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
     import comfy.model_management
 
     flux = Behind(tiny, engine, "flux", cfg=1.0, steps=2)
-    status, told = engine("notices.status"), []
+    status, told = engine("messages.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
     settings = engine("settings").CompileSettings(backend="eager", compile_when="before first image")
     compiled = engine("host.model.attach").attach(flux.patcher, settings, "13")

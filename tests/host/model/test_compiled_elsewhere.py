@@ -83,7 +83,7 @@ class Both(Runs):
         return self.compiled
 
     def line(self):
-        return self.engine("notices.status").lines_of()["7"]
+        return self.engine("messages.status").lines_of()["7"]
 
 
 @pytest.fixture(scope="module")
@@ -176,5 +176,5 @@ def test_only_the_node_with_another_behind_it_says_so(flux, engine):
     both = flux.with_both(WAYS["the model wrapped"], ORDERS[1])
     flux.check(ours)
     flux.run(both)
-    lines = engine("notices.status").lines_of()
+    lines = engine("messages.status").lines_of()
     assert lines["7"].says == LEFT and str(lines["8"].says[0]).startswith("ready")

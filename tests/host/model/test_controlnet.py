@@ -69,7 +69,7 @@ def test_two_in_a_row_and_one_of_them_compiled(tiny, engine):
 
 @pytest.mark.parametrize("when", ["in background", pytest.param("before first image", marks=pytest.mark.rest)])
 def test_its_line_ends_with_the_compiling_and_goes_to_whose_prompt_runs(tiny, engine, monkeypatch, when):
-    runs, status, told = Controlled(tiny, engine, "flux"), engine("notices.status"), []
+    runs, status, told = Controlled(tiny, engine, "flux"), engine("messages.status"), []
     monkeypatch.setattr(status, "listeners", [lambda *news: told.append(news)])
     control = runs.compiled(runs.control, "41", compile_when=when)
     monkeypatch.setattr(status, "owner_now", lambda: ("who has it from the host's cache", "workflow"))
@@ -91,7 +91,7 @@ def test_what_has_no_network_of_its_own_is_left_and_what_is_no_controlnet_refuse
     adapter = comfy.controlnet.T2IAdapter(Adapter_light(channels=[8, 8], nums_rb=1, cin=3), 3, 8, "nearest-exact")
     left = attach(adapter, settings, "7")
     assert type(left) is comfy.controlnet.T2IAdapter and left is not adapter
-    assert engine("notices.status").lines_of()["7"].says == [["controlLeft", "T2IAdapter"]]
+    assert engine("messages.status").lines_of()["7"].says == [["controlLeft", "T2IAdapter"]]
     with pytest.raises(engine("errors").InvalidSetting, match="control_net"):
         attach(tiny.build_patcher("flux"), settings)
     control = controlnet(tiny, "flux", 1)
@@ -115,7 +115,7 @@ def test_what_another_node_compiles_is_left_to_it(tiny, engine, order):
         assert engine("background.thread").compiler.wait(120)
     assert len(graphs) == 1 and not engine("compile.registry").code_of(network).groups
     if order == "other node first":
-        assert engine("notices.status").lines_of()["8"].says == [["leftAsIs", ["compiledElsewhere"]]]
+        assert engine("messages.status").lines_of()["8"].says == [["leftAsIs", ["compiledElsewhere"]]]
 
 
 def test_a_second_node_replaces_the_first(tiny, engine):

@@ -290,4 +290,4 @@ def test_a_block_that_stays_eager_is_named_with_the_reason(mode, tiny, engine, c
         assert [path for path, count in by_block.items() if count < runs.steps] == ["single_blocks.1"]
         (message,) = runs.failures
         assert "SingleStreamBlock" in message and "hook" in message
-        assert message in str(engine("notices.report").report_json())
+        assert message in str(engine("messages.report").report_json())

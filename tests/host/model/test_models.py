@@ -67,10 +67,10 @@ def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model
     assert not plan.whole_model and plan.covered_share > 0.5
 
     report = engine("host.nodes.warmup").warm_up(compiled, *conditioning, cfg, [plan_of_size])
-    stats = engine("notices.report").stats_for(attachment.diffusion_model(patcher), settings)
+    stats = engine("messages.report").stats_for(attachment.diffusion_model(patcher), settings)
     assert stats.graphs > 0 and stats.graph_breaks == 0, report
     assert stats.graphs == graphs, report
-    groups = engine("notices.report").groups_for(attachment.diffusion_model(patcher), settings)
+    groups = engine("messages.report").groups_for(attachment.diffusion_model(patcher), settings)
     assert not any(group.failure for group in groups), report
 
     result = sample(compiled, conditioning, latent, cfg, seed=1)
@@ -78,7 +78,7 @@ def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model
     other = sample(compiled, conditioning, latent, cfg, seed=2)
     assert relative_error(other, sample(patcher, conditioning, latent, cfg, seed=2)) < 1e-4
     assert not torch.equal(other, result)
-    after = engine("notices.report").stats_for(attachment.diffusion_model(patcher), settings)
+    after = engine("messages.report").stats_for(attachment.diffusion_model(patcher), settings)
     assert after.graphs == stats.graphs
 
 
@@ -93,5 +93,5 @@ def test_inductors_own_code_equals_eager(engine, tiny):
         latent = tiny.empty_latent("flux", width, 64)
         expected, result = (sample(p, conditioning, latent, 1.0, seed=1) for p in (patcher, compiled))
         assert 0 < relative_error(result, expected) < 1e-4, "inductor's sums are in another order"
-    stats = engine("notices.report").stats_for(attachment.diffusion_model(patcher), settings)
+    stats = engine("messages.report").stats_for(attachment.diffusion_model(patcher), settings)
     assert (stats.graphs, stats.graph_breaks) == (1, 0), report

@@ -29,7 +29,7 @@ def flux(engine, tiny, monkeypatch, store):
     records = engine("host.model.structure_record")
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(records, "_records", {})
-    monkeypatch.setattr(records, "_write_later", lambda write: write())
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: write())
     patcher, latent, conditioning = tiny.build_patcher("flux"), tiny.empty_latent("flux"), tiny.conditioning("flux")
     expected = sample(patcher, conditioning, latent, 1.0, seed=1, steps=5)
     network = patcher.model.diffusion_model
@@ -41,7 +41,7 @@ def flux(engine, tiny, monkeypatch, store):
         assert engine("background.thread").compiler.wait(60)
         assert (steps, sampler) != (5, "euler") or torch.allclose(result, expected, atol=1e-4)
         groups = engine("compile.registry").code_of(network).groups.values()
-        line = next(iter(engine("notices.status").lines_of().values()))
+        line = engine("messages.status").lines_of()["7"]
         return sum(group.stats.graphs for group in groups), line, attachment.notes_about(model)
 
     run.conditioning = conditioning
@@ -352,14 +352,14 @@ def test_what_was_seen_to_be_saved_counts(flux, engine, a_call_takes):
     flux.cost(2.0)
     record = payback.payback_of(network).record
     record.seconds, record.runs = 15.0, 10
-    engine("notices.recompile_log").watch_of(network).saved = 0.1
+    engine("messages.recompile_log").watch_of(network).saved = 0.1
     payback.payback_of(network)._calls = 5
     payback.payback_of(network).end_run(network)
     records._records.clear()
     later = payback.Payback(records.Record.recalled(record.structure))
     assert later.record.share == 0.1 and later._runs_to_go(15.0, 10, 1)  # 1.5 s; with SAVED 3 s
     assert not later._runs_to_go(26.0, 10, 1)
-    engine("notices.recompile_log").watch_of(network).saved = 0.9
+    engine("messages.recompile_log").watch_of(network).saved = 0.9
     engine("cuda_graphs.capture").graphs_of(network).replays = 1
     payback.payback_of(network)._calls = 5
     payback.payback_of(network).end_run(network)
@@ -382,7 +382,7 @@ def test_the_user_can_have_it_begin_now_and_in_later_sessions(flux, engine, tiny
     assert graphs == 0 and payback.payback_of.items()
     assert not payback.begin_now("b" * 12) and not payback.begin_now(["b"])
     assert payback.begin_now(line.begins)
-    line = next(iter(engine("notices.status").lines_of().values()))
+    line = engine("messages.status").lines_of()["7"]
     assert line.says == ["beginsNext"] and line.begins is None
     assert "Not compiled so far: compiling begins with the next step." in flux.notes()
     graphs, line, _ = flux()
@@ -425,7 +425,7 @@ def test_runs_that_wait_for_code_are_counted_and_what_they_traced_is_known(flux,
 
 
 def test_a_warmup_is_no_run_of_a_session(flux, engine):
-    with engine("notices.recompile_log").warming():
+    with engine("messages.recompile_log").warming():
         assert flux("before first image")[0] == 1
     assert not any(record.runs_now for record in engine("host.model.structure_record")._records.values())
 
@@ -442,7 +442,7 @@ def test_only_what_is_not_met_is_waited_for(engine):
 def test_runs_are_written_together_on_another_thread(flux, engine, store, monkeypatch):
     """Of a loop over tiles each tile is a run, and the folder may be on a slow network."""
     records, waiting, written = engine("host.model.structure_record"), [], []
-    monkeypatch.setattr(records, "_write_later", waiting.append)
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: waiting.append(write))
     monkeypatch.setattr(store, "add_choices", lambda structure, choices: written.append(choices))
     flux.cost(1e6)
     for number in (1, 2):
@@ -457,7 +457,9 @@ def test_runs_are_written_together_on_another_thread(flux, engine, store, monkey
 def test_it_is_written_in_a_while(engine, monkeypatch):
     records, written = engine("host.model.structure_record"), threading.Event()
     monkeypatch.setattr(records, "KEEP_AFTER", 0.01)
-    records._write_later(written.set)
+    store = types.SimpleNamespace(choices=lambda _structure: {}, add_choices=lambda *_: written.set())
+    monkeypatch.setattr(records, "current", lambda: store)
+    records.Record("s" * 12).keep()
     assert written.wait(60)
 
 

@@ -75,12 +75,12 @@ def history(engine, monkeypatch, tmp_path):
     """history(session, number, when): seconds of each of so many sessions with one folder, compiled `when`."""
     payback, records = engine("host.model.payback"), engine("host.model.structure_record")
     code_store = engine("cache.code_store")
-    code_of, watch_of = engine("compile.registry").code_of, engine("notices.recompile_log").watch_of
+    code_of, watch_of = engine("compile.registry").code_of, engine("messages.recompile_log").watch_of
     clock = [0.0]
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(records, "_records", {})
-    monkeypatch.setattr(records, "_write_later", lambda write: write())
+    monkeypatch.setattr(records, "call_later", lambda _seconds, write: write())
     monkeypatch.setattr(code_store._Current, "opened", True)
     folders = itertools.count()
 

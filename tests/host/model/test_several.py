@@ -33,7 +33,7 @@ def brighter(m):
 
 def graphs_by_settings(runs, **settings):
     settings = runs.engine("settings").CompileSettings(backend="eager", only_blocks=ONLY, **settings)
-    return runs.engine("notices.report").stats_for(runs.patcher.model.diffusion_model, settings).graphs
+    return runs.engine("messages.report").stats_for(runs.patcher.model.diffusion_model, settings).graphs
 
 
 def test_two_models_in_turn(flux, second):
@@ -279,7 +279,7 @@ def test_a_warmup_waits_for_code_under_a_split(flux, tiny, compile_when):
     copy.is_multigpu_base_clone = True
     compiled = flux.attach(flux.patcher, compile_when=compile_when)
     compiled.set_additional_models("multigpu", [copy])
-    watch = flux.engine("notices.recompile_log").watch_of(flux.patcher.model.diffusion_model)
+    watch = flux.engine("messages.recompile_log").watch_of(flux.patcher.model.diffusion_model)
     size = flux.engine("host.nodes.warmup_plan").Size(64, 64)
     flux.engine("host.nodes.warmup").warm_up(compiled, flux.positive, flux.negative, flux.cfg, [size])
     assert flux.graphs and watch.warmed and not watch.notices
@@ -300,7 +300,7 @@ def test_a_step_that_is_split_is_one_step(flux, tiny, compile_when):
     for _ in range(2):
         flux.run(compiled)
         assert flux.engine("background.thread").compiler.wait(100)
-    lines = flux.engine("notices.status").live_lines()
+    lines = flux.engine("messages.status").lines.values()
     (steps,) = next(line for line in lines if line.node == f"split {compile_when}")._steps.values()
     timed = flux.steps - 2  # of a run at most: the first loads weights, and nothing tells when the last is over
     assert timed <= len(steps.uncompiled) + len(steps.fast) <= 2 * timed
@@ -314,8 +314,7 @@ def test_steps_that_compute_more_are_not_compared(flux):
     )
     tokens, values = flux.negative[0]
     flux.negative = [[torch.cat([tokens, tokens[:, :3]], 1), values]]
-    lines = flux.engine("notices.status").live_lines
-    (steps,) = [line._steps for line in lines() if line.node == "cfg"]
+    (steps,) = [line._steps for line in flux.engine("messages.status").lines.values() if line.node == "cfg"]
     for flux.cfg in (3.0, 1.0, 3.0):
         flux.run(compiled)
         assert flux.engine("background.thread").compiler.wait(100)

@@ -48,14 +48,14 @@ class Told(Runs):
         return self.engine("host.model.attach").attach(patcher, chosen, "7")
 
     def line(self):
-        return self.engine("notices.status").lines_of()["7"]
+        return self.engine("messages.status").lines_of()["7"]
 
     def notes(self, compiled):
         return [n for n in self.engine("host.model.attach").notes_about(compiled) if "forward" in n]
 
     def panel(self):
         (failures,) = [
-            model["failures"] for model in self.engine("notices.report").report_json()["models"] if model["failures"]
+            model["failures"] for model in self.engine("messages.report").report_json()["models"] if model["failures"]
         ]
         return [failure["message"] for failure in failures]
 
@@ -63,7 +63,7 @@ class Told(Runs):
         """The lines of a warmup's report above the details, and those below."""
         size = self.engine("host.nodes.warmup_plan").Size(64, 64)
         text = self.engine("host.nodes.warmup").warm_up(compiled, self.positive, self.negative, self.cfg, [size])
-        return tuple(part.strip().splitlines() for part in text.split(self.engine("notices.report").RULE))
+        return tuple(part.strip().splitlines() for part in text.split(self.engine("messages.report").RULE))
 
 
 @pytest.fixture

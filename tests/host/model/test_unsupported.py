@@ -31,7 +31,7 @@ def said_by_nodes(engine, runs, model):
 
 
 def test_nodes_after_a_node_that_compiles_nothing_say_why_in_the_users_language(tiny, engine, lacking):
-    runs, words = Runs(tiny, engine, "flux", cfg=1.0), engine("notices.words")
+    runs, words = Runs(tiny, engine, "flux", cfg=1.0), engine("messages.words")
     attached = engine("host.model.attach").attach(runs.patcher, engine("settings").CompileSettings(), "7")
     with words.speaking("de"):
         sentences = said_by_nodes(engine, runs, attached)
@@ -66,7 +66,7 @@ def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
         left = engine("host.model.controlnet").attach_control(controlnet(tiny, "flux", 1), settings, "8")
         same(runs.run(attached), runs.plain(), "with the node")
         assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: left as it is: {switch}"]
-        lines = engine("notices.status").lines_of()
+        lines = engine("messages.status").lines_of()
         assert left is not None
         assert lines["7"].says == lines["8"].says == [["leftAsIs", switch]]
         assert switch in engine("failures.machine").preflight_here(False)[1][0]
@@ -95,7 +95,7 @@ def test_a_network_that_is_no_module_passes_through(tiny, engine, compile_when):
     attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
     same(runs.run(attached), expected, "with the node")
     assert said_by_nodes(engine, runs, attached) == [f"Torch Compile: {ELSEWHERE}"]
-    assert engine("notices.status").lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
+    assert engine("messages.status").lines_of()["7"].says == [["leftAsIs", ["compiledElsewhere"]]]
 
 
 def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):
@@ -103,7 +103,7 @@ def test_a_model_passes_through_and_its_line_says_why(tiny, engine, lacking):
     attached = engine("host.model.attach").attach(runs.patcher, engine("settings").CompileSettings(), "7")
     same(runs.run(attached), runs.plain(), "with the node")
     assert not runs.graphs
-    line = engine("notices.status").lines_of()["7"]
+    line = engine("messages.status").lines_of()["7"]
     assert line.state == "unclear" and line.says == [["pytorchLacks", torch.__version__, lacking, "2.9", "2.15"]]
     assert lacking in engine("failures.machine").preflight_here(False)[1][0]
     assert said_by_nodes(engine, runs, attached) == [

@@ -332,8 +332,9 @@ def test_blocks_that_failed_and_switches_are_told(benchmarked):
 def test_an_uncompiled_model_gets_a_sentence(benchmarked, pack_module):
     runs = benchmarked()
     runs.compiled = runs.patcher
-    assert runs.benchmark().text.startswith("Nothing to compare")
+    assert runs.benchmark().startswith("Nothing to compare")
     node = pack_module("nodes.benchmark").Benchmark
-    output = node.execute(runs.patcher, runs.positive, runs.negative, 64, 64, 1, 1, 1.0, 2, False)
+    size = {"width": 64, "height": 64, "length": 1, "batch_size": 1}
+    output = node.execute(runs.patcher, runs.positive, runs.negative, 1.0, 2, False, **size)
     (table,) = output.args
     assert "put Torch Compile" in table and output.ui == {"text": [table]}

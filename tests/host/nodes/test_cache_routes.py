@@ -57,7 +57,7 @@ def test_the_event_loop_runs_while_a_slow_drive_is_asked(pack_module, monkeypatc
 def test_what_a_page_asks_for_is_answered_in_its_language(pack_module, engine, monkeypatch, sent, expected):
     from aiohttp import web
 
-    routes, words = web.RouteTableDef(), engine("notices.words")
+    routes, words = web.RouteTableDef(), engine("messages.words")
     pack_module("nodes.cache_routes").register_cache_routes(routes)
     (handler,) = (route.handler for route in routes if route.path == f"{CACHE}/load")
 

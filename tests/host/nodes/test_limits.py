@@ -1,6 +1,5 @@
 """What limits a workflow, as the benchmark says it: the parts of a prompt's time, whose they are, and what to do."""
 
-import gc
 import re
 import tempfile
 
@@ -87,7 +86,7 @@ def test_a_prompt_on_the_cpu_is_told_in_parts_the_most_first(limited, engine, ba
     assert not any(tmp_path.iterdir()) or backend == "inductor"
     network = runs.patcher.model.diffusion_model
     assert not any(module._forward_hooks for module in network.modules())
-    models = engine("notices.report").report_json()["models"]
+    models = engine("messages.report").report_json()["models"]
     assert lines in [model["limits"] for model in models], "the panel shows them"
 
 
@@ -152,7 +151,7 @@ def test_launching_is_told_with_what_keeps_cuda_graphs_off(limited):
     (wrapper,) = runs.compiled.get_wrappers("apply_model", runs.engine("host.model.attach").KEY)
     wrapper.notes.append("CUDA graphs are off: another node wraps the model.")
     assert "launching: the GPU waits for the CPU. CUDA graphs are off: another node" in runs.said(seconds)[1]
-    watch = runs.engine("notices.recompile_log").watch_of(runs.patcher.model.diffusion_model)
+    watch = runs.engine("messages.recompile_log").watch_of(runs.patcher.model.diffusion_model)
     watch.foreign = "a_pack"
     assert "CUDA graphs are off because of another node: a_pack. Bypass it to have them." in runs.said(seconds)
     wrapper.notes.clear()
@@ -216,12 +215,3 @@ def test_code_without_a_module_is_named(limited):
         assert "1 blocks run code of another node: scaled (code without a module)" in "\n".join(runs.said({"products": 1.0}))
     finally:
         del block.forward
-
-
-def test_what_was_found_goes_with_the_model(limited, engine):
-    runs = limited()
-    runs.limits(steps=1)
-    before = len(engine("notices.report").limits_of.items())
-    del runs
-    gc.collect()
-    assert len(engine("notices.report").limits_of.items()) < before

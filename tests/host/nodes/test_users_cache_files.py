@@ -1,5 +1,6 @@
-"""Cache files in the user's folder."""
+"""Cache files in the user's folder, in this process. Whole restarts are in test_cache_files.py."""
 
+import os
 import types
 from pathlib import Path
 
@@ -29,6 +30,7 @@ def store(engine, tmp_path, monkeypatch):
     store = code_store.CodeStore(tmp_path / "store", 2**20, b"k" * 32)
     for name in NAMES:
         store.put(name, b"graph")
+    monkeypatch.setattr(engine("host.nodes.cache_files"), "open_users_store", lambda: store)
     return store
 
 
@@ -57,7 +59,6 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
     engine, kit, store, monkeypatch
 ):
     files, models = engine("host.nodes.cache_files"), []
-    monkeypatch.setattr(files, "open_users_store", lambda: store)
     for number, name in enumerate(NAMES, 1):
         stats, code = engine("compile.session").CompileStats(graphs=2), types.SimpleNamespace(entries={name})
         group = types.SimpleNamespace(code=code, settings=engine("settings").CompileSettings(), stats=stats)
@@ -86,15 +87,41 @@ def test_why_there_is_nothing_to_save(engine, kit, store, monkeypatch, backend, 
     files, stats = engine("host.nodes.cache_files"), engine("compile.session").CompileStats(graphs=graphs)
     settings = engine("settings").CompileSettings(backend=backend)
     group = types.SimpleNamespace(code=types.SimpleNamespace(entries=set(entries)), settings=settings, stats=stats)
-    monkeypatch.setattr(files, "open_users_store", lambda: store)
     network = UNetModel()
     monkeypatch.setattr(files, "live_models", lambda: [(network, types.SimpleNamespace(groups={"key": group}, title="SDXL"))])
     with pytest.raises(engine("cache.archive").CacheFileError, match=said):
         files.save_all("mine")
 
 
-def test_a_file_of_another_kind_is_not_said_to_be_missing(engine, kit):
+def test_what_is_no_cache_file_of_the_folder_is_named(engine, kit):
     kit.mkdir(parents=True)
     (kit / "x.txt").touch()
-    assert "'x.txt' is no cache file, whose name ends in .tckcache" in engine("host.nodes.cache_files").load_cache("x.txt")
-    assert "'y.txt' is not in" in engine("host.nodes.cache_files").load_cache("y.txt")
+    load = engine("host.nodes.cache_files").load_cache
+    assert "'x.txt' is no cache file, whose name ends in .tckcache" in load("x.txt")
+    assert f"'other.tckcache' is not in {kit}" in load("other.tckcache")
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid"), reason="Windows has other permissions")
+def test_what_others_could_have_written_is_said_and_not_loaded(engine, kit, store):
+    files, file = engine("host.nodes.cache_files"), kit / "mine.tckcache"
+    kit.mkdir(mode=0o700, parents=True)
+    sizes = ["64x64 batch 1"]
+    engine("cache.archive").write_cache_file(file, store, NAMES[:1], [], files.pack_version(), ["Flux"], sizes)
+    store.clear()
+    file.chmod(0o606)
+    assert "not loaded" in files.load_cache(file.name) and not [*store.entries()]
+    file.chmod(0o600)
+    assert files.load_cache(file.name) == "mine.tckcache, for Flux; 64x64 batch 1; kinds of blocks: 1"
+    assert store.get(NAMES[0]) == b"graph"
+
+
+@pytest.mark.parametrize("name", ["con", "NUL", "Com1", "lpt9.tckcache", "aux.flux", "nul .x", "prn "])
+def test_a_name_of_a_device_of_windows_is_refused(engine, name):
+    """A file of that name cannot be opened there, or is lost: what is written to nul is gone without an error."""
+    with pytest.raises(engine("errors").InvalidSetting, match="device of Windows"):
+        engine("host.nodes.cache_files").plain_name(name)
+
+
+@pytest.mark.parametrize("name", ["console", "null", "com10", "my nul", "flux.con", "con-1"])
+def test_a_name_that_begins_like_a_device_is_a_name(engine, name):
+    assert engine("host.nodes.cache_files").plain_name(f" {name}.tckcache") == name

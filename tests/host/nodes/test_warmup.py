@@ -325,7 +325,7 @@ def test_a_stopped_warmup_leaves_a_model_that_samples_as_ever(warming, engine):
     finally:
         callbacks.remove_start_callback(press_cancel)
     assert len(compiled) == 1 == runs.graphs
-    assert not monitor.calls and monitor.listener is None and not engine("notices.recompile_log").is_warming()
+    assert not monitor.calls and monitor.listener is None and not engine("messages.recompile_log").is_warming()
     same(runs.run(runs.compiled), expected)
     runs.warm((64, 64), (96, 64))
     assert runs.sampled() == 0 == runs.sampled(width=96)
@@ -335,7 +335,7 @@ def test_seconds_in_the_node_are_those_of_the_size_at_work_and_at_the_end_those_
     progress_of, clock, lines = engine("host.nodes.progress"), [0.0], []
     monkeypatch.setattr(progress_of, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(progress_of, "tell_page", lambda _owner, _node, text: lines.append(text))
-    progress = progress_of.WarmupProgress(2, 4, ["Block"], False, "7")
+    progress = progress_of.WarmupProgress(2, 4, 1, False, "7")
     progress.begin("64x64", 0)
     clock[0] = 50.0
     progress.begin("96x64", 1)

@@ -115,8 +115,8 @@ def test_a_packing_that_failed_is_told_and_compiled_at_the_next_run_in_a_folder_
     code = code_of(module, layer, layer.weight.tensor_type)
     assert len(code.folder[0]) == 12 and code.folder[1].startswith("unpacking of"), "it is trimmed and cleared"
     code.give_up(engine("failures.describe").Failure(code.name, "the disk is full.", "", may_pass=True))
-    notes, report = engine("host.model.attach").notes_about(compiled), engine("notices.report").report_json()
-    (line,) = (line for line in engine("notices.status").live_lines() if line.node == "7")
+    notes, report = engine("host.model.attach").notes_about(compiled), engine("messages.report").report_json()
+    (line,) = (line for line in engine("messages.status").lines.values() if line.node == "7")
     message = code.failure.message()
     assert any(message in note for note in notes)
     assert message in str([model["failures"] for model in report["models"]])

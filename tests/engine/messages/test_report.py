@@ -9,7 +9,7 @@ import pytest
 @pytest.fixture
 def report(engine):
     """report(sizes, *groups): the lines above the details, and all of them."""
-    found = engine("notices.report")
+    found = engine("messages.report")
     plan = types.SimpleNamespace(whole_model=True, covered_share=1.0, blocks=[])
     stats = engine("compile.session").CompileStats
     usual = {"failure": None, "limit_reached": False, "class_name": "Block", "stats": stats()}

@@ -1,17 +1,15 @@
 """Decode and encode with images channels_last in memory, where that is faster for a VAE.
 
 cuDNN's convolutions for 16-bit numbers want that layout and else convert at each call. Nothing is compiled: compiling the whole
-decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61). `Trial` measures which layout is
-faster on calls that are made anyway: nothing is computed twice.
+decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61). Which layout is faster is
+measured on calls that are made anyway: nothing is computed twice.
 """
 
 import copy
-import time
 import types
 import weakref
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import comfy.model_management
@@ -19,73 +17,37 @@ import torch
 from comfy.patcher_extension import CallbacksMP
 from torch import nn
 
-from ...blocks.channels_last import DTYPES, run_channels_last
+from ...channels_last.function_mode import DTYPES, run_channels_last
+from ...channels_last.preparing import kernels, norm_kernels
+from ...devices import seconds_when_done
 from ...errors import InvalidSetting
 from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
-from ...notices.status import Line
-from ...notices.words import told
+from ...messages.status import Line
+from ...messages.words import COMPILED_ELSEWHERE, told
 from ...ownership import is_compiled_elsewhere, is_of_class
 from ..adapter import forbids_threads, set_callbacks
-from ..graphs.norm_kernels import kernels, norm_kernels
 
 KEY = "torch-compile-kit"
 # The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
 # Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.
 TURNS = (False, True, True, False)
-WORTH = 0.95  # channels_last stays if a call needs at most this share of the plain way's time
-
-
-@dataclass
-class Trial:
-    """Time calls in the order of TURNS, then take the faster way for all shapes."""
-
-    device: torch.device
-    other: bool | None = None  # whether the other way is taken; None: not decided
-    plain_seconds: float = 0.0
-    other_seconds: float = 0.0
-    _seconds: dict[Hashable, list[float]] = field(default_factory=dict)  # of each shape, in the order of TURNS
-
-    def next(self, shape: Hashable, possible: bool) -> bool:
-        """Whether this call goes the other way. If the other way is not `possible` now, its turn comes later."""
-        if self.other is None:
-            return TURNS[len(self._seconds.setdefault(shape, []))] and possible
-        return self.other and possible
-
-    @contextmanager
-    def timed(self, shape: Hashable, way: bool) -> Iterator[None]:
-        """Around a call; a call that ends with an error is not counted."""
-        seconds = self._seconds.get(shape)
-        if seconds is None or TURNS[len(seconds)] != way:
-            yield
-            return
-        began = self._time()
-        yield
-        seconds.append(self._time() - began)
-        if len(seconds) == len(TURNS):
-            *_untimed, self.other_seconds, self.plain_seconds = seconds
-            self.decide(self.other_seconds <= WORTH * self.plain_seconds)
-
-    def decide(self, other: bool) -> None:
-        self.other = other
-        self._seconds.clear()
-
-    def _time(self) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-        return time.perf_counter()
+WORTH = 0.95  # channels_last stays if a call needs less than this share of the plain way's time
 
 
 class LaidOut:
-    """Call one function of a VAE's network in the layout that is faster."""
+    """Call one function of a VAE's network in the layout that is faster.
+
+    The first calls of a shape are timed in the order of TURNS, then the faster layout is taken for all shapes.
+    """
 
     def __init__(self, name: str, function: Callable, device: torch.device, line: Line):
         # This object is set on the network: a reference to the network would keep both until garbage is collected.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
-        self._word, self.line = FUNCTIONS[name], line
-        self.trial = Trial(device)
-        self._told = False
+        self._word, self._device, self.line = FUNCTIONS[name], device, line
+        self.channels_last: bool | None = None  # the layout that is taken; None: not decided
+        self._seconds: defaultdict[Hashable, list[float]] = defaultdict(list)  # of the first calls of each shape
         self._too_large: set[tuple] = set()
 
     @property
@@ -99,46 +61,52 @@ class LaidOut:
         x = args[0]
         # By a later node, whose code would be compiled anew for each `ChannelsLast`.
         if _is_compiled(getattr(self.function, "__self__", None)):
-            if self.trial.other is not False:
-                self.trial.decide(False)
-                self.line.put(self._word, told("leftAsIs", told("compiledElsewhere")))
+            if self.channels_last is not False:
+                self.channels_last = False
+                self.line.put(self._word, COMPILED_ELSEWHERE)
             return self.function(*args, **kwargs)
         shape = (tuple(x.shape), x.dtype)
         # Our kernels have no backward.
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
-        channels_last = self.trial.next(shape, possible)
-        self._tell()
+        turn = TURNS[len(self._seconds[shape])] if self.channels_last is None else self.channels_last
         why = None
-        if channels_last:
+        if turn and possible:  # else the turn comes later
             try:
-                with self.trial.timed(shape, True):
-                    return run_channels_last(kernels(), self.function, args, kwargs, video=True)
+                return self._timed(shape, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
             except comfy.model_management.InterruptProcessingException:
                 raise
             except Exception as error:
                 why = "" if never_swallowed(error) else in_one_line(error)
                 if not why:  # at once: the plain call may have no memory either
                     self._too_large.add(shape)
-        with self.trial.timed(shape, False):
-            result = self.function(*args, **kwargs)
+        result = self._timed(shape, False, lambda: self.function(*args, **kwargs))
         if why:  # and the plain call raised no error, so the layout was the cause
-            self.trial.decide(False)
+            self.channels_last = False
             logger.warning("VAE: %s channels last failed, runs as without this pack from now on (%s)", self._word, why)
         elif why is not None:
             logger.warning("VAE: no memory for %s channels last, images of this size run as without this pack", self._word)
         return result
 
-    def _tell(self) -> None:
-        trial = self.trial
-        if self._told or trial.other is None or not trial.plain_seconds:
-            return
-        self._told = True
-        before, now = f"{trial.plain_seconds:.3f}", f"{trial.other_seconds:.3f}"
-        is_decoding, gained = self._word == "decoding", f"{1 - trial.other_seconds / trial.plain_seconds:.0%}"
-        text = told("decodingSame" if is_decoding else "encodingSame", before, now)
-        if trial.other:
-            text = told("decodingFaster" if is_decoding else "encodingFaster", gained, before, now)
-        self.line.put(self._word, text, good=trial.other)
+    def _timed(self, shape: Hashable, channels_last: bool, call: Callable[[], object]) -> object:
+        """Make a call, and time it if it is that layout's turn; a call that ends with an error is not counted."""
+        if self.channels_last is not None or TURNS[len(self._seconds[shape])] != channels_last:
+            return call()
+        began = seconds_when_done(self._device)
+        result = call()
+        self._seconds[shape].append(seconds_when_done(self._device) - began)
+        if len(self._seconds[shape]) == len(TURNS):
+            *_untimed, ours, plain = self._seconds[shape]
+            self.channels_last = ours < WORTH * plain
+            self._seconds.clear()
+            self._tell(plain, ours)
+        return result
+
+    def _tell(self, plain: float, ours: float) -> None:
+        is_decoding, seconds = self._word == "decoding", (f"{plain:.3f}", f"{ours:.3f}")
+        text = told("decodingSame" if is_decoding else "encodingSame", *seconds)
+        if self.channels_last:
+            text = told("decodingFaster" if is_decoding else "encodingFaster", f"{1 - ours / plain:.0%}", *seconds)
+        self.line.put(self._word, text, good=bool(self.channels_last))
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:
@@ -154,9 +122,9 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     if not isinstance(network, nn.Module) or not hasattr(patcher, "add_object_patch"):
         raise InvalidSetting("vae", vae, "connect a VAE, such as that of Load VAE.")
     laid_out = copy.copy(vae)
-    laid_out.torch_compile_kit_line = line = Line(node)
+    line = Line(node)
     if (reason := left_alone(vae)) is not None:
-        line.put("decoding", told("leftAsIs", reason))
+        line.put("decoding", reason)
         return laid_out
     if not forbids_threads():
         norm_kernels.prepare(vae.device)
@@ -191,12 +159,12 @@ def _remove_own_methods(patcher: Any, *_: object) -> None:
 
 
 def left_alone(vae: Any) -> list | None:
-    """Why channels_last is not tried for the VAE (see `words.told`), or None."""
+    """What the line says of a VAE for which channels_last is not tried (see `words.told`), or None."""
     if vae.device.type != "cuda" or kernels() is None:
-        return told("vaeNoGpu")
+        return told("leftAsIs", told("vaeNoGpu"))
     if vae.vae_dtype not in DTYPES:
-        return told("vaeWide", str(vae.vae_dtype).removeprefix("torch."))
-    return told("compiledElsewhere") if _is_compiled(vae.first_stage_model) else None
+        return told("leftAsIs", told("vaeWide", str(vae.vae_dtype).removeprefix("torch.")))
+    return COMPILED_ELSEWHERE if _is_compiled(vae.first_stage_model) else None
 
 
 def _is_compiled(network: Any) -> bool:

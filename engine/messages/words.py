@@ -66,6 +66,9 @@ def in_words(text: object, language: str | None = None) -> str:
     return _filled(_page_texts(language or _language())[key], tuple(in_words(value, language) for value in values))
 
 
+COMPILED_ELSEWHERE = told("leftAsIs", told("compiledElsewhere"))
+
+
 @functools.cache
 def _texts(name: str) -> dict[str, str]:
     return json.loads((FOLDER / name / "report.json").read_text(encoding="utf-8"))

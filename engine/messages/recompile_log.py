@@ -1,6 +1,6 @@
 """Tell users why a call of a model had to compile while sampling, and what would have avoided it."""
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, field
 
@@ -46,6 +46,7 @@ class Watch:
     # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
+    limits: Sequence[str] = ()  # what limited the model in its last benchmark (host/nodes/limits.py), a line each
     left: bool = False  # another node compiles the model (host/model/wrapper.py)
     foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
     # In about how many runs of the sampler compiling begins, and the name by which the page can begin it now

@@ -6,19 +6,19 @@ from typing import Any
 
 import torch
 
-from ...background.thread import Job, compiler
-from ...compile.traced_graph import gpu_locks, is_capturing
-from ...threads import yielding
+from ..background.thread import Job, compiler
+from ..devices import gpu_locks, is_capturing
+from ..threads import yielding
 
 
 @functools.cache
 def kernels() -> Any:
-    """`cuda_graphs/group_norm.py`; None without Triton."""
+    """`kernels.py`; None without Triton."""
     try:
-        from ...cuda_graphs import group_norm
+        from . import kernels
     except ImportError:  # no Triton
         return None
-    return group_norm
+    return kernels
 
 
 MOST_TRIES = 3

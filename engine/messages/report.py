@@ -1,7 +1,7 @@
 """Report what was compiled, what it cost and what stayed eager, in words and as JSON."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -12,7 +12,6 @@ from ..compile.eager import Taken
 from ..compile.group import BlockGroup
 from ..compile.registry import code_of, live_models
 from ..compile.session import CompileStats
-from ..per_model import PerModel
 from ..settings import CompileSettings
 from .recompile_log import watch_of
 from .words import counted, say
@@ -26,8 +25,12 @@ def groups_for(model: nn.Module, settings: CompileSettings) -> list[BlockGroup]:
     return [group for k, group in code_of(model).groups.items() if k[-1] == key]
 
 
+def total_of(groups: Iterable[BlockGroup]) -> CompileStats:
+    return sum((group.stats for group in groups), CompileStats())
+
+
 def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
-    return sum((group.stats for group in groups_for(model, settings)), CompileStats())
+    return total_of(groups_for(model, settings))
 
 
 @dataclass
@@ -60,17 +63,16 @@ class CompileReport:
         named = ", ".join(sizes[:SIZES_NAMED])
         if len(sizes) > SIZES_NAMED:
             named = say("more", named, len(sizes) - SIZES_NAMED)
-        graphs, from_disk = (sum(getattr(size.added, name) for size in self.sizes) for name in ("graphs", "from_disk"))
-        seconds = sum(size.added.seconds for size in self.sizes)
         if self._compiles_nothing():
             return say("nothingCompiled", named)
-        if not graphs:
-            done = say("nothingToDo")
-        elif from_disk >= graphs:
-            done = say("readFromDisk", f"{seconds:.0f}")
-        else:
-            taken = f"{seconds:.0f}"
-            done = say("compiledInSome", taken, from_disk, graphs) if from_disk else say("compiledIn", taken)
+        added = sum((size.added for size in self.sizes), CompileStats())
+        seconds, done = f"{added.seconds:.0f}", say("nothingToDo")
+        if added.from_disk >= added.graphs > 0:
+            done = say("readFromDisk", seconds)
+        elif added.from_disk:
+            done = say("compiledInSome", seconds, added.from_disk, added.graphs)
+        elif added.graphs:
+            done = say("compiledIn", seconds)
         return say("readyFor", named, done)
 
     def _compiles_nothing(self) -> bool:
@@ -89,10 +91,9 @@ class CompileReport:
         if plan.whole_model:
             return [f"No repeated blocks found: the whole model is compiled as one region ({share})."]
         lines = [f"{len(plan.blocks)} blocks, {share}; the rest of the model stays uncompiled."]
-        graphs = _graphs_by_class(self.groups)
-        for where, counts in (("", Counter(b.class_name for b in plan.blocks)), ("inside these, ", self.parts)):
-            for name, count in counts.items():
-                lines.append(f"  {where}{name}: {counted(count, 'block')}, {counted(graphs[name], 'graph')}")
+        for name, count, graphs, is_part in _by_class(plan, self.parts, self.groups):
+            where = "inside these, " if is_part else ""
+            lines.append(f"  {where}{name}: {counted(count, 'block')}, {counted(graphs, 'graph')}")
         return lines
 
     def _size_lines(self) -> list[str]:
@@ -107,11 +108,9 @@ class CompileReport:
         return lines
 
     def _problem_lines(self) -> list[str]:
-        total = sum((group.stats for group in self.groups), CompileStats())
+        total = total_of(self.groups)
         lines = [f"Graph breaks: {total.graph_breaks}"] if total.graph_breaks else []
-        reasons = [(str(reason).strip().partition("\n")[0], count) for reason, count in total.breaks.items()]
-        lines += [f"  {count} x {reason}" for reason, count in reasons]
-        return lines
+        return lines + [f"  {count} x {str(reason).strip().partition(chr(10))[0]}" for reason, count in total.breaks.items()]
 
 
 def given_in_words(taken: Sequence[Taken]) -> list[str]:
@@ -122,48 +121,47 @@ def given_in_words(taken: Sequence[Taken]) -> list[str]:
 
 def sizes_of(model: nn.Module) -> list[str]:
     """Labels (`1024x1024`) of what a model has been compiled for or has run compiled at."""
-    sizes = [info.size() for calls in list(watch_of(model).compiled_for.values()) for info in calls]
-    return list(dict.fromkeys([*sizes, *list(watch_of(model).sizes.values())]))
+    watch = watch_of(model)
+    sizes = [info.size() for calls in list(watch.compiled_for.values()) for info in calls]
+    return list(dict.fromkeys([*sizes, *list(watch.sizes.values())]))
 
 
 def report_json() -> dict:
     return {"models": [_model_json(model, list(code.groups.values())) for model, code in live_models()]}
 
 
-# What limited the model in its last benchmark (host/nodes/limits.py), a line each.
-limits_of: PerModel[list[str]] = PerModel(lambda _model: [])
-
-
 def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
-    total = sum((group.stats for group in groups), CompileStats())
-    blocks = plan_for(model).blocks
-    graphs = _graphs_by_class(groups)
-    gained = watch_of(model).gained
-    failures = [*(group.failure for group in groups if group.failure), *code_of(model).failures]
+    total, plan, code, watch = total_of(groups), plan_for(model), code_of(model), watch_of(model)
+    failures = [*(group.failure for group in groups if group.failure), *code.failures]
     return {
-        "name": code_of(model).title or type(model).__name__,
+        "name": code.title or type(model).__name__,
         "being_compiled": list(dict.fromkeys(group.class_name for group in groups if group.is_being_compiled)),
         "is_only_read": all(group.code.is_only_read for group in groups if group.is_being_compiled),
         "sizes": sizes_of(model),
-        "runs": code_of(model).runs,
-        "seconds_gained": None if gained is None else round(gained, 3),
-        "limits": limits_of(model),
-        "blocks": len(blocks),
-        "blocks_not_called": dict(code_of(model).uncalled or {}),
+        "runs": code.runs,
+        "seconds_gained": None if watch.gained is None else round(watch.gained, 3),
+        "limits": watch.limits,
+        "blocks": len(plan.blocks),
+        "blocks_not_called": dict(code.uncalled or {}),
         "groups": len(groups),
         "graphs": total.graphs,
         "graphs_from_disk": total.from_disk,
-        "compiled_outside_warmup": watch_of(model).notices,
+        "compiled_outside_warmup": watch.notices,
         "graph_breaks": total.graph_breaks,
         "compile_seconds": round(total.seconds, 3),
         "recompiles": [{"block": r.block, "guard": r.guard} for r in total.recompiles],
         "failures": [{"block": failure.block, "message": failure.message()} for failure in failures],
         "classes": [
-            {"class": name, "blocks": count, "graphs": graphs[name]}
-            for name, count in [*Counter(b.class_name for b in blocks).items(), *code_of(model).parts.items()]
+            {"class": name, "blocks": count, "graphs": graphs} for name, count, graphs, _ in _by_class(plan, code.parts, groups)
         ],
     }
 
 
-def _graphs_by_class(groups: list[BlockGroup]) -> Counter[str]:
-    return sum((Counter({group.class_name: group.stats.graphs}) for group in groups), Counter())
+def _by_class(plan: BlockPlan, parts: Counter[str], groups: Iterable[BlockGroup]) -> list[tuple[str, int, int, bool]]:
+    """Classes of blocks, and of the parts inside them that are compiled in their place: name, how many, their graphs, which."""
+    graphs: Counter[str] = Counter()
+    for group in groups:
+        graphs[group.class_name] += group.stats.graphs
+    blocks = Counter(block.class_name for block in plan.blocks)
+    classes = [(counts is parts, item) for counts in (blocks, parts) for item in counts.items()]
+    return [(name, count, graphs[name], is_part) for is_part, (name, count) in classes]

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import types
 import weakref
 
 import pytest
@@ -51,11 +50,11 @@ class Kernels(Reference):
 @pytest.fixture
 def kernels(engine, monkeypatch):
     """A CPU counts as a GPU with our kernels, and fp32 as a dtype for tensor cores."""
-    found, attach = Kernels(), engine("host.vae.attach")
-    monkeypatch.setattr(attach, "kernels", lambda: found)
+    found, attach = Kernels(), engine("host.model.vae")
     monkeypatch.setattr(attach, "norm_kernels", found)
     monkeypatch.setattr(attach, "left_alone", lambda _vae: None)
-    for module in (attach, engine("blocks.channels_last")):
+    for module in (attach, engine("channels_last.function_mode")):
+        monkeypatch.setattr(module, "kernels", lambda: found)
         monkeypatch.setattr(module, "DTYPES", {torch.float32})
     return found
 
@@ -65,11 +64,11 @@ def clock(engine, monkeypatch):
     """A list of the seconds that the next timed calls take."""
     seconds, read = [], itertools.count()
 
-    def perf_counter():
+    def seconds_when_done(_device):
         """Read at the begin and at the end of each timed call."""
         return seconds.pop(0) if next(read) % 2 else 0.0
 
-    monkeypatch.setattr(engine("host.vae.attach"), "time", types.SimpleNamespace(perf_counter=perf_counter))
+    monkeypatch.setattr(engine("host.model.vae"), "seconds_when_done", seconds_when_done)
     return seconds
 
 
@@ -90,7 +89,7 @@ def make(name):
 
 
 def attached(engine, vae):
-    return engine("host.vae.attach").attach_vae(vae)
+    return engine("host.model.vae").attach_vae(vae)
 
 
 def laid_out(vae, name="decode"):
@@ -108,8 +107,7 @@ def test_both_ways_give_the_same_and_the_faster_one_stays(vae, engine, kernels, 
         assert relative_error(ours.decode(latent), expected) < 1e-5
         used.append(kernels.weights > before)
     assert used == [False, True, True, False, faster, faster] and not clock
-    trial = laid_out(ours).trial
-    assert (trial.other, trial.plain_seconds) == (faster, 2)
+    assert laid_out(ours).channels_last is faster
     before = kernels.weights
     assert relative_error(ours.decode(latent[..., :3, :2]), vae.decode(latent[..., :3, :2])) < 1e-5, "other sizes, untimed"
     assert (kernels.weights > before) == faster
@@ -120,7 +118,7 @@ def test_encoding_and_tiles_too(vae, engine, kernels, clock):
     ours, pixels = attached(engine, vae), vae.decode(latent)
     pixels = pixels[0] if pixels.dim() == 5 else pixels
     clock += [1] * 1000
-    laid_out(ours, "encode").trial.other = laid_out(ours).trial.other = True
+    laid_out(ours, "encode").channels_last = laid_out(ours).channels_last = True
     for function, given in ((vae.encode, pixels), (vae.decode_tiled, latent)):
         mine, before = getattr(ours, function.__name__), kernels.weights
         assert relative_error(mine(given), function(given)) < 1e-5
@@ -130,7 +128,7 @@ def test_encoding_and_tiles_too(vae, engine, kernels, clock):
 def test_the_vae_that_was_given_stays_as_it_is(vae, engine, kernels, clock):
     vae, latent = vae
     expected, ours = vae.decode(latent), attached(engine, vae)
-    laid_out(ours).trial.other = True
+    laid_out(ours).channels_last = True
     twice = attached(engine, ours)
     assert laid_out(twice).function == vae.first_stage_model.decode, "not one around the other"
     for _ in range(2):
@@ -146,7 +144,7 @@ def test_before_the_kernels_are_there_nothing_changes(engine, kernels, clock):
     clock += [1]
     for _ in range(3):
         ours.decode(latent)
-    assert not kernels.weights and laid_out(ours).trial.other is None
+    assert not kernels.weights and laid_out(ours).channels_last is None
 
 
 def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock):
@@ -157,8 +155,8 @@ def test_without_memory_either_way_it_is_not_tried_again(engine, kernels, clock)
         tried.append(x.shape)
         raise torch.OutOfMemoryError("full")
 
-    laid_out = engine("host.vae.attach").LaidOut("decode", decode, torch.device("cpu"), engine("notices.status").Line(None))
-    laid_out.trial.other = True
+    laid_out = engine("host.model.vae").LaidOut("decode", decode, torch.device("cpu"), engine("messages.status").Line(None))
+    laid_out.channels_last = True
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             laid_out(torch.zeros(1, 4, 4, 3))
@@ -172,11 +170,11 @@ def test_what_fails_that_way_runs_the_plain_one(engine, kernels, clock, caplog, 
     """Out of memory is of that size."""
     vae, latent = make("image")
     expected, ours = vae.decode(latent), attached(engine, vae)
-    laid_out(ours).trial.other = True
+    laid_out(ours).channels_last = True
     factors_of = kernels.factors_of
     kernels.factors_of = lambda *_: (_ for _ in ()).throw(error)
     assert torch.equal(ours.decode(latent), expected)
-    assert laid_out(ours).trial.other is tried_again and ("no memory" in caplog.text) == tried_again
+    assert laid_out(ours).channels_last is tried_again and ("no memory" in caplog.text) == tried_again
     kernels.factors_of, before = factors_of, kernels.weights
     assert torch.equal(ours.decode(latent), expected) and kernels.weights == before
     ours.decode(latent[..., :-1])
@@ -187,10 +185,10 @@ def test_an_error_of_the_call_itself_gives_nothing_up(engine, kernels, clock):
     """A latent of another model."""
     vae, _latent = make("image")
     ours = attached(engine, vae)
-    laid_out(ours).trial.other = True
+    laid_out(ours).channels_last = True
     with pytest.raises(RuntimeError):
         ours.decode(torch.randn(1, 16, 4, 4))
-    assert laid_out(ours).trial.other is True
+    assert laid_out(ours).channels_last is True
 
 
 def test_gradients_go_through(engine, kernels, clock):
@@ -198,7 +196,7 @@ def test_gradients_go_through(engine, kernels, clock):
     with torch.inference_mode(False), torch.enable_grad():
         vae, latent = make("image")
         decode = laid_out(attached(engine, vae))
-        decode.trial.other = True
+        decode.channels_last = True
         x = latent.clone().to(vae.vae_dtype).requires_grad_()
         decode(x).square().sum().backward()
     assert x.grad is not None and x.grad.abs().sum() > 0 and not kernels.weights
@@ -209,18 +207,18 @@ def test_a_cancel_ends_the_call(engine, kernels, clock):
 
     vae, latent = make("image")
     ours, cancel = attached(engine, vae), comfy.model_management.InterruptProcessingException
-    laid_out(ours).trial.other = True
+    laid_out(ours).channels_last = True
     kernels.factors_of = lambda *_: (_ for _ in ()).throw(cancel())
     with pytest.raises(cancel):
         ours.decode(latent)
-    assert laid_out(ours).trial.other is True
+    assert laid_out(ours).channels_last is True
 
 
 def test_an_image_too_large_for_the_kernels_has_its_norms_computed_by_pytorch(engine, kernels, clock, monkeypatch):
     vae, latent = make("image")
     expected, ours = vae.decode(latent), attached(engine, vae)
-    laid_out(ours).trial.other = True
-    monkeypatch.setattr(engine("blocks.channels_last"), "MOST_VALUES", 1000)
+    laid_out(ours).channels_last = True
+    monkeypatch.setattr(engine("channels_last.function_mode"), "MOST_VALUES", 1000)
     assert relative_error(ours.decode(latent), expected) < 1e-5
     assert kernels.norms == 0 and kernels.weights
 
@@ -231,32 +229,33 @@ class TestLeftAlone:
     @pytest.fixture
     def told(self, engine, monkeypatch):
         lines = []
-        monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+        monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *given: lines.append(given)])
         return lines
 
     def test_on_a_cpu(self, engine, told):
         vae, latent = make("image")
-        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        ours = engine("host.model.vae").attach_vae(vae, "7")
         assert [(*to, line[:2]) for *to, line in told] == [((None, None), "7", ("unclear", [["leftAsIs", ["vaeNoGpu"]]]))]
-        assert engine("notices.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
+        assert engine("messages.status").lines_of()["7"] == told[0][2], "for a page that is opened later"
         assert ours.patcher is vae.patcher and torch.equal(ours.decode(latent), vae.decode(latent))
 
     @pytest.mark.parametrize(("dtype", "compiled"), [(torch.float32, False), (torch.bfloat16, True), (torch.bfloat16, False)])
     def test_in_32_bits_or_compiled_by_another(self, engine, monkeypatch, dtype, compiled):
         vae, _ = make("image")
-        attach = engine("host.vae.attach")
+        attach = engine("host.model.vae")
         monkeypatch.setattr(attach, "kernels", lambda: object())
         vae.device, vae.vae_dtype = torch.device("cuda"), dtype
         if compiled:  # as KJNodes does it
             vae.first_stage_model.decoder = torch.compile(vae.first_stage_model.decoder)
         why = attach.left_alone(vae)
-        assert why == (["compiledElsewhere"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None)
+        reason = ["compiledElsewhere"] if compiled else ["vaeWide", "float32"] if dtype is torch.float32 else None
+        assert why == (["leftAsIs", reason] if reason else None)
 
     def test_compiled_by_a_later_node(self, engine, kernels, told):
         """KJNodes' TorchCompileVAE compiles in place: with each `ChannelsLast` it compiled anew."""
         vae, latent = make("image")
         expected, graphs = vae.decode(latent), []
-        ours = engine("host.vae.attach").attach_vae(vae, "7")
+        ours = engine("host.model.vae").attach_vae(vae, "7")
         backend = lambda graph, _inputs: graphs.append(graph) or graph  # noqa: E731
         ours.first_stage_model.decoder = torch.compile(ours.first_stage_model.decoder, backend=backend)
         for _ in range(8):
@@ -266,14 +265,14 @@ class TestLeftAlone:
 
     def test_what_is_no_vae_is_refused(self, engine):
         with pytest.raises(engine("errors").InvalidSetting, match=r"vae = .*connect a VAE"):
-            engine("host.vae.attach").attach_vae("something")
+            engine("host.model.vae").attach_vae("something")
 
 
 def test_what_was_found_is_told_once(engine, kernels, clock, monkeypatch):
     lines = []
-    monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *given: lines.append(given)])
+    monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *given: lines.append(given)])
     vae, latent = make("image")
-    ours = engine("host.vae.attach").attach_vae(vae, "7")
+    ours = engine("host.model.vae").attach_vae(vae, "7")
     clock += [9, 9, 1, 2]
     for _ in range(7):
         ours.decode(latent)
@@ -318,7 +317,7 @@ def test_a_vae_that_nobody_uses_is_freed_at_once(engine, kernels, clock, then_pl
 
 
 def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine, monkeypatch):
-    norm = engine("host.graphs.norm_kernels")
+    norm = engine("channels_last.preparing")
     kernels, asked = norm._NormKernels(), []
     monkeypatch.setattr(norm, "kernels", lambda: object())
     monkeypatch.setattr(norm.compiler, "submit", lambda job: (asked.append(1), setattr(job, "over", True)))
@@ -332,6 +331,6 @@ def test_kernels_that_could_not_be_made_are_tried_again_but_not_for_ever(engine,
 
 
 def test_no_thread_is_begun_where_none_may_be(engine, kernels, monkeypatch):
-    monkeypatch.setattr(engine("host.vae.attach"), "forbids_threads", lambda: True)
+    monkeypatch.setattr(engine("host.model.vae"), "forbids_threads", lambda: True)
     attached(engine, make("image")[0])
     assert not hasattr(kernels, "asked")

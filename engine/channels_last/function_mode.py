@@ -5,7 +5,6 @@ model does not change: a `torch.overrides.TorchFunctionMode` overrides the funct
 """
 
 import threading
-import types
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from ..torch_compat import private
+from .preparing import kernels
 
 SIDE_BY_SIDE = torch.channels_last
 # By dimensions: images, videos.
@@ -37,15 +37,13 @@ class _Waiting:
 
 
 class ChannelsLast(TorchFunctionMode):
-    """While it is on, 16-bit images keep channels_last through convolutions and group norms; with `video`, videos do too.
+    """While it is on, 16-bit images keep channels_last through convolutions and group norms; with `video`, videos do too."""
 
-    `kernels` is the module `cuda_graphs/group_norm.py`.
-    """
-
-    def __init__(self, kernels: types.ModuleType, video: bool = False):
+    def __init__(self, video: bool = False):
         super().__init__()
-        self._kernels, self._video = kernels, video
+        self._video = video
         self._waiting: _Waiting | None = None
+        self._outer: ChannelsLast | None = None
 
     def __torch_function__(self, func, _types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,7 +57,7 @@ class ChannelsLast(TorchFunctionMode):
 
     def _silu(self, norm: _Waiting) -> torch.Tensor:
         result = torch.empty_like(norm.x)
-        self._kernels.apply_factors(_as_image(norm.x), norm.factors, _as_image(result), True)
+        kernels().apply_factors(_as_image(norm.x), norm.factors, _as_image(result), True)
         return result
 
     def _write(self, norm: _Waiting) -> None:
@@ -67,10 +65,10 @@ class ChannelsLast(TorchFunctionMode):
         self._waiting = None
         out = norm.out()
         if out is not None:
-            self._kernels.apply_factors(_as_image(norm.x), norm.factors, _as_image(out), False)
+            kernels().apply_factors(_as_image(norm.x), norm.factors, _as_image(out), False)
 
     def __enter__(self):
-        _active.modes.append(self)
+        self._outer, _of_thread.mode = _active(), self
         return super().__enter__()
 
     def __exit__(self, error_type, *error):
@@ -79,7 +77,7 @@ class ChannelsLast(TorchFunctionMode):
                 self._write(self._waiting)
         finally:
             self._waiting = None
-            _active.modes.pop()
+            _of_thread.mode = self._outer
             super().__exit__(error_type, *error)
 
     def _takes(self, x: object) -> bool:
@@ -92,7 +90,7 @@ class ChannelsLast(TorchFunctionMode):
         layout = _LAYOUTS[input.dim()]
         if not weight.is_contiguous(memory_format=layout):
             shape = weight.shape
-            weight = self._kernels.channels_last_weight(_as_image(weight.contiguous()))
+            weight = kernels().channels_last_weight(_as_image(weight.contiguous()))
             weight = weight if len(shape) == 4 else weight.unflatten(2, shape[2:4])
         return func(input.contiguous(memory_format=layout), weight, *rest, **kwargs)
 
@@ -101,7 +99,7 @@ class ChannelsLast(TorchFunctionMode):
             return func(input, num_groups, weight, bias, eps)
         x = input.contiguous(memory_format=_LAYOUTS[input.dim()])
         out = torch.empty_like(x)
-        factors = self._kernels.factors_of(_as_image(x), num_groups, weight, bias, eps)
+        factors = kernels().factors_of(_as_image(x), num_groups, weight, bias, eps)
         self._waiting = _Waiting(x, factors, weakref.ref(out))
         return out
 
@@ -121,23 +119,20 @@ _OVERRIDES: dict[Callable, Callable] = {
 }
 
 
-class _Active(threading.local):
-    """The modes of this thread."""
-
-    def __init__(self) -> None:
-        self.modes: list[ChannelsLast] = []
+_of_thread = threading.local()
 
 
-_active = _Active()
+def _active() -> ChannelsLast | None:
+    return getattr(_of_thread, "mode", None)
 
 
 @contextmanager
 def paused() -> Iterator[None]:
     """Switch the mode off, if it is on, for compiled code: PyTorch compiles for the modes that are on."""
-    if not _active.modes:
+    mode = _active()
+    if mode is None:
         yield
         return
-    mode = _active.modes[-1]
     mode.__exit__(None, None, None)
     try:
         yield
@@ -149,7 +144,7 @@ def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch
     """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy) to write
     back: an expanded image, whose elements share memory, cannot be written to.
     """
-    if not _active.modes:
+    if _active() is None:
         return args, []
     copies = [(a, a.contiguous(memory_format=SIDE_BY_SIDE)) for a in args if _is_image(a)]
     by_id = {id(image): copy for image, copy in copies}
@@ -160,12 +155,12 @@ def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch
 
 def result_channels_last(result: Any) -> object:
     """A block's result, while the mode is on, for the next layers: one copy here saves one in each of them."""
-    return result.contiguous(memory_format=SIDE_BY_SIDE) if _active.modes and _is_image(result) else result
+    return result.contiguous(memory_format=SIDE_BY_SIDE) if _active() is not None and _is_image(result) else result
 
 
-def run_channels_last(kernels: types.ModuleType, forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
+def run_channels_last(forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
     """`forward` with the mode on; its results are contiguous, as without."""
-    with ChannelsLast(kernels, video):
+    with ChannelsLast(video):
         result = forward(*args, **kwargs)
     return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
 

@@ -12,10 +12,11 @@ from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import ModelCode, WaitsFor, code_of
+from ..per_model import Same
 from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
 from .report import groups_for
-from .words import told
+from .words import COMPILED_ELSEWHERE, told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
@@ -23,8 +24,7 @@ KEPT, FEWEST = 40, 3
 MOST_INPUTS = 32
 # Pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
-# Lines that are kept after ComfyUI has freed the node's output, which it does when another workflow runs.
-MOST_KEPT = 200
+MOST_LINES = 200
 # Share by which two medians of equal work may differ.
 SAME = 0.02
 
@@ -89,6 +89,8 @@ class Steps:
 class Line:
     """A line of text that the page shows on a node, by the node's id in the workflow; None: shown nowhere."""
 
+    _told: News | None = None  # what the pages were told last; None: nothing in this run
+
     def __init__(self, node: str | None):
         self.node = node
         self._parts: dict[str, tuple[list, bool]] = {}
@@ -105,30 +107,38 @@ class Line:
         self.tell()
 
     def now(self) -> News | None:
-        """What the line says; None: the same as before."""
+        """What the line says; None: nothing new, and nothing was told."""
         parts = list(self._parts.values())
         if not parts:
             return News()
         return News("faster" if any(good for _, good in parts) else "unclear", [says for says, _ in parts])
 
-    def tell(self) -> None:
-        self._send(self.now() or News())
+    def tell(self, news: News | None = None) -> None:
+        """Send the line, or `news` in its place, to its pages if its state or words have changed."""
+        told, news = self._told, news or self.now()
+        if news is not None and (told is None or news[:2] != told[:2]):
+            self._told = news
+            for owner in self._owners():
+                _send(owner, self.node, news)
+
+    def tell_begun(self, begins: str) -> None:
+        """After the user had compiling begin; ComfyUI may have freed the model."""
+        if (told := self._told) is not None and told.begins == begins:
+            self.tell(BEGINS_NEXT)
 
     def _register(self) -> None:
         """Make the owner of the prompt that runs the last of this line's owners, and drop the first beyond MOST_OWNERS."""
         if self.node is not None:
-            owner = owner_now()
-            statuses.pop((owner, self.node), None)
-            statuses[owner, self.node] = self
+            key = owner_now(), self.node
+            lines.pop(key, None)  # newest last
+            lines[key] = self
             for former in self._owners()[:-MOST_OWNERS]:
-                statuses.pop((former, self.node), None)
+                lines.pop((former, self.node), None)
+            for oldest in list(lines)[:-MOST_LINES]:
+                lines.pop(oldest, None)
 
     def _owners(self) -> list[Owner]:
-        return [owner for owner, _node, line in _registered() if line is self]
-
-    def _send(self, news: News) -> None:
-        for owner in self._owners():
-            _send(owner, str(self.node), news)
+        return [owner for (owner, _node), line in list(lines.items()) if line is self]
 
 
 class Status(Line):
@@ -138,6 +148,8 @@ class Status(Line):
     """
 
     def __init__(self, node: str, settings: CompileSettings):
+        if (former := lines.get((owner_now(), node))) is not None:
+            self._told = former._told  # until the model runs
         self._settings = settings
         self.is_left = False  # to another node, which compiles the model
         self.in_call = False  # blocks that the call has not reached may yet be traced
@@ -145,17 +157,16 @@ class Status(Line):
         self._steps: dict[Hashable, Steps] = {}
         self._inputs: list[Hashable] = []
         self._last: tuple = ()
-        self._step: object = None
+        self._step: Same | None = None
         self._began = 0.0
         self._eager: bool | None = None
         self._compiling_since: float | None = None
-        self._sent: News | None = None
         super().__init__(node)  # last: from then on other threads call `now`
 
     def new_run(self) -> None:
         """Forget the last step, as the time between two runs is no step, and send the line to pages that were opened since."""
         self._register()
-        self._step = self._sent = None
+        self._step = self._told = None
 
     def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
         """Note the begin of a call of the model.
@@ -169,7 +180,7 @@ class Status(Line):
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None:
             return
-        if step is self._step:
+        if Same(step) == self._step:
             self._inputs.append(inputs)
             return
         if self._inputs[:1] != [inputs]:
@@ -182,7 +193,7 @@ class Status(Line):
                 del self._steps[next(iter(self._steps))]
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
-        self._step, self._inputs = step, [inputs]
+        self._step, self._inputs = Same(step), [inputs]
 
     def ends(self, eager: bool, one_off: bool) -> None:
         """Note the end of a call.
@@ -203,24 +214,13 @@ class Status(Line):
         self.in_call = False
         self.tell()
 
-    def tell(self) -> None:
-        """Send the line if its state or words have changed."""
-        news = self.now()
-        if news is None and self._was_compiling():
-            news = News()  # the network was freed: nobody compiles for it
-        sent = self._sent
-        if news is not None and (sent is None or news[:2] != sent[:2]):
-            self._sent = news
-            self._send(news)
-
     def _was_compiling(self) -> bool:
-        sent = self._sent
-        return sent is not None and sent.state == "compiling"
+        return (self._told or News()).state == "compiling"
 
     def now(self) -> News | None:
         network = self._network() if self._network is not None else None
-        if network is None:  # not run yet, or freed
-            return None
+        if network is None:  # not run yet, or freed: nobody compiles for it
+            return News() if self._was_compiling() else self._told
         code = code_of(network)
         groups = groups_for(network, self._settings)
         pending = [group for group in groups if group.is_being_compiled]
@@ -237,10 +237,10 @@ class Status(Line):
                 compiling = told("preparing")
             return News("compiling", told("forSeconds", compiling), int(time.monotonic() - since))
         if self.in_call and self._was_compiling():
-            return self._sent
+            return self._told
         self._compiling_since = None
         if self.is_left or any(taken.is_compiled for taken in code.taken):
-            return News("unclear", told("leftAsIs", told("compiledElsewhere")))
+            return News("unclear", COMPILED_ELSEWHERE)
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         failed |= dict.fromkeys(failure.block for failure in code.failures)
         if failed:
@@ -286,70 +286,45 @@ def _is_at_most(inputs: Any, others: Any) -> bool:
     return inputs == others or (type(inputs) is type(others) is int and inputs <= others)
 
 
-# The owner is in the key since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI
-# took the node's output from its cache: for a copy of the workflow, or another user.
-statuses: weakref.WeakValueDictionary[tuple[Owner, str], Line] = weakref.WeakValueDictionary()
+# By owner since two workflows, or users, may have nodes of the same id. A line has several owners where ComfyUI took the node's
+# output from its cache: for a copy of the workflow, or another user. A line stays when ComfyUI frees the node's output, as it
+# does when another workflow runs.
+lines: dict[tuple[Owner, str], Line] = {}
 
 
-# What each line said last.
-_last_news: dict[tuple[Owner, str], News] = {}
-
-
-def _send(owner: Owner, node: str, news: News) -> None:
-    _last_news.pop((owner, node), None)  # newest last
-    _last_news[owner, node] = news
-    if len(_last_news) > MOST_KEPT:
-        _last_news.pop(next(iter(_last_news)), None)
+def _send(owner: Owner, node: str | None, news: News) -> None:
     for listener in listeners:
-        listener(owner, node, news)
-
-
-def _registered() -> list[tuple[Owner, str, Line]]:
-    refs = statuses.valuerefs()  # at once: other threads add to them meanwhile
-    return [(*ref.key, line) for ref in refs if (line := ref()) is not None]
+        listener(owner, str(node), news)
 
 
 def forget_line(node: str | None) -> None:
     """A node of the prompt that runs has nothing to say any more."""
-    if node is None:
-        return
-    owner = owner_now()
-    _last_news.pop((owner, node), None)
-    statuses.pop((owner, node), None)
-    for listener in listeners:
-        listener(owner, node, News())
-
-
-def live_lines() -> list[Line]:
-    return list(dict.fromkeys(line for _owner, _node, line in _registered()))
+    if node is not None:
+        lines.pop((owner_now(), node), None)
+        _send(owner_now(), node, News())
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
-    """The lines by node; None: those of all clients, of all workflows.
-
-    What was being compiled for a model that is freed no longer is.
-    """
-    lines: dict[str, News] = {}
-    live = [(owner, node, line.now()) for owner, node, line in _registered()]
-    ended = [(owner, node, news) for (owner, node), news in list(_last_news.items()) if news.state not in ("", "compiling")]
-    for owner, node, news in live + ended[::-1]:
-        if news is not None and client in (None, owner[0]) and workflow in (None, owner[1]):
-            lines.setdefault(node, news)
-    return lines
+    """The lines by node, of two the newer; None: those of all clients, of all workflows."""
+    of_page = [
+        (node, line.now())
+        for (owner, node), line in list(lines.items())
+        if client in (None, owner[0]) and workflow in (None, owner[1])
+    ]
+    return {node: news for node, news in of_page if news is not None}
 
 
 def tell_all() -> None:
     """When a trace begins, and on the worker after each job."""
-    for line in live_lines():
+    for line in list(lines.values()):
         line.tell()
 
 
 def tell_begun(begins: str) -> None:
-    """After the user had compiling begin; ComfyUI may have freed the model, and with it the line."""
+    """After the user had compiling begin for the models whose lines have this as `begins`."""
     tell_all()
-    for (owner, node), news in list(_last_news.items()):
-        if news.begins == begins:
-            _send(owner, node, BEGINS_NEXT)
+    for line in list(lines.values()):
+        line.tell_begun(begins)
 
 
 on_trace.append(tell_all)

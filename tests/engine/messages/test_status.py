@@ -15,7 +15,7 @@ def clock(engine, monkeypatch):
     """clock(seconds): so much time passes, for the line."""
     now = [100.0]
     passes = types.SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
-    monkeypatch.setattr(engine("notices.status"), "time", passes)
+    monkeypatch.setattr(engine("messages.status"), "time", passes)
     return lambda seconds: now.__setitem__(0, now[0] + seconds)
 
 
@@ -23,7 +23,8 @@ def clock(engine, monkeypatch):
 def node(engine, clock, monkeypatch):
     """The line of a node whose model has one group of blocks, and what the page was told."""
     settings = engine("settings").CompileSettings()
-    found = engine("notices.status").Status("7", settings)
+    monkeypatch.setattr(engine("messages.status"), "lines", {})
+    found = engine("messages.status").Status("7", settings)
     found.group = types.SimpleNamespace(
         class_name="Block",
         is_being_compiled=False,
@@ -35,10 +36,10 @@ def node(engine, clock, monkeypatch):
         groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
     )
     for module in ("status", "report"):
-        monkeypatch.setattr(engine(f"notices.{module}"), "code_of", lambda network: code)
+        monkeypatch.setattr(engine(f"messages.{module}"), "code_of", lambda network: code)
     found.code = code
     found.told = []
-    monkeypatch.setattr(engine("notices.status"), "listeners", [lambda *news: found.told.append(news)])
+    monkeypatch.setattr(engine("messages.status"), "listeners", [lambda *news: found.told.append(news)])
     found.network = torch.nn.Identity()
     return found
 
@@ -61,31 +62,23 @@ def said(node):
     return line.state, line.says
 
 
-def test_while_a_call_traces_it_is_prepared(node):
-    node.group.code.is_tracing = node.group.is_being_compiled = True
+@pytest.mark.parametrize(
+    ("is_tracing", "is_only_read", "waits", "says"),
+    [
+        (True, False, False, "preparing"),
+        (False, False, False, "compilingKind"),
+        (True, False, True, "compilingFirst"),  # the wait was chosen, and its seconds are counted
+        (False, False, True, "compilingFirst"),
+        (False, True, False, "readingFromDisk"),
+    ],
+)
+def test_what_a_call_waits_for_is_told(node, engine, is_tracing, is_only_read, waits, says):
+    if waits:
+        node._settings = engine("settings").CompileSettings(compile_when="before first image")
+    node.group.is_being_compiled, node.group.code.is_tracing, node.group.code.is_only_read = True, is_tracing, is_only_read
     node.begins(node.network, object(), SHAPE)
     node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["preparing"]])
-    node.group.code.is_tracing = False
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
-
-
-def test_where_waiting_was_chosen_the_seconds_of_the_wait_are_counted(node, engine):
-    node._settings = engine("settings").CompileSettings(compile_when="before first image")
-    node.group.code.is_tracing = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["compilingFirst"]]) and node.told[-1][2].seconds == 0
-    node.group.code.is_tracing, node.group.is_being_compiled = False, True
-    assert node.now().says == ["forSeconds", ["compilingFirst"]]
-
-
-def test_what_is_read_from_disk_is_not_called_compiling(node):
-    node.group.code.is_only_read = node.group.is_being_compiled = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    assert said(node) == ("compiling", ["forSeconds", ["readingFromDisk"]])
+    assert said(node) == ("compiling", ["forSeconds", [says]]) and node.told[-1][2].seconds == 0
 
 
 def test_from_compiling_to_ready(node, clock):
@@ -114,7 +107,7 @@ def test_the_thread_that_compiles_tells_the_line_meanwhile(node, engine, monkeyp
         node._compiling_since = None
         return 100.0
 
-    monkeypatch.setattr(engine("notices.status").time, "monotonic", another_thread_says_ready)
+    monkeypatch.setattr(engine("messages.status").time, "monotonic", another_thread_says_ready)
     node.tell()
     assert said(node) == ("compiling", ["forSeconds", ["compilingKind"]])
 
@@ -128,7 +121,7 @@ def test_while_the_compiler_is_imported_the_line_says_that_compiling_comes_next(
 
 
 def test_before_it_is_compiled_the_line_says_what_replays_gain(node, clock, engine):
-    watch = engine("notices.recompile_log").watch_of(node.network)
+    watch = engine("messages.recompile_log").watch_of(node.network)
     run(node, clock, [0.2] * 6, eager=True)
     assert said(node)[0] == ""
     run(node, clock, [0.1] * 6)
@@ -151,23 +144,6 @@ def test_where_nothing_is_replayed_any_more_the_line_does_not_say_so(node, clock
     assert said(node)[0] == ""
 
 
-def test_a_run_begins_while_the_thread_that_compiles_tells_the_line(node, monkeypatch):
-    node.group.is_being_compiled = True
-    node.begins(node.network, object(), SHAPE)
-    node.tell()
-    sent = [None, node._sent]
-
-    def forgotten_after_each_read(_line):
-        sent.reverse()
-        return sent[0]
-
-    monkeypatch.setattr(type(node), "_sent", property(forgotten_after_each_read, lambda _line, _news: None), raising=False)
-    for node.group.is_being_compiled in (True, False):
-        for _ in range(2):
-            node.tell()
-            sent.reverse()
-
-
 @pytest.mark.parametrize("graphs, expected", [(0, ("", ())), (1, ("ready", ["ready"]))])
 def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expected):
     """At once: it has ended in the middle of compiling."""
@@ -181,7 +157,7 @@ def test_a_call_that_was_cancelled_leaves_no_line_of_before(node, graphs, expect
 
 
 def test_what_was_gained_is_counted_from_steps_that_ran_both_ways(node, clock, engine):
-    use = engine("notices.recompile_log").watch_of(node.network)
+    use = engine("messages.recompile_log").watch_of(node.network)
     run(node, clock, [0.2] * 2, eager=True)
     run(node, clock, [0.1] * 5)
     assert use.gained is None, "two steps say nothing"
@@ -199,7 +175,7 @@ def test_steps_that_compute_more_are_not_compared(node, clock, engine, uncompile
     run(node, clock, [before] * 6, eager=True, calls=calls)
     run(node, clock, [now] * 6, calls=calls_now)
     assert said(node) == ("ready", ["readyBut", ["aStep", f"{now:.3f}"]])
-    assert engine("notices.recompile_log").watch_of(node.network).gained is None
+    assert engine("messages.recompile_log").watch_of(node.network).gained is None
     run(node, clock, [before / 2] * 6, calls=calls)
     assert said(node)[1][1][:2] == ["faster", "50%"]
 
@@ -228,7 +204,7 @@ def test_steps_of_a_few_inputs_are_kept_those_that_ran_last(node, clock, engine)
     node.group.stats.graphs = 1
     for inputs in ("this", "that"):
         run(node, clock, [0.4] * 6, eager=True, inputs=inputs)
-    for number in range(engine("notices.status").MOST_INPUTS - 1):
+    for number in range(engine("messages.status").MOST_INPUTS - 1):
         run(node, clock, [0.2] * 2, inputs=f"a prompt of {number} tokens")
         run(node, clock, [0.2] * 6, inputs="this")
     assert said(node)[1][1][:2] == ["faster", "50%"]
@@ -262,69 +238,60 @@ def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock
     assert node.now()[:2] == (state, ["readyBut", words])
 
 
-def test_a_line_belongs_to_the_prompt_that_runs(node, clock, engine, monkeypatch):
+@pytest.fixture
+def prompt_of(engine, monkeypatch):
+    """prompt_of(client, workflow): its prompt runs from now on."""
+    monkeypatch.setattr(engine("messages.status"), "lines", {})
+    return lambda *owner: monkeypatch.setattr(engine("messages.status"), "owner_now", lambda: owner)
+
+
+def test_a_line_belongs_to_the_prompt_that_runs(node, prompt_of, engine):
     """Two workflows may have the same node ids, and so may two users; what is cached runs for whoever asks."""
-    status, settings = engine("notices.status"), engine("settings").CompileSettings()
-    mine, theirs = ("me", "workflow"), ("them", "workflow")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    monkeypatch.setattr(status, "owner_now", lambda: mine)
+    status, settings = engine("messages.status"), engine("settings").CompileSettings()
+    prompt_of("me", "workflow")
     first = status.Status("7", settings)
-    monkeypatch.setattr(status, "owner_now", lambda: theirs)
-    line = status.Line("7")
-    line.put("decoding", ["vaeReady"])
+    prompt_of("them", "workflow")
+    status.Line("7").put("decoding", ["vaeReady"])
     node.group.stats.graphs = 1
-    first._network = node._network = weakref.ref(node.network)
-    assert status.live_lines() == [first, line]
-    node.told.clear()
+    first._network = weakref.ref(node.network)
     status.tell_all()
-    assert [(owner, told_of, news.says) for owner, told_of, news in node.told] == [
-        (mine, "7", ["ready"]),
-        (theirs, "7", [["vaeReady"]]),
+    assert [(owner, news.says) for owner, _node, news in node.told] == [
+        (("them", "workflow"), [["vaeReady"]]),
+        (("me", "workflow"), ["ready"]),
     ]
     assert list(status.lines_of("me", "workflow")) == ["7"] and status.lines_of("me", "another") == {}
     first.new_run()  # their prompt has found our node's model in the host's cache
     node.told.clear()
     first.tell()
-    assert [owner for owner, *_ in node.told] == [mine, theirs], "both workflows use it"
+    assert [owner for owner, *_ in node.told] == [("me", "workflow"), ("them", "workflow")], "both workflows use it"
     assert status.lines_of("me")["7"].says == status.lines_of("them")["7"].says == ["ready"]
-    monkeypatch.setattr(status, "owner_now", lambda: mine)
-    second = status.Status("7", settings)  # our node runs anew: the other code is no longer ours
-    second._network = first._network
+    prompt_of("me", "workflow")
+    status.Status("7", settings)  # our node runs anew: the other code is no longer ours
+    first._told = None
     node.told.clear()
-    first.new_run()
-    status.Status("7", settings)
-    first.tell()
-    assert [owner for owner, *_ in node.told] == [theirs] and status.live_lines() == [first]
+    status.tell_all()
+    assert [owner for owner, *_ in node.told] == [("them", "workflow")]
+    assert status.lines_of("me")["7"].says == ["ready"], "until the model runs"
 
 
-def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, monkeypatch):
-    status = engine("notices.status")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
+def test_a_script_under_a_new_name_for_each_prompt_leaves_no_pages_behind(engine, prompt_of):
+    status = engine("messages.status")
     line = status.Line("7")
     for number in range(100):
-        monkeypatch.setattr(status, "owner_now", lambda number=number: (str(number), None))
+        prompt_of(str(number), None)
         line.put("decoding", ["vaeReady"])
-    assert len(status.statuses) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
+    assert len(status.lines) == status.MOST_OWNERS and list(status.lines_of("99")) == ["7"]
 
 
-def test_a_line_stays_when_another_workflow_has_pushed_its_node_out_of_comfyuis_cache(engine, monkeypatch):
-    status = engine("notices.status")
-    monkeypatch.setattr(status, "_last_news", {})
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    monkeypatch.setattr(status, "owner_now", lambda: ("me", "workflow"))
-    lines = {node: status.Line(node) for node in "78"}
-    lines["7"].put("decoding", ["vaeReady"])
-    lines["8"]._send(status.News("compiling", ["preparing"]))
-    lines.clear()
-    assert not status.live_lines() and list(status.lines_of("me", "workflow")) == ["7"]
-    assert status.lines_of("me", "workflow")["7"].says == [["vaeReady"]] and status.lines_of("me", "another") == {}
-    kept = status.Line("7")
-    assert status.lines_of("me", "workflow")["7"] == status.News(), "the node ran again, and has nothing to say yet"
-    for number in range(2 * status.MOST_KEPT):
-        kept.node = str(number)
-        kept._register()
-        kept.put("decoding", ["vaeReady"])
-    assert len(status._last_news) == status.MOST_KEPT
+def test_lines_stay_when_comfyui_frees_their_nodes_output_the_newest_of_them(engine, prompt_of):
+    status = engine("messages.status")
+    prompt_of("me", "workflow")
+    for number in range(2 * status.MOST_LINES):
+        status.Line(str(number)).put("decoding", ["vaeReady"])
+    assert len(status.lines_of("me", "workflow")) == status.MOST_LINES and status.lines_of("me", "another") == {}
+    assert status.lines_of("me", "workflow")["399"].says == [["vaeReady"]]
+    status.forget_line("399")
+    assert "399" not in status.lines_of()
 
 
 def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
@@ -337,14 +304,24 @@ def test_a_line_does_not_go_on_compiling_when_its_model_was_freed(node, clock):
     assert [line.state for _owner, _node, line in node.told] == ["compiling", ""]
 
 
-def test_lines_may_be_added_while_they_are_told(engine, monkeypatch):
+def test_a_node_that_runs_again_is_not_shown_as_compiling_what_it_has_replaced(node, clock, engine):
+    node.group.is_being_compiled = True
+    run(node, clock, [])
+    assert said(node)[0] == "compiling"
+    again = engine("messages.status").Status("7", node._settings)
+    engine("messages.status").tell_all()
+    assert said(node) == ("", ()) and again.now() == engine("messages.status").News()
+
+
+def test_lines_may_be_added_while_they_are_told(engine, prompt_of, monkeypatch):
     """By another thread: a node that runs, beside the one that compiles."""
-    status = engine("notices.status")
-    monkeypatch.setattr(status, "statuses", type(status.statuses)())
-    kept = [status.Line(str(number)) for number in range(3)]
-    monkeypatch.setattr(status.Line, "tell", lambda self: kept.append(status.Line(f"{self.node} more")))
+    status = engine("messages.status")
+    prompt_of(None, None)
+    for number in range(3):
+        status.Line(str(number))
+    monkeypatch.setattr(status.Line, "tell", lambda self: status.Line(f"{self.node} more"))
     status.tell_all()
-    assert len(kept) == 6 == len(status.live_lines())
+    assert len(status.lines) == 6
 
 
 def test_steps_that_did_something_else_do_not_count(node, clock):

@@ -1,0 +1,23 @@
+"""Keep the work of several threads on one device apart, and tell when a device has done its work."""
+
+import collections
+import threading
+import time
+
+import torch
+
+# By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
+gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
+
+
+def is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def seconds_when_done(device: torch.device) -> float:
+    """Seconds on the clock when all work on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif hasattr(torch, device.type):
+        getattr(torch, device.type).synchronize()
+    return time.perf_counter()
