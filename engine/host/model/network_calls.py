@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import comfy.model_management
 import torch
@@ -47,16 +47,12 @@ class NetworkCalls:
             compiler.wait(poll=raise_if_interrupted)
         switches = sampling_switches(self.settings.allow_tf32, self.settings.cudnn_benchmark)
         with watching, without_hosts_compiler(), sampling_scope.applied(**switches) if switches else nullcontext():
-            synchronous = self.settings.waits or is_warming()
-            if not synchronous and forbids_threads():
-                synchronous = True
+            if not self.settings.waits and not is_warming() and forbids_threads():
                 self.notes.add(DEADLOCK)
-            yield ModelCall(synchronous, raise_if_interrupted)
+            yield ModelCall(is_synchronous(self.settings), raise_if_interrupted)
 
-    def run(
-        self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object], told: AbstractContextManager | None = None
-    ) -> object:
-        """Make the call `run`, of a latent of `size` numbers, within the context `told`.
+    def run(self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object]) -> object:
+        """Make the call `run`, of a latent of `size` numbers.
 
         With `call.waits` no block is compiled in the call, as compiling would not pay yet; nor while the compiler is imported.
         """
@@ -81,7 +77,6 @@ class NetworkCalls:
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
-                scopes.enter_context(told or nullcontext())
                 if way is Way.MEASURED:
                     run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
@@ -94,6 +89,11 @@ class NetworkCalls:
         """Whether the compiler has to be imported for a call that does not wait for it."""
         needs_it = not call.synchronous and not code.compiles and self.settings.backend != "cudagraphs"
         return needs_it and imports_beside_calls(device) and not is_imported()
+
+
+def is_synchronous(settings: CompileSettings) -> bool:
+    """Whether calls wait for code: the user or a warmup wants that, or no other thread may work meanwhile."""
+    return settings.waits or is_warming() or forbids_threads()
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:

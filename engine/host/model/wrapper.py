@@ -1,33 +1,26 @@
-"""Wrap the host's `apply_model`: choose how each call of a diffusion model runs, and tell what it compiled."""
+"""Wrap the host's `apply_model`: tell whose call of a diffusion model this is, and whether it is compiled yet."""
 
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from comfy.patcher_extension import WrappersMP
 
-from ...background.thread import compiler
 from ...blocks.discovery import unwrapped
-from ...compile.binding import blocks_of
-from ...compile.call_shapes import shapes_of
 from ...compile.registry import WaitsFor, code_of
-from ...compile.session import monitor
-from ...cuda_graphs.capture import graphs_of
 from ...log import logger
-from ...messages.recompile_log import CallInfo, is_warming, report_compilation, watch_of
-from ...messages.report import stats_for
+from ...messages.recompile_log import watch_of
 from ...messages.status import Status
 from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
-from .attention_choice import OPTIONS_AT, is_being_prepared, with_attention
+from .attention_choice import OPTIONS_AT, with_attention
 from .network_calls import NetworkCalls, are_training, eager
+from .observer import is_copy_for_another_device, observed
 from .payback import payback_of
 from .training import TRAINING, begin_step
 
@@ -59,30 +52,8 @@ class BlockCompiler:
             return compiler_of_model(executor, *args, **kwargs)
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
-        if self.status is None or _is_copy_for_another_device(executor.class_obj):
+        with observed(self.settings, self.status, executor.class_obj, args, kwargs):
             return self._call(executor, *args, **kwargs)
-        network = executor.class_obj.diffusion_model
-        code, graphs = code_of(network), graphs_of(network)
-        options = args[OPTIONS_AT]
-        inputs = str(x.shape), shapes_of(args[2:4], kwargs), control is not None, _patches_in(options)
-        self.status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
-        code.replays_operators = False
-        before, waits = (code.eager_calls, monitor.compilations, graphs.captures + graphs.checks), compiler.awaited
-        try:
-            result = self._call(executor, *args, **kwargs)
-        except BaseException:
-            self.status.stopped()
-            raise
-        eager_calls, *other = code.eager_calls, monitor.compilations, graphs.captures + graphs.checks
-        # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
-        beside = eager_calls > before[0] and x.device.type == "cpu"
-        beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # slower than without this pack
-        one_off = waits or beside or tuple(other) != before[1:]
-        self.status.ends(eager_calls > before[0], one_off)
-        sizes, shape = watch_of(network).sizes, x.shape
-        if eager_calls == before[0] and not code.replays_operators and shape not in sizes:
-            sizes[shape] = call_info_of(executor.class_obj, self.settings, args, kwargs).size()
-        return result
 
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
         """That patcher's wrapper: the host calls a guider's second model with the first one's options."""
@@ -99,7 +70,7 @@ class BlockCompiler:
             logger.warning("%s is %s", type(base_model).__name__, in_words(COMPILED_ELSEWHERE, ENGLISH))
         if self.status is not None:
             self.status.is_left = watch.left
-        if watch.left and self.status is not None and not _is_copy_for_another_device(base_model):
+        if watch.left and self.status is not None and not is_copy_for_another_device(base_model):
             self.status.begins(network, None, None)
             self.status.stopped()
         return watch.left
@@ -134,70 +105,12 @@ class BlockCompiler:
                 measure_attention()
                 return result
             loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
-            return self._calls.run(loaded, call, args[0].numel(), run, self._told(base_model, args, kwargs, call.synchronous))
-
-    @contextmanager
-    def _told(self, base_model, args: tuple, kwargs: dict, synchronous: bool) -> Iterator[None]:
-        """Around a call: report the code that the call compiled, and note the call for a warmup."""
-        network, settings, compilations = base_model.diffusion_model, self.settings, monitor.compilations
-        try:
-            yield
-        except BaseException:  # code of a stopped run is not reported in the next run
-            watch_of(network).added(settings.settings_key(), stats_for(network, settings))
-            raise
-        if monitor.compilations != compilations or is_warming():
-            added = watch_of(network).added(settings.settings_key(), stats_for(network, settings))
-            if not synchronous:  # the sampler has not waited
-                return
-            info = call_info_of(base_model, settings, args, kwargs)
-            node = self.status.node if self.status is not None else None
-            report_compilation(network, type(base_model).__name__, info, added, settings, node)
+            return self._calls.run(loaded, call, args[0].numel(), run)
 
 
 def is_left(network: object, wrappers: Mapping[str, Mapping]) -> bool:
     """Whether another node compiles the network or some of its blocks; `wrappers` by kind and key."""
     return is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
-
-
-def _is_copy_for_another_device(base_model) -> bool:
-    """Whether the first device's model, in the same step, tells the page of it (MultiGPU CFG Split, comfy/multigpu.py)."""
-    return getattr(getattr(base_model, "current_patcher", None), "is_multigpu_base_clone", False)
-
-
-def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:
-    """Describe a call in units of the nodes, by `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`."""
-    shape = args[0].shape
-    ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
-    frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)
-    options, context = args[OPTIONS_AT], args[3]
-    prompts_per_call = max(1, len(options.get("cond_or_uncond", ())))
-    inputs = {"concat latent": args[2], **kwargs}
-    shapes = {name: shapes_of((value,), {}) for name, value in inputs.items()}
-    shapes = {name: tuple(tuple(s)[1:] if isinstance(s, torch.Size) else s for s in sizes) for name, sizes in shapes.items()}
-    return CallInfo(
-        width=shape[-1] * ratio if len(shape) >= 4 else 0,
-        height=shape[-2] * ratio if len(shape) >= 4 else 0,
-        length=(shape[2] - 1) * frames + 1 if len(shape) == 5 else 1,
-        batch=shape[0] // prompts_per_call,
-        prompts_per_call=prompts_per_call,
-        tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
-        controlnet=args[4] is not None,
-        inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
-        patches=_patches_in(options),
-        layers=_exchanged_layers(base_model.diffusion_model, settings),
-    )
-
-
-def _patches_in(options: dict) -> tuple[str, ...]:
-    kinds = ("patches", "patches_replace")
-    return tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch}))
-
-
-def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:
-    """Names of the forwards that other nodes have given to layers inside blocks."""
-    states = [state for block in blocks_of(network, settings) if (state := code_of(network).state_of(block)) is not None]
-    codes: set[Any] = {codes[0] for state in states for _, codes in state.forwards}
-    return tuple(sorted({c.__qualname__ if isinstance(c, type) else getattr(c, "co_qualname", c.co_name) for c in codes}))
 
 
 APPLY = "apply_model"
