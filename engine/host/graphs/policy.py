@@ -86,14 +86,7 @@ def always_replays(settings: CompileSettings, network: nn.Module, device: torch.
 
 def has_convolutions(network: nn.Module) -> bool:
     """Whether a model has blocks of convolutions, which may stay eager."""
-    plan, (looked_at, has) = plan_for(network), _convolutions(network)
-    if looked_at is not plan:
-        has = any(map(is_convolutional, modules_at(network, plan)))
-        _convolutions(network)[:] = plan, has
-    return has
-
-
-_convolutions: PerModel[list] = PerModel(lambda _network: [None, False])
+    return any(map(is_convolutional, modules_at(network, plan_for(network))))
 
 
 def no_graphs(device: torch.device) -> str | None:
