@@ -58,7 +58,7 @@ def both(engine, reference, monkeypatch):
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
 
     def sampled(setup):
-        patcher = zoo.patcher(setup)
+        patcher = setup.patcher()
         with torch.backends.mkldnn.flags(enabled=False):  # which chooses by layout, with a guard for each choice
             expected = run(patcher, setup)
             compiled = attached(engine, patcher)
@@ -92,7 +92,7 @@ def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
         setup = zoo.SETUPS["sd15"]
-        patcher = zoo.patcher(setup)
+        patcher = setup.patcher()
         with torch.backends.mkldnn.flags(enabled=False):
             expected = run(patcher, setup)
             with paged(patch, patcher.model) as pages:
@@ -126,7 +126,7 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 
     for method, function in (("place", placing), ("release", releasing), ("fetch", fetching)):
         monkeypatch.setattr(group, method, function)
-    patcher = zoo.patcher(zoo.SETUPS[name])
+    patcher = zoo.SETUPS[name].patcher()
     with torch.backends.mkldnn.flags(enabled=False), paged(monkeypatch, patcher.model) as pages:
         pages.resident = set(pages.layers)
         run(attached(engine, patcher), zoo.SETUPS[name])
