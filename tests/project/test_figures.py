@@ -90,12 +90,11 @@ def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(bench
         "passed": 7,
         "failed": ["tests.a::b", "tests.a::c"],
         "skipped": {"a GPU has them": 3, "x | y": 1},
-        "left_out": ["dynamic VRAM"],
     }
     (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
     monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
     assert compatibility.matrix_table().splitlines()[2] == (
-        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
+        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y "
         "| 2026-11-22, Python 3.12.1, CPU |"
     )
 

@@ -87,7 +87,6 @@ def test_a_unet_that_another_node_had_patched_when_it_was_looked_at_has_convolut
     assert has_convolutions(network)
 
 
-@pytest.mark.pages
 def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
@@ -103,7 +102,6 @@ def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypat
     assert set(code.parts) == {"BasicTransformerBlock"} and {k.class_name for k in code.groups.values()} == set(code.parts)
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatch):
     """Also for blocks that run eager: the host's layers take weights on their way as arrived (comfy/ops.py, `_prefetch`)."""

@@ -12,7 +12,7 @@ from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import compile_settings, eager_blocks, relative_error
 from torch import nn
 
-pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
 def graphs_of(runs):
