@@ -19,6 +19,11 @@ def invalid(engine):
 @pytest.mark.parametrize(
     ("name", "value"),
     [
+        ("backend", "tvm"),
+        ("mode", "fast"),
+        ("dynamic", "yes"),
+        ("cache_limit", -1),
+        ("cache_limit", 5000),
         ("cache_limit", 0.5),
         ("cache_limit", "4"),
         ("cache_limit", float("nan")),
@@ -33,8 +38,9 @@ def invalid(engine):
     ],
 )
 def test_a_setting_of_another_kind_is_named(engine, invalid, name, value):
-    with pytest.raises(invalid, match=rf"^{name} = .+: (use|choose)"):
+    with pytest.raises(invalid, match=rf"^{name} = .+: (use|choose)") as error:
         engine("settings").CompileSettings(**{name: value})
+    assert repr(value) in str(error.value)
 
 
 @pytest.mark.parametrize("value", [0.5, "64", None, [64], float("nan"), float("inf"), torch.tensor(64.0)])

@@ -14,6 +14,7 @@ from devtools.server import error_of, outputs_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
+SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
 MODEL_INPUTS = {
     "model": None,
     "mode": "auto",
@@ -88,13 +89,16 @@ def shipped(object_info):
         (prompts.MODEL_NODE, "Torch Compile", MODEL_INPUTS, ["MODEL"]),
         (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
         (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["STRING"]),
+        (SAVE, "Save Compile Cache", ("model", "filename"), ["MODEL", "STRING"]),
+        (LOAD, "Load Compile Cache", ("model", "file"), ["MODEL", "STRING"]),
     ],
 )
 def test_the_page_is_told_the_fixed_inputs_in_order_with_a_tooltip_each(object_info, node, title, inputs, outputs):
     info = object_info[node]
     described = {name: options for name, _, options in prompts.inputs_in_order(info)}
     assert list(described) == list(inputs)
-    assert {name: options.get("default") for name, options in described.items()} == inputs
+    if isinstance(inputs, dict):
+        assert {name: options.get("default") for name, options in described.items()} == inputs
     assert all(len(options.get("tooltip", "")) > 10 for options in described.values())
     assert info["output"] == outputs
     assert len(info["output_tooltips"]) == len(outputs) and all(info["output_tooltips"])
@@ -108,7 +112,10 @@ def test_combo_values_and_advanced_inputs_are_the_fixed_ones(object_info):
 
 
 def test_only_what_reports_is_an_output_node_and_has_an_optional_latent(object_info):
+    """Its text is shown in a page that is loaded anew, too."""
     assert object_info[prompts.MODEL_NODE]["output_node"] is False
+    assert object_info[SAVE]["output_node"] is object_info[LOAD]["output_node"] is True
+    assert "code" in object_info[LOAD]["description"]
     for node, others in ((prompts.WARMUP_NODE, []), (prompts.BENCHMARK_NODE, ["vae", "clip"])):
         assert object_info[node]["output_node"] is True
         assert object_info[node]["input_order"]["optional"] == ["latent_image", *others]
