@@ -10,7 +10,7 @@ import pytest
 import torch
 from capturing import capture_again
 from paging import paged
-from patching import Runs, patched
+from patching import patched
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 
@@ -24,11 +24,6 @@ def look(engine):
     adapter.host.cache_clear()
     yield adapter.host
     adapter.host.cache_clear()
-
-
-@pytest.fixture
-def flux(tiny, engine):
-    return Runs(tiny, engine, "flux", cfg=1.0)
 
 
 def renamed(patch):

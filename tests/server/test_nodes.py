@@ -16,40 +16,17 @@ pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
 SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
 MODEL_INPUTS = {
-    "model": None,
-    "mode": "auto",
-    "compile_when": "in background",
-    "backend": "inductor",
-    "dynamic": "auto",
-    "fullgraph": False,
-    "cache_limit": 0,
-    "block_swap": "auto",
-    "attention": "auto",
-    "on_failure": "run uncompiled",
-    "allow_tf32": False,
-    "cudnn_benchmark": False,
-    "only_blocks": "",
+    "model": None, "mode": "auto", "compile_when": "in background", "backend": "inductor", "dynamic": "auto",
+    "fullgraph": False, "cache_limit": 0, "block_swap": "auto", "attention": "auto", "on_failure": "run uncompiled",
+    "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
+}  # fmt: skip
+ADVANCED = set(MODEL_INPUTS) - {"model", "mode", "compile_when"}
+SAMPLING = {
+    **dict.fromkeys(("model", "positive", "negative")),
+    **{"width": 1024, "height": 1024, "length": 1, "batch_size": 1, "cfg": 1.0},
 }
-WARMUP_INPUTS = {
-    "model": None,
-    "positive": None,
-    "negative": None,
-    "width": 1024,
-    "height": 1024,
-    "length": 1,
-    "batch_size": 1,
-    "cfg": 1.0,
-    "extra_sizes": "",
-    "latent_image": None,
-}
-BENCHMARK_INPUTS = {
-    **{name: value for name, value in WARMUP_INPUTS.items() if name not in ("extra_sizes", "latent_image")},
-    "steps": 20,
-    "trace": False,
-    "latent_image": None,
-    "vae": None,
-    "clip": None,
-}
+WARMUP_INPUTS = {**SAMPLING, "extra_sizes": "", "latent_image": None}
+BENCHMARK_INPUTS = {**SAMPLING, "steps": 20, "trace": False, **dict.fromkeys(("latent_image", "vae", "clip"))}
 CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
     "mode": ["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
@@ -58,18 +35,6 @@ CHOICES = {
     "attention": ["auto", "comfyui", "cudnn", "flash", "efficient"],
     "on_failure": ["run uncompiled", "stop"],
     "compile_when": ["in background", "before first image"],
-}
-ADVANCED = {
-    "backend",
-    "dynamic",
-    "fullgraph",
-    "cache_limit",
-    "block_swap",
-    "attention",
-    "on_failure",
-    "allow_tf32",
-    "cudnn_benchmark",
-    "only_blocks",
 }
 
 

@@ -9,21 +9,12 @@ import pytest
 import torch
 from paging import Buffers, own_streams, paged
 from patch_kinds.weights import load_partly, lora_file
-from patching import Runs
+from patching import Runs, breaks
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-
-
-@pytest.fixture
-def flux(tiny, engine):
-    return Runs(tiny, engine, "flux", cfg=1.0)
-
-
-def breaks(runs):
-    return sum(kind.stats.graph_breaks for kind in runs.groups)
 
 
 def layer_state(model):
