@@ -399,7 +399,9 @@ def test_graphs_that_wait_for_a_run_without_it_give_their_memory_back_where_it_i
 
 
 def test_the_node_says_whose_code_it_is(flux):
-    settings = flux.engine("settings").CompileSettings(backend="eager", compile_when="before first image")
+    settings = flux.engine("settings").CompileSettings(
+        backend="eager", only_blocks="single_blocks.*", compile_when="before first image"
+    )
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "7")
     (line,) = (line for line in flux.engine("notices.status").live_lines() if line.node == "7")
     patched = compiled.clone()
