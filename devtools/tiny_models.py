@@ -15,125 +15,48 @@ import safetensors.torch
 import torch
 from comfy.ldm.models.autoencoder import AutoencodingEngine
 
-FLUX = {
-    "image_model": "flux",
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 768,
-    "context_in_dim": 768,
-    "hidden_size": 256,
-    "num_heads": 2,
-    "mlp_ratio": 4.0,
-    "depth": 2,
-    "depth_single_blocks": 4,
-    "axes_dim": [16, 56, 56],
-    "theta": 10000,
-    "qkv_bias": True,
-    "guidance_embed": True,
-    "txt_ids_dims": [],
-    "yak_mlp": False,
-    "txt_norm": False,
-}
-WAN = {
-    "image_model": "wan2.1",
-    "model_type": "t2v",
-    "dim": 256,
-    "num_heads": 2,
-    "ffn_dim": 512,
-    "num_layers": 4,
-    "in_dim": 16,
-    "out_dim": 16,
-    "patch_size": (1, 2, 2),
-    "freq_dim": 256,
-    "window_size": (-1, -1),
-    "qk_norm": True,
-    "cross_attn_norm": True,
-    "eps": 1e-6,
-}
-QWEN_IMAGE = {
-    "image_model": "qwen_image",
-    "in_channels": 64,
-    "out_channels": 16,
-    "num_layers": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 128,
-    "joint_attention_dim": 64,
-}
-Z_IMAGE = {
-    "image_model": "lumina2",
-    "patch_size": 2,
-    "in_channels": 16,
-    "dim": 256,
-    "n_layers": 4,
-    "n_refiner_layers": 2,
-    "n_heads": 2,
-    "n_kv_heads": 2,
-    "cap_feat_dim": 64,
-    "qk_norm": True,
-    "axes_dims": [32, 48, 48],
-    "axes_lens": [1536, 512, 512],
-    "rope_theta": 256.0,
-    "ffn_dim_multiplier": 8.0 / 3.0,
-    "z_image_modulation": True,
-    "time_scale": 1000.0,
-    "pad_tokens_multiple": 32,
-}
-SD3 = {
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "depth": 4,
-    "input_size": None,
-    "adm_in_channels": 64,
-    "qk_norm": "rms",
-    "context_embedder_config": {"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 256}},
-    "num_patches": 1024,
-    "pos_embed_max_size": 32,
-    "pos_embed_scaling_factor": None,
-}
-SDXL = {
-    "image_size": 32,
-    "in_channels": 4,
-    "out_channels": 4,
-    "model_channels": 64,
-    "num_res_blocks": [1, 1, 1],
-    "channel_mult": [1, 2, 4],
-    "transformer_depth": [0, 1, 2],
-    "transformer_depth_middle": 2,
-    "transformer_depth_output": [0, 0, 1, 1, 2, 2],
-    "context_dim": 64,
-    "num_head_channels": 32,
-    "adm_in_channels": 2816,
-    "num_classes": "sequential",
-    "legacy": False,
-    "use_spatial_transformer": True,
-    "use_linear_in_transformer": True,
-    "use_temporal_attention": False,
-    "use_temporal_resblock": False,
-}
-VAE = {
-    "double_z": True,
-    "z_channels": 16,
-    "resolution": 256,
-    "in_channels": 3,
-    "out_ch": 3,
-    "ch": 128,
-    "ch_mult": [1, 2, 4, 4],
-    "num_res_blocks": 2,
-    "attn_resolutions": [],
-    "dropout": 0.0,
-}
+FLUX = dict(
+    image_model="flux", in_channels=16, out_channels=16, patch_size=2, vec_in_dim=768, context_in_dim=768, hidden_size=256,
+    num_heads=2, mlp_ratio=4.0, depth=2, depth_single_blocks=4, axes_dim=[16, 56, 56], theta=10000, qkv_bias=True,
+    guidance_embed=True, txt_ids_dims=[], yak_mlp=False, txt_norm=False,
+)  # fmt: skip
+WAN = dict(
+    image_model="wan2.1", model_type="t2v", dim=256, num_heads=2, ffn_dim=512, num_layers=4, in_dim=16, out_dim=16,
+    patch_size=(1, 2, 2), freq_dim=256, window_size=(-1, -1), qk_norm=True, cross_attn_norm=True, eps=1e-6,
+)  # fmt: skip
+QWEN_IMAGE = dict(
+    image_model="qwen_image", in_channels=64, out_channels=16, num_layers=4, num_attention_heads=2, attention_head_dim=128,
+    joint_attention_dim=64,
+)  # fmt: skip
+Z_IMAGE = dict(
+    image_model="lumina2", patch_size=2, in_channels=16, dim=256, n_layers=4, n_refiner_layers=2, n_heads=2, n_kv_heads=2,
+    cap_feat_dim=64, qk_norm=True, axes_dims=[32, 48, 48], axes_lens=[1536, 512, 512], rope_theta=256.0,
+    ffn_dim_multiplier=8.0 / 3.0, z_image_modulation=True, time_scale=1000.0, pad_tokens_multiple=32,
+)  # fmt: skip
+SD3 = dict(
+    in_channels=16, out_channels=16, patch_size=2, depth=4, input_size=None, adm_in_channels=64, qk_norm="rms",
+    context_embedder_config={"target": "torch.nn.Linear", "params": {"in_features": 64, "out_features": 256}}, num_patches=1024,
+    pos_embed_max_size=32, pos_embed_scaling_factor=None,
+)  # fmt: skip
+SDXL = dict(
+    image_size=32, in_channels=4, out_channels=4, model_channels=64, num_res_blocks=[1, 1, 1], channel_mult=[1, 2, 4],
+    transformer_depth=[0, 1, 2], transformer_depth_middle=2, transformer_depth_output=[0, 0, 1, 1, 2, 2], context_dim=64,
+    num_head_channels=32, adm_in_channels=2816, num_classes="sequential", legacy=False, use_spatial_transformer=True,
+    use_linear_in_transformer=True, use_temporal_attention=False, use_temporal_resblock=False,
+)  # fmt: skip
+VAE = dict(
+    double_z=True, z_channels=16, resolution=256, in_channels=3, out_ch=3, ch=128, ch_mult=[1, 2, 4, 4], num_res_blocks=2,
+    attn_resolutions=[], dropout=0.0,
+)  # fmt: skip
 
 # name -> (the host's class, its configuration, width of the text, width of the pooled text or None, other conditioning)
-MODELS = {
-    "flux": (comfy.supported_models.Flux, FLUX, 768, 768, {"guidance": 3.5}),
-    "wan": (comfy.supported_models.WAN21_T2V, WAN, 4096, None, {}),
-    "qwen_image": (comfy.supported_models.QwenImage, QWEN_IMAGE, 64, None, {}),
-    "z_image": (comfy.supported_models.ZImage, Z_IMAGE, 64, None, {}),
-    "sd3": (comfy.supported_models.SD3, SD3, 64, 64, {}),
-    "sdxl": (comfy.supported_models.SDXL, SDXL, 64, 1280, {}),
-}
+MODELS = dict(
+    flux=(comfy.supported_models.Flux, FLUX, 768, 768, {"guidance": 3.5}),
+    wan=(comfy.supported_models.WAN21_T2V, WAN, 4096, None, {}),
+    qwen_image=(comfy.supported_models.QwenImage, QWEN_IMAGE, 64, None, {}),
+    z_image=(comfy.supported_models.ZImage, Z_IMAGE, 64, None, {}), sd3=(comfy.supported_models.SD3, SD3, 64, 64, {}),
+    sdxl=(comfy.supported_models.SDXL, SDXL, 64, 1280, {}),
+)  # fmt: skip
 
 
 @torch.no_grad()

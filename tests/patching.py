@@ -112,6 +112,20 @@ class Runs:
             handle.remove()
 
 
+def graphs_of(runs):
+    """The CUDA graphs of the model."""
+    return runs.engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+
+
+def breaks(runs):
+    return sum(group.stats.graph_breaks for group in runs.groups)
+
+
+def notes(runs, patcher):
+    """What reports say of the patcher's model."""
+    return runs.engine("host.model.attach").notes_about(patcher)
+
+
 class KeptCode:
     """Code of tiny models as they are built, for tests whose subject is not how that code is made; see `shares_code`.
 

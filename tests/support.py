@@ -204,6 +204,12 @@ class CompiledNet:
         """A call for which the code that is missing is compiled; its result."""
         return self._call(True, args, kwargs)[0]
 
+    def call(self, at_once, *args, **kwargs):
+        """A call in either way; its result, when the code for the next call is there."""
+        result = self._call(at_once, args, kwargs)[0]
+        self.wait()
+        return result
+
     def _call(self, waits, args, kwargs):
         call = self.engine("background.model_call").ModelCall(synchronous=waits)
         blocks = self.engine("compile.binding").Binding(self.net, self.settings, call).bound()

@@ -134,6 +134,7 @@ def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) 
     def compare(percent: float = 0.4, calls: int = 1 if chosen.waits else 2, **shape) -> None:
         clear_state(network)
         expected = call(model, setup.inputs(model=model, percent=percent, **shape))
+        assert torch.isfinite(expected).all() and expected.std() > 1e-6, "the set-up shows nothing"
         for _ in range(calls):
             clear_state(network)
             actual = call(model, setup.inputs(model=model, percent=percent, **shape), compiler)

@@ -3,13 +3,12 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from patch_kinds.weights import load_partly, quantised
 from patching import Runs
-from support import Net, relative_error
+from support import ROOT, TESTS, Net, relative_error
 from torch import nn
 from torch.nn import functional
 
@@ -38,6 +37,13 @@ def device_at(index):
 @pytest.fixture(params=[0, 1], ids=["cuda:0", "cuda:1"])
 def device(request):
     return device_at(request.param)
+
+
+def in_a_process_with_cudamallocasync(*command, says):
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.stdout.strip().endswith(says), done.stderr[-2000:]
+    assert "uncaptured free" not in done.stderr
 
 
 class TestGraphs:
@@ -95,21 +101,13 @@ model.__defaults__[0].clear()
 torch.cuda.synchronize()
 print("lives")
 """
-        root = Path(__file__).resolve().parent.parent
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
-        assert done.stdout.strip().endswith("lives"), done.stderr[-2000:]
-        assert "uncaptured free" not in done.stderr
+        in_a_process_with_cudamallocasync("-c", code, says="lives")
 
     def test_captures_from_memory_of_cudamallocasync(self, engine):
         version = ".".join(torch.__version__.split(".")[:2])
         if version not in engine("torch_compat.private").CAPTURES_ASYNC:
             pytest.skip(f"not known to work with PyTorch {version}: there are no such graphs there")
-        script = Path(__file__).resolve().parent / "captures_async.py"
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True)
-        assert done.returncode == 0 and done.stdout.strip().endswith("capture and replay work"), done.stderr[-2000:]
-        assert "uncaptured free" not in done.stderr
+        in_a_process_with_cudamallocasync(TESTS / "captures_async.py", says="capture and replay work")
 
     def test_memory_of_dropped_graphs_is_free_again(self):
         code = """
@@ -138,11 +136,7 @@ graphs.drop()
 assert before - free() < GIB // 4, "dropped"
 print("free")
 """
-        root = Path(__file__).resolve().parent.parent
-        environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}
-        done = subprocess.run([sys.executable, "-c", code], cwd=root, env=environment, capture_output=True, text=True)
-        assert done.stdout.strip().endswith("free"), done.stderr[-2000:]
-        assert "uncaptured free" not in done.stderr
+        in_a_process_with_cudamallocasync("-c", code, says="free")
 
     def test_a_sampled_model(self, engine, tiny, device):
         runs = Runs(tiny, engine, "flux", cfg=1.0, steps=4)

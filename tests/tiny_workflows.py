@@ -8,6 +8,13 @@ EMPTY = {
     "wan": "EmptyHunyuanLatentVideo",
 }
 LENGTHS = {"wan": 5}
+# Inputs of ComfyUI's Train LoRA, but for what is trained.
+TRAINING = {
+    "grad_accumulation_steps": 1, "learning_rate": 1e-4, "rank": 4, "optimizer": "AdamW", "loss_function": "MSE", "seed": 3,
+    "training_dtype": "fp32", "lora_dtype": "fp32", "quantized_backward": False, "algorithm": "LoRA",
+    "gradient_checkpointing": True, "checkpoint_depth": 2, "offloading": False, "existing_lora": "[None]",
+    "bucket_mode": False, "bypass_mode": False,
+}  # fmt: skip
 
 
 def workflow(name, cfg, backend="eager", extra_sizes="", width=64, height=64):

@@ -15,49 +15,13 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from support import Block, Net, Plain  # noqa: E402
+
 # What only compiling with inductor asks for; that takes seconds a name.
-OF_INDUCTOR = (
-    "compile_fx",
-    "select_decomp_table",
-    "InductorChoices",
-    "V",
-    "inductor_config",
-    "run_node",
-)
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm, self.linear = nn.LayerNorm(8), nn.Linear(8, 8)
-
-    def forward(self, x, options):
-        return x + self.linear(torch.nn.functional.gelu(self.norm(x)))
-
-
-class Plain(nn.Module):
-    """Without a kernel that a C++ compiler would build."""
-
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-
-    def forward(self, x, options):
-        return self.linear(x)
-
-
-class Model(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.blocks = nn.ModuleList([block(), block()])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x, {"cond_or_uncond": [0]})
-        return x
+OF_INDUCTOR = ("compile_fx", "select_decomp_table", "InductorChoices", "V", "inductor_config", "run_node")
 
 
 def images(backend, needs_code):
@@ -68,13 +32,14 @@ def images(backend, needs_code):
     from engine.compile.session import watching
     from engine.settings import CompileSettings
 
-    model, settings = Model(Plain if needs_code else Block), CompileSettings(backend=backend)
+    model, settings = Net(Plain if needs_code else Block, count=2), CompileSettings(backend=backend)
+    given = {} if needs_code else {"transformer_options": {"cond_or_uncond": [0]}}
     with torch.inference_mode():
         x = torch.linspace(-1, 1, 64).view(2, 4, 8)
-        expected = model(x)
+        expected = model(x, **given)
         for _ in range(3):
             with watching, Binding(model, settings, ModelCall(synchronous=False)).bound():
-                yield model(x), expected
+                yield model(x, **given), expected
             compiler.wait(60)
     if needs_code:
         from engine.compile.registry import code_of
@@ -99,13 +64,12 @@ def check(name, entry, private):
 
 def main():
     torch.set_num_threads(1)
-    sys.path.insert(0, str(ROOT))
     for module in ("torch._dynamo.backends.inductor", "torch._inductor.compile_fx"):  # each child needs them
         importlib.import_module(module)
     from engine.torch_compat import private
 
     with torch.inference_mode():  # what PyTorch makes when it first traces is made once, too
-        torch.compile(Model(Block), backend="aot_eager")(torch.ones(2, 4, 8))
+        torch.compile(Net(count=2), backend="aot_eager")(torch.ones(2, 4, 8))
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     logging.getLogger("torch-compile-kit").addHandler(logging.NullHandler())

@@ -1,6 +1,7 @@
 """Each private name of PyTorch and each name of ComfyUI that the pack uses is there, and takes what the pack gives it.
 
-A failure says what a newer version has changed, before any model runs; what the pack then does is said in `names.py`.
+A failure says what a newer version has changed, before any model runs. The names are found in the pack's code (`scan.py`);
+`names.py` says what more some of them must do, and which versions have them.
 """
 
 import importlib
@@ -80,8 +81,12 @@ def calls_of(name, use):
     return visible if use.given is None else visible | {(use.given, use.by_name, False)}
 
 
-ALL = {**names.TORCH, **names.HOST}
+USED = {name for name in FOUND.names if scan.is_private(name) or scan.is_of_host(name)} - names.NO_NAMES
+PUT_TOGETHER = {name for name in USED if name.endswith(scan.COMPUTED)}
+ALL = dict.fromkeys(sorted(USED - PUT_TOGETHER), names.READ) | names.USES | names.CALLERS
 COMPUTED = [f"{owner.removesuffix(scan.COMPUTED)}{name}" for owner, found in names.COMPUTED.items() for name in found]
+PATCHER = sorted({*FOUND.patcher, "is_dynamic"} - {"__class__"})  # getattr(patcher, "is_dynamic")
+FOREIGN = {name: owner for owner, found in names.FOREIGN.items() for name in found.split()}
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -101,31 +106,25 @@ def test_name_that_is_put_together(name):
     resolve(name)
 
 
-@pytest.mark.parametrize("name", names.PATCHER)
+@pytest.mark.parametrize("name", PATCHER)
 def test_attribute_of_patchers(name):
+    """The host's class has it, or gives it to `self`."""
     found, without_self = attribute_of(scan.PATCHER, name)
-    use = names.PATCHER[name]
-    check(found, use, calls_of(f"{scan.PATCHER}.{name}", use), without_self)
+    check(found, names.READ, calls_of(f"{scan.PATCHER}.{name}", names.READ), without_self)
 
 
-@pytest.mark.parametrize("name", names.FOREIGN)
+@pytest.mark.parametrize("name", FOREIGN)
 def test_private_attribute(name):
-    foreign = names.FOREIGN[name]
-    owner, _ = resolve(foreign.owner)
+    owner, _ = resolve(FOREIGN[name])
     there = hasattr(owner, name)
-    if not there and foreign.owner not in ("sys", "os", "torch.Tensor"):
+    if not there and FOREIGN[name] not in ("os", "torch.Tensor"):
         there = re.search(rf"\b{name}\b", inspect.getsource(owner)) is not None
-    assert there == is_in(foreign, running(foreign.owner))
+    assert there == is_in(names.Use(since=names.FOREIGN_SINCE.get(name)), running(FOREIGN[name]))
 
 
-def test_every_use_in_the_packs_code_is_listed_and_every_listed_name_is_used():
-    used = {name for name in FOUND.names if scan.is_private(name) or scan.is_of_host(name)} - names.NO_NAMES
-    computed = {name for name in used if name.endswith(scan.COMPUTED)}
-    ways = {name for name in used if any(listed.startswith(f"{name}.") for listed in {*ALL, *COMPUTED})}
-    assert used - computed - ways - {*ALL, *COMPUTED} == set(), "not listed in tests/canaries/names.py"
-    assert computed == set(names.COMPUTED)
-    by_hand = {"comfy.model_base.BaseModel.apply_model", "comfy.sampler_helpers.prepare_sampling"}
-    assert set(ALL) - used - set(COMPUTED) - by_hand == set(), "listed, and nothing uses it"
+def test_every_listed_name_is_used_and_every_name_that_is_put_together_is_listed():
+    assert set(names.USES) - USED - set(COMPUTED) == set(), "listed in tests/canaries/names.py, and nothing uses it"
+    assert set(names.COMPUTED) == PUT_TOGETHER
 
 
 def test_private_names_of_pytorch_are_named_in_one_package_alone():
@@ -136,15 +135,10 @@ def test_private_names_of_pytorch_are_named_in_one_package_alone():
     assert [path for path in scan.PRIVATE_NAMES.values() if not any(f"{name}.".startswith(f"{path}.") for name in used)] == []
 
 
-def test_every_attribute_of_a_patcher_is_listed():
-    looked_up = {"is_dynamic"}  # getattr(patcher, "is_dynamic")
-    assert set(FOUND.patcher) - {"__class__"} == set(names.PATCHER) - looked_up
-
-
 def test_every_private_attribute_that_is_not_the_packs_own_is_listed(engine):
     in_names = {part for name in [*ALL, *COMPUTED] for part in name.split(".")}
     used = {*FOUND.foreign, *engine("torch_compat.private").STATIC_MARKS}
-    assert used - in_names - names.OWN_STRINGS == set(names.FOREIGN)
+    assert used - in_names - names.OWN_STRINGS == set(FOREIGN)
 
 
 PLANTED = {

@@ -63,8 +63,6 @@ THERE = [
     Row("damaged file", "at once", "the new entry is cut off", "the next process compiles anew", "half_entry"),
     Row("damaged file", "background", "the new entry is cut off", "the next process compiles anew", "half_entry"),
     Row("damaged file", "start", "an entry is cut off, as by a loss of power", "said; compiled anew", "cut_entry"),
-    Row("damaged file", "start", "a bit flips in an entry", "said; compiled anew", "flipped_entry"),
-    Row("damaged file", "start", "an entry is empty", "said; compiled anew", "empty_entry"),
     Row("damaged file", "file", "a byte flips in the file to load", "refused in words", "flipped_file"),
     Row("damaged file", "sampling", "the cache's files vanish", "nothing is noticed", "vanished_cache"),
     Row("full disk", "at once", "nothing can be written", "eager; compiled when there is room", "full_disk"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-import random
 import shutil
 import signal
 import subprocess
@@ -175,19 +174,6 @@ def no_memory_to_load(machine):
 
 def cut_entry(machine):
     os.truncate(machine.entry, machine.entry.stat().st_size // 2)
-    compiled_anew(machine)
-
-
-def flipped_entry(machine):
-    draw = random.Random(16)
-    content = bytearray(machine.entry.read_bytes())
-    content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    machine.entry.write_bytes(content)
-    compiled_anew(machine)
-
-
-def empty_entry(machine):
-    machine.entry.write_bytes(b"")
     compiled_anew(machine)
 
 

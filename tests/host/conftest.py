@@ -11,6 +11,14 @@ def model_files(tmp_path_factory):
     return inprocess.write_models(tmp_path_factory.mktemp("models"), ["flux", "wan"])
 
 
+@pytest.fixture
+def flux(tiny, engine):
+    """A tiny Flux that is sampled without a negative prompt."""
+    from patching import Runs
+
+    return Runs(tiny, engine, "flux", cfg=1.0)
+
+
 @pytest.fixture(scope="module")
 def code_of_this_module():
     """Compiled code that tests of one module share, and of no other; see `patching.shares_code`."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from capturing import capture_again
 from paging import paged
-from patching import Runs, patched
+from patching import patched
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 
@@ -24,11 +24,6 @@ def look(engine):
     adapter.host.cache_clear()
     yield adapter.host
     adapter.host.cache_clear()
-
-
-@pytest.fixture
-def flux(tiny, engine):
-    return Runs(tiny, engine, "flux", cfg=1.0)
 
 
 def renamed(patch):
@@ -91,13 +86,11 @@ def looked_at(look, change, caplog, monkeypatch):
 OTHER_PAGES = [with_other_arguments, without_streams, without_quantized_tensors]
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("change", [renamed, *OTHER_PAGES])
 def test_a_host_with_other_pages_is_known_as_such_and_it_is_said_once(change, look, caplog, monkeypatch):
     looked_at(look, change, caplog, monkeypatch)
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("change", [renamed, *(pytest.param(change, marks=pytest.mark.rest) for change in OTHER_PAGES)])
 def test_a_host_with_other_pages_samples_in_its_own_way(change, flux, look, caplog, monkeypatch):
     expected = flux.run(flux.patcher)
@@ -264,7 +257,6 @@ def test_a_host_without_a_compiler_gets_no_option(flux, monkeypatch):
     assert not hasattr(comfy.cli_args.args, "disable_comfy_compiler")
 
 
-@pytest.mark.pages
 def test_the_host_fetches_no_block_ahead_that_we_fetch(flux, monkeypatch):
     import comfy.model_prefetch
 

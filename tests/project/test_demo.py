@@ -1,6 +1,5 @@
 """The demo: what it checks, its picture, a whole run."""
 
-import copy
 import subprocess
 import sys
 
@@ -10,18 +9,8 @@ from support import ROOT
 from devtools import demo
 
 # As /torch-compile-kit/report tells it.
-REPORT = [
-    {
-        "graphs": 2,
-        "blocks": 4,
-        "graph_breaks": 0,
-        "failures": [],
-        "classes": [
-            {"class": "DoubleStreamBlock", "blocks": 2, "graphs": 1},
-            {"class": "SingleStreamBlock", "blocks": 2, "graphs": 1},
-        ],
-    }
-]
+CLASSES = [{"class": f"{kind}StreamBlock", "blocks": 2, "graphs": 1} for kind in ("Double", "Single")]
+REPORT = [{"graphs": 2, "blocks": 4, "graph_breaks": 0, "failures": [], "classes": CLASSES}]
 
 
 @pytest.fixture
@@ -49,14 +38,10 @@ def test_every_check_can_fail(made, tmp_path):
     import torch
 
     assert failed(made, REPORT, REPORT, tmp_path) == []
-    more = copy.deepcopy(REPORT)
-    more[0]["graphs"] = 3
+    more, nothing = ([{**REPORT[0], "graphs": graphs}] for graphs in (3, 0))
     assert failed(made, REPORT, more, tmp_path) == ["nothing is compiled again, at either size"]
-    nothing = copy.deepcopy(REPORT)
-    nothing[0]["graphs"] = 0
     assert failed(made, nothing, nothing, tmp_path) == ["blocks are compiled"]
-    broken = copy.deepcopy(REPORT)
-    broken[0]["failures"] = [{"block": "double_blocks.0", "message": "no compiler"}]
+    broken = [{**REPORT[0], "failures": [{"block": "double_blocks.0", "message": "no compiler"}]}]
     assert failed(made, REPORT, broken, tmp_path) == ["no block failed"]
     latents = torch.ones(1, 16, 4, 4)
     latents[0, 0, 0, 0] = 1.5

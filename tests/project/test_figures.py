@@ -33,6 +33,21 @@ def tables(benchmark):
     return benchmark("tables")
 
 
+WHERE = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25"}
+
+
+@pytest.fixture
+def measured(benchmark, tmp_path, monkeypatch):
+    """A function: a table's results file holds these runs, each its rows and what it says of itself beside `WHERE`."""
+    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
+
+    def write(table, *runs):
+        runs = [{"environments": [WHERE | where], "rows": rows} for rows, where in runs]
+        (tmp_path / f"{table}.json").write_text(json.dumps({"runs": runs}))
+
+    return write
+
+
 def test_a_file_that_differs_from_the_results_is_named_and_nothing_is_written(tables, tmp_path, monkeypatch, capsys):
     (tmp_path / "docs").mkdir()
     for file, content in tables.made().items():
@@ -90,13 +105,11 @@ def test_every_reason_to_skip_stands_in_the_table_of_what_was_tested_where(bench
         "passed": 7,
         "failed": ["tests.a::b", "tests.a::c"],
         "skipped": {"a GPU has them": 3, "x | y": 1},
-        "left_out": ["dynamic VRAM"],
     }
     (tmp_path / "compatibility-matrix.json").write_text(json.dumps({"runs": [run]}))
     monkeypatch.setattr(compatibility, "RESULTS", tmp_path)
     assert compatibility.matrix_table().splitlines()[2] == (
-        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y; off: dynamic VRAM "
-        "| 2026-11-22, Python 3.12.1, CPU |"
+        "| 0.33.0 | 2.15.0+cu132 | its core | 7 | 2 | 3: a GPU has them; 1: x \\| y | 2026-11-22, Python 3.12.1, CPU |"
     )
 
 
@@ -157,9 +170,8 @@ def test_a_run_is_added_to_the_tables_that_show_its_rows_if_it_says_where_it_com
     assert added == [{**run, "rows": [run["rows"][1]]}] * 2
 
 
-def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path, monkeypatch):
-    results, tables = benchmark("results"), benchmark("session_tables")
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, measured):
+    tables = benchmark("session_tables")
 
     def row(variant, seconds, setup="flux-int8", **more):
         measured = {"seconds": seconds, "step": seconds / 20, "prompts": [{"seconds": 2 * seconds}]} if seconds else {}
@@ -172,9 +184,7 @@ def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path
         row("ours", 4.0, graphs=2, breaks=0, cuda_graphs=1, ready=21.5, error=0.0062, vram_gib=14.21),
         row("eager", 4.0, setup="flux"),  # cut off before ours
     ]
-    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25"}
-    runs = [{"environments": [where], "rows": rows} for rows in (first, last)]
-    (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
+    measured("table", (first, {}), (last, {}))
     assert tables.table_table().splitlines()[2:5] == [
         "| Flux-dev 12B, INT8 ConvRot, 1024x1024, 20 steps | eager | 10.0 | 5.00 | 0.2500 | - | 0 | 0 | - | - | 0.0061 | - |",
         "|  | KJNodes | - | dies: OutOfMemoryError | dies: OutOfMemoryError | in the first | - | - | - | - | - | - |",
@@ -185,29 +195,20 @@ def test_the_table_shows_peers_of_the_same_run_and_what_died(benchmark, tmp_path
     )
 
 
-def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmark, tmp_path, monkeypatch):
-    results, tables = benchmark("results"), benchmark("session_tables")
-    monkeypatch.setattr(results, "RESULTS", tmp_path)
+def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmark, measured):
+    tables = benchmark("session_tables")
 
     def row(setup, variant, seconds, first):
-        measured = {"seconds": seconds, "step": seconds / 20} if seconds else {"died": "OutOfMemoryError: no"}
-        return {
-            "kind": "table",
-            "setup": setup,
-            "variant": variant,
-            "prompts": [{"seconds": first}] if first else [],
-            "ready": 12.3,
-            "vram_gib": 8.5 if variant == "ours" else 8.0,
-            **measured,
-        }
+        taken = {"seconds": seconds, "step": seconds / 20} if seconds else {"died": "OutOfMemoryError: no"}
+        known = {"kind": "table", "ready": 12.3, "vram_gib": 8.5 if variant == "ours" else 8.0, **taken}
+        return {"setup": setup, "variant": variant, "prompts": [{"seconds": first}] if first else [], **known}
 
-    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": "2026-11-25", "command": "table"}
+    by_default = {"command": "table"}
     default = [row("flux", "eager", 4.0, 8.0), row("flux", "kjnodes", None, None), row("flux", "ours", 3.0, 10.0)]
     waited = [row("z_image", "eager", 1.0, 2.0), row("z_image", "kjnodes", 1.5, 4.0), row("z_image", "ours", 0.75, 8.0)]
     for value in ("at once", "before first image"):  # the value of `compile`, now `compile_when`
-        at_once = where | {"command": f'table --settings {{"compile_when": "{value}"}}'}
-        runs = [{"environments": [where], "rows": default}, {"environments": [at_once], "rows": waited}]
-        (tmp_path / "table.json").write_text(json.dumps({"runs": runs}))
+        at_once = {"command": f'table --settings {{"compile_when": "{value}"}}'}
+        measured("table", (default, by_default), (waited, at_once))
         assert tables.gains_table().splitlines()[2:4] == [
             "| Flux-dev 12B, bf16, 1024x1024, 20 steps | 4.00 | dies | **3.00** (-25 %) | 8.0 | - | 10.0 |",
             "| Z-Image 6B, bf16, 1024x1024, 9 steps ¹ | 1.00 | 1.50 | **0.75** (-25 %) | 2.0 | 4.0 | 8.0 |",
@@ -217,29 +218,18 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
     assert tables.ready_after() == "12 to 12 s" and tables.more_vram() == "0.5 GiB", "of those with the default mode"
     assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %), on one a GPU"
     assert tables.waited_note().startswith("¹ Measured with `compile_when` set to `before first image`: Z-Image 6B. ")
-    (tmp_path / "table.json").write_text(json.dumps({"runs": [{"environments": [where], "rows": default}]}))
+    measured("table", (default, by_default))
     assert tables.waited_note() == "" and "¹" not in tables.gains_table()
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25"
 
 
-def test_the_line_in_the_pictures_is_the_nodes_own_with_what_was_recorded_on_a_gpu(benchmark, engine, tmp_path, monkeypatch):
+def test_the_line_in_the_pictures_is_the_nodes_own_with_what_was_recorded_on_a_gpu(benchmark, engine, measured):
     made = benchmark("session_tables")
-    environment = dict.fromkeys(benchmark("results").PROVENANCE, "") | {"date": "2026-11-26", "device": "NVIDIA H200"}
-    environment |= {"torch": "2.11.0", "comfyui": "0.33.0"}
-    prompts = [{"steps": [0.13] * 20}]
-    flux = {
-        "kind": "ready",
-        "model": "flux",
-        "pack": "new",
-        "eager": {"step": 0.1756},
-        "step_after": 0.1331,
-        "prompts": prompts,
-    }
+    where = {"date": "2026-11-26", "device": "NVIDIA H200", "torch": "2.11.0", "comfyui": "0.33.0"}
+    flux = {"kind": "ready", "model": "flux", "pack": "new", "eager": {"step": 0.1756}, "step_after": 0.1331}
+    flux["prompts"] = [{"steps": [0.13] * 20}]
     rows = [{**flux, "model": "sdxl"}, flux, {**flux, "pack": "older", "step_after": 0.9}]
-    former = {"environments": [environment], "rows": [{**flux, "step_after": 0.1}]}
-    file = tmp_path / "ready.json"
-    file.write_text(json.dumps({"runs": [former, {"environments": [environment], "rows": rows}]}))
-    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
+    measured("ready", ([{**flux, "step_after": 0.1}], where), (rows, where))
 
     status = engine("messages.status")
     steps = status.Steps()
@@ -294,23 +284,15 @@ def _session(model: str, variant: str, seconds: list[float], cache: str = "cold"
     ]
 
 
-def _results(folder: Path, name: str, found: list[dict]) -> None:
-    where = {"device": "a GPU", "comfyui": "0.33", "torch": "2.11", "date": name}
-    file = folder / "sessions.json"
-    runs = json.loads(file.read_text())["runs"] if file.exists() else []
-    file.write_text(json.dumps({"runs": [*runs, {"environments": [where], "rows": found}]}))
-
-
-def test_sessions_are_set_beside_eagers_prompts_of_the_same_run(benchmark, tmp_path, monkeypatch):
+def test_sessions_are_set_beside_eagers_prompts_of_the_same_run(benchmark, measured):
     sessions = benchmark("session_tables")
-    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
     assert sessions.sessions_table() == "" == sessions.prompts_table()
     ours = [*_session("flux", "ours", [8, 2, 2]), *_session("flux", "ours", [2, 2, 2], "warm")]
     few = [*_session("flux", "eager", [5, 5, 5], cores=4), *_session("flux", "ours", [10, 5, 5], cores=4)]
-    _results(tmp_path, "1", [*_session("flux", "eager", [4, 4, 4]), *ours, *few])
     # Eager once more, elsewhere: its seconds are newer, but no measure for rows of another run.
     cut = _session("flux", "kjnodes", [16, 8])
-    _results(tmp_path, "2", [*_session("flux", "eager", [8, 8, 8]), *cut, *_session("flux_small", "eager", [1, 1, 1])])
+    elsewhere = [*_session("flux", "eager", [8, 8, 8]), *cut, *_session("flux_small", "eager", [1, 1, 1])]
+    measured("sessions", ([*_session("flux", "eager", [4, 4, 4]), *ours, *few], {}), (elsewhere, {"date": "2026-11-26"}))
     lines = sessions.sessions_table().splitlines()
     assert lines[2] == "| Flux-dev 12B, 1024x1024, 3 prompts | eager | 8.0 | 24.0 | - | 8.0 | 5.0 | 15.0 |"
     assert lines[3] == "|  | KJNodes | 16.0 (2.00) | 24.0 (1.50), 2 prompts | - | - | - | - |"
@@ -324,13 +306,12 @@ def test_sessions_are_set_beside_eagers_prompts_of_the_same_run(benchmark, tmp_p
     assert "| steps over 3 of eager's | 3 | 2 | 1 | 0 |" in prompts
 
 
-def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, tmp_path, monkeypatch):
+def test_a_variant_that_died_shows_it_and_gives_no_sum(benchmark, measured):
     sessions = benchmark("session_tables")
-    monkeypatch.setattr(benchmark("results"), "RESULTS", tmp_path)
     core = _session("sdxl", "core", [9, 9, 9])
     core[1] = {k: v for k, v in core[1].items() if k not in ("seconds", "steps", "longest_step")}
     core[1]["died"] = "OutOfMemoryError: no memory"
-    _results(tmp_path, "1", [*_session("sdxl", "eager", [3, 3, 3]), *core])
+    measured("sessions", ([*_session("sdxl", "eager", [3, 3, 3]), *core], {}))
     line = sessions.sessions_table().splitlines()[3]
     assert line == "|  | core | 9.0 (3.00) | dies: OutOfMemoryError | - | 9.0 (3.00) | - | - |"
     assert "| next seed | 3.0, 1.5 | dies: OutOfMemoryError |" in sessions.prompts_table()

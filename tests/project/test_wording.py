@@ -1,22 +1,18 @@
-"""What a user reads: words that were given up are nowhere, and what stands in their place is where it belongs.
-
-The rows are those of a trial of the page by a newcomer: the texts, names, ids and presets that it called wrong or unclear. The
-names were decided afterwards; where they differ from what the trial proposed, the row has the decided one.
-"""
+"""What a user reads: words that were given up are nowhere, and what stands in their place is where it belongs."""
 
 import ast
 import json
 import re
+from pathlib import Path
 
 import pytest
+import yaml
 from support import ROOT
 
 from devtools import locales
 from devtools.texts import report
 
-NODE = "nodeDefs.json/TorchCompileKit"
 MAIN = "main.json/torchCompileKit"
-MODEL = f"{NODE}Model"
 
 
 def english():
@@ -53,123 +49,12 @@ def everything():
     return seen | {page.name: read(page) for page in pages}
 
 
-# The old words, as a pattern; where the new ones stand, and these.
-WORDS = {
-    # names
-    "Torch Compile": (r"Torch Compile Model\b", f"{MODEL}/display_name", "Torch Compile"),
-    "not core's": (r"in the background while images go on", f"{MODEL}/description", "Not core's TorchCompileModel"),
-    "VAE Channels Last": (r"TorchCompileKitVAE\b", f"{NODE}VAEChannelsLast/display_name", "VAE Channels Last"),
-    "Fix Compiled Keys": (
-        r"Repair Compiled File|TorchCompileKitRepair\b",
-        f"{NODE}FixKeys/display_name",
-        "Fix Compiled Keys (_orig_mod)",
-    ),
-    "Torch Compile Block Swap": (r"\"Block Swap\"", f"{NODE}BlockSwap/display_name", "Torch Compile Block Swap"),
-    "no blueprint": (r"compiled and warm", None, None),
-    # inputs and their values
-    "compile_when": (
-        r"compiles? at once|\"at once\"|in the background /",
-        f"{MODEL}/inputs/compile_when/tooltip",
-        "before first image: ",
-    ),
-    "uncompiled linears": (r"eager linears", f"{MODEL}/inputs/block_swap/tooltip", "uncompiled linears"),
-    "run uncompiled": (r"run eager", f"{MODEL}/inputs/on_failure/tooltip", "run it uncompiled"),
-    "attention": (
-        r"auto, host|host's (attention|kernel)",
-        f"{MODEL}/inputs/attention/tooltip",
-        "flash is PyTorch's, not that of --use-flash-attention",
-    ),
-    "mode": (
-        r"auto records the whole model",
-        f"{MODEL}/inputs/mode/tooltip",
-        "Leave it on auto, which adds CUDA graphs where they help (SD 1.5, SDXL).",
-    ),
-    "dynamic": (
-        r"one code for every size",
-        f"{MODEL}/inputs/dynamic/tooltip",
-        "auto, true: compiled once for all sizes. false: compiled again for every size; at most 1 % faster.",
-    ),
-    "cache_limit": (
-        r"compiled variants",
-        f"{MODEL}/inputs/cache_limit/tooltip",
-        "Only matters with dynamic = false: how many sizes",
-    ),
-    "blocks_to_swap": (
-        r"average blocks' weights",
-        f"{NODE}BlockSwap/inputs/blocks_to_swap/tooltip",
-        "How much to keep in RAM, counted in blocks. More saves VRAM and costs time.",
-    ),
-    "description of the VAE": (
-        r"as its convolutions want them",
-        f"{NODE}VAEChannelsLast/description",
-        "Nothing is compiled. Measures both layouts on your first decodes and keeps the faster.",
-    ),
-    "description of Load": (
-        r"blocks compile as ever",
-        f"{NODE}LoadCache/description",
-        "is ignored, and compiling happens as usual",
-    ),
-    # lines, notices, the tab, settings
-    "placeholder": (r"How it goes|appears here\.", f"{MAIN}/statusHere", "Press Run to see the status."),
-    "no 'compiled since'": (r"%\d compiled since", None, None),
-    "compiling": (r"images go on(?! uncompiled)", f"{MAIN}/compilingKinds", "compiling %1 kinds of blocks"),
-    "faster": (r"steps %\d", f"{MAIN}/faster", "%1 faster (%2 -> %3 s a step)"),
-    "slower": (r"%\d slower", f"{MAIN}/slower", "bypass this node, or measure it with Torch Compile Benchmark"),
-    "no clear difference": (None, f"{MAIN}/noDifference", "no clear difference"),
-    "saved": (r"Gained so far|Lost so far", f"{MAIN}/gained", "Saved so far: %1 s"),
-    "lost": (None, f"{MAIN}/lost", "Slower so far: %1 s. Try Torch Compile Benchmark."),
-    "blocks compiled": (r"%1 blocks, %2 graphs", f"{MAIN}/blocksFromDisk", "%1 blocks compiled (read from disk)"),
-    "the tab explains its words": (
-        r"Sampling waits until the code",
-        f"{MAIN}/intro",
-        "Blocks are the repeated parts of a model.",
-    ),
-    "the machine": (r"All that compiling needs", f"{MAIN}/machineReady", "Everything that compiling needs is here."),
-    "notice": (r"graphs compiled while sampling", "report.json/waited", "Waited %1 s for compiling: %2"),
-    "setting of notices": (
-        r"Tell when something",
-        "settings.json/TorchCompileKit_Notices/name",
-        "Notify me when an image had to wait for compiling",
-    ),
-    "setting of the limit": (
-        r"What was not used for longest|goes before it",
-        "settings.json/TorchCompileKit_CacheGiB/tooltip",
-        "The least recently used is deleted first.",
-    ),
-    "it does not run on a GPU": (None, f"{MAIN}/leftAsIs", "left as it is: %1"),
-    "block swap takes what there is": (
-        r"Block Swap failed",
-        "report.json/swappedAll",
-        "%2 were asked for, and the model has no more",
-    ),
-    "one word for what a warmup ends with": (r"Warm: ", "report.json/compiledIn", "Compiled in %1 s."),
-    # presets
-    "Automatic": (None, f"{MAIN}/presetAutomatic", "Automatic"),
-    "Ready before the first image": (None, f"{MAIN}/presetReady", "Ready before the first image"),
-    "Fastest steps": (None, f"{MAIN}/presetFastest", "Fastest steps (minutes of compiling)"),
-    "Low VRAM": (
-        r"Little VRAM|Long runs|Quick experiments|First time|Trainer's quick start",
-        f"{MAIN}/presetLowVram",
-        "Low VRAM",
-    ),
-    "Find what fails": (r"\(backend aot_eager, mode", f"{MAIN}/presetFind", "Find what fails"),
-    # the rest of the trial's list
-    "as ever": (r"\bas ever\b", "report.json/noFileChosen", "compiling happens as usual"),
-    "before": (
-        r"\bbeforehand\b",
-        "report.json/addWarmup",
-        "To compile before the first image, add Torch Compile Warmup after Torch Compile",
-    ),
-    "after": (r"(?<!left )\bbehind\b", f"{NODE}SaveCache/description", "Put it after Torch Compile Warmup."),
-    "whoever": (r"(^|[.:;] )Who [a-z]", None, None),
-    "clauses": (r"that page speaks|stays plain|what hangs on", None, None),
-    "paid off": (r"\bpays? back\b", "report.json/paidOffByImage", "paid off by image %2"),
-}
+# Of each row the old words, as a pattern; where the new ones stand, and these.
+WORDS = yaml.safe_load(read(Path(__file__).with_name("wording.yaml")))
 
 
-@pytest.mark.parametrize("row", WORDS)
-def test_words_that_were_given_up_are_nowhere_and_new_ones_in_place(everything, row):
-    old, place, new = WORDS[row]
+@pytest.mark.parametrize(("old", "place", "new"), WORDS)
+def test_words_that_were_given_up_are_nowhere_and_new_ones_in_place(everything, old, place, new):
     if old is not None:
         found = {where: hit[0] for where, text in everything.items() if (hit := re.search(old, text, re.MULTILINE))}
         assert not found

@@ -4,17 +4,21 @@ import math
 
 import pytest
 from judging import Judge, tracebacks
+from tiny_workflows import workflow
 
-from devtools.prompts import BENCHMARK_NODE, MODEL_NODE, WARMUP_NODE, inputs_in_order
+from devtools.prompts import BENCHMARK_NODE, MODEL_NODE
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 REFUSED, OURS, RAN = "refused before it runs", "our error", "ran"
 LONG = 10_000_000
 WIDE = "\uff16\uff14"  # 64 in digits that Python reads and our sizes do not
-NODES = {"compile": MODEL_NODE, "warmup": WARMUP_NODE, "benchmark": BENCHMARK_NODE, "save": "TorchCompileKitSaveCache"}
-NODES |= {"load": "TorchCompileKitLoadCache"}
-GOOD = dict(width=64, height=64, length=1, batch_size=1, cfg=1.0, steps=2, extra_sizes="", filename="bad prompts", file="none")
-GOOD |= dict(compile_when="before first image", backend="eager", mode="default")
+SIZE = {"width": 64, "height": 64, "length": 1, "batch_size": 1, "cfg": 1.0}
+GIVEN = {"positive": ["prompts", 0], "negative": ["prompts", 1]}
+MORE = {
+    "benchmark": (BENCHMARK_NODE, {**SIZE, **GIVEN, "steps": 2, "trace": False}),
+    "save": ("TorchCompileKitSaveCache", {"filename": "bad prompts"}),
+    "load": ("TorchCompileKitLoadCache", {"file": "none"}),
+}
 # Node, input, value, what becomes of the prompt, words of the message.
 ODD = [
     ("compile", "backend", "INDUCTOR", REFUSED),
@@ -73,43 +77,22 @@ def judge(server):
     return Judge(server)
 
 
-@pytest.fixture
-def prompt(server):
-    """prompt("load"): a prompt in which nothing is wrong, with a tiny model, our node, the warmup and Load Compile Cache."""
-    info = server.get("/object_info")
-    size = {"width": 64, "height": 64, "batch_size": 1}
-    tokens = {"name": "flux", "positive_tokens": 24, "negative_tokens": 24, "seed": 0}
-    given = {"positive": ["prompts", 0], "negative": ["prompts", 1], "latent_image": ["latent", 0]}
-    sampler = {"seed": 1, "steps": 2, "cfg": 1.0, "sampler_name": "euler", "scheduler": "simple", "denoise": 1.0, **given}
-
-    def make(*more):
-        nodes = {
-            "loader": {"class_type": "TestTinyModel", "inputs": {"name": "flux"}},
-            "prompts": {"class_type": "TestTinyPrompts", "inputs": tokens},
-            "latent": {"class_type": "EmptySD3LatentImage", "inputs": size},
-            "sampler": {"class_type": "KSampler", "inputs": dict(sampler)},
-            "saved": {"class_type": "SaveLatent", "inputs": {"samples": ["sampler", 0], "filename_prefix": "bad"}},
-        }
-        model = ["loader", 0]
-        for name in dict.fromkeys(["compile", "warmup", *more]):
-            inputs = {"model": model}
-            for given_name, kind, options in inputs_in_order(info[NODES[name]]):
-                if kind in ("INT", "FLOAT", "STRING", "BOOLEAN", "COMBO"):
-                    inputs[given_name] = GOOD.get(given_name, options.get("default"))
-                elif kind == "CONDITIONING":
-                    inputs[given_name] = ["prompts", 1 if given_name == "negative" else 0]
-            nodes[name] = {"class_type": NODES[name], "inputs": inputs}
-            model = model if name == "benchmark" else [name, 0]
-        nodes["sampler"]["inputs"]["model"] = model
-        return nodes
-
-    return make
+def prompt_with(more=None):
+    """A prompt in which nothing is wrong: a tiny model, our node, the warmup, and one of `MORE`."""
+    nodes = workflow("flux", 1.0)
+    nodes["latents"] = nodes.pop("save")
+    if more in MORE:
+        class_type, inputs = MORE[more]
+        nodes[more] = {"class_type": class_type, "inputs": {"model": ["warmup", 0], **inputs}}
+        if more != "benchmark":
+            nodes["sampler"]["inputs"]["model"] = [more, 0]
+    return nodes
 
 
 @pytest.mark.parametrize("odd", ODD, ids=lambda odd: "-".join(repr(part)[:20] for part in odd[:4]))
-def test_an_odd_value_gets_a_clear_error_or_does_no_harm(judge, prompt, odd):
+def test_an_odd_value_gets_a_clear_error_or_does_no_harm(judge, odd):
     node, name, value, outcome, *said = odd
-    nodes = prompt(node)
+    nodes = prompt_with(node)
     nodes[node]["inputs"][name] = value
     row = judge.judged(nodes)
     assert row["outcome"].replace("ran in part", REFUSED) == outcome, row
@@ -117,13 +100,13 @@ def test_an_odd_value_gets_a_clear_error_or_does_no_harm(judge, prompt, odd):
 
 
 @pytest.mark.parametrize("way", ["no class", "another class", "no inputs", "a text"])
-def test_a_prompt_that_is_none(judge, prompt, way):
+def test_a_prompt_that_is_none(judge, way):
     """Beside a node that nobody knows, since a node without inputs alone ends the host's worker, with our nodes as without."""
-    nodes = {**prompt(), "nobody's": {"class_type": "NobodyKnowsThis", "inputs": {}}}
+    nodes = {**prompt_with(), "nobody's": {"class_type": "NobodyKnowsThis", "inputs": {}}}
     changes = {"no class": {"inputs": {}}, "another class": {"class_type": "TorchCompileKitNothing", "inputs": {}}}
     nodes["compile"] = {**changes, "no inputs": {"class_type": MODEL_NODE}, "a text": "abc"}[way]
     assert judge.judged(nodes)["outcome"] in ("no prompt", "the host cannot read the prompt")
-    assert judge.judged(prompt())["outcome"] == RAN
+    assert judge.judged(prompt_with())["outcome"] == RAN
 
 
 @pytest.mark.parametrize(
@@ -147,9 +130,9 @@ def test_a_prompt_that_is_none(judge, prompt, way):
         ("warmup", "latent_image", "latent of nothing"),
     ],
 )
-def test_a_value_that_a_switch_lets_through_is_named(judge, prompt, node, name, value):
+def test_a_value_that_a_switch_lets_through_is_named(judge, node, name, value):
     """Nodes whose output is of any type, as many packs have them, pass the host's checks."""
-    nodes = prompt()
+    nodes = prompt_with()
     nodes["value"] = {"class_type": "TestValue", "inputs": {"value": value}}
     nodes[node]["inputs"][name] = ["value", 0]
     row = judge.judged(nodes)
@@ -157,9 +140,9 @@ def test_a_value_that_a_switch_lets_through_is_named(judge, prompt, node, name, 
     assert row["message"].startswith(f"InvalidSetting: {name} = ")
 
 
-def test_a_linked_setting_is_not_judged_before_it_runs(judge, prompt, server):
+def test_a_linked_setting_is_not_judged_before_it_runs(judge, server):
     """A switch may hold the backend; the log said "getting ready to compile failed" at each such prompt."""
-    nodes = prompt()
+    nodes = prompt_with()
     nodes["value"] = {"class_type": "TestValue", "inputs": {"value": "eager"}}
     nodes["compile"]["inputs"]["backend"] = ["value", 0]
     before = len(server.log())

@@ -276,20 +276,6 @@ def test_a_report_scrolls_and_does_not_grow_over_the_nodes_below(page, prompt):
 
 
 @TWINS
-def test_a_cancelled_warmup_leaves_no_old_report(page, prompt):
-    page.load(prompts.change(prompt, prompts.WARMUP_NODE, width=128, height=128, extra_sizes=""))
-    page.run()
-    assert page.text("Warmup").startswith("Ready")
-    page.set("Warmup", "extra_sizes", "\n".join(f"{128 + 16 * i}x128" for i in range(1, 16)))
-    page.set("Model", "backend", "aot_eager")
-    over = page.press_run()
-    page.until_shown("Warmup", "\\(1 of 16\\): ")
-    page.js("() => fetch('/interrupt', { method: 'POST' })")
-    page.until(over)
-    page.until_shown("Warmup", "^Cancelled")
-
-
-@TWINS
 def test_a_bad_value_is_refused_on_its_node(page, prompt):
     page.load(prompts.change(prompt, prompts.WARMUP_NODE, extra_sizes="as big as possible"))
     page.run()
@@ -300,17 +286,6 @@ def test_a_bad_value_is_refused_on_its_node(page, prompt):
     page.set("Warmup", "extra_sizes", "")
     page.run()
     page.until_shown("Warmup", "^Ready")
-
-
-@TWINS
-def test_what_ended_a_prompt_stands_in_the_node_until_the_next_one(page, prompt):
-    page.load(only_model(prompts.change(prompt, prompts.MODEL_NODE, only_blocks="transformer_blocks.*")))
-    page.run()
-    page.until_shown("Model", "transformer_blocks")
-    assert "throw an error" not in page.text("Model")
-    page.set("Model", "only_blocks", "")
-    page.run()
-    page.until_shown("Model", "^(ready|compiling)")
 
 
 @BOTH
@@ -335,28 +310,6 @@ SHORT_PROMPTS = """() => comfyAPI.api.api.dispatchCustomEvent("torch-compile-kit
     workflow: app.rootGraph.id, node: String(kit.node("Model").id),
     state: "unclear", says: ["putOff", 12], seconds: null, begins: "5eed",
 })"""
-
-
-@TWINS
-def test_compiling_begins_now_with_a_button_on_the_node(page):
-    """As for a prompt of few steps on a GPU; this server has none."""
-    page.load({"1": {"class_type": "TorchCompileKitModel", "inputs": {}}})
-    page.js(SHORT_PROMPTS)
-    page.js("() => (app.canvas.centerOnNode(kit.node('Model')), kit.frames())")
-    asked = []
-
-    def answer(route):
-        asked.append(route.request.post_data_json)
-        answered = route.fetch()
-        route.fulfill(response=answered, json={"begins": answered.json() == {"begins": False}})
-
-    page.window.route("**/torch-compile-kit/begin", answer)
-    try:
-        page.window.get_by_role("button", name="Compile now").click()
-        page.until_shown("Model", "^compiling begins with the next step$")
-    finally:
-        page.window.unroute("**/torch-compile-kit/begin")
-    assert asked == [{"model": "5eed"}] and not page.window.get_by_role("button", name="Compile now").count()
 
 
 @CLASSIC

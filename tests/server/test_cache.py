@@ -60,21 +60,6 @@ def loaded(server, shipped, file):
     return report
 
 
-def test_both_nodes_are_described(server):
-    info = server.get("/object_info")
-    for node, title, inputs, outputs in (
-        (SAVE, "Save Compile Cache", ["model", "filename"], ["MODEL", "STRING"]),
-        (LOAD, "Load Compile Cache", ["model", "file"], ["MODEL", "STRING"]),
-    ):
-        described = {name: options for name, _, options in prompts.inputs_in_order(info[node])}
-        assert list(described) == inputs
-        assert all(len(options.get("tooltip", "")) > 10 for options in described.values())
-        assert info[node]["output"] == outputs and all(info[node]["output_tooltips"])
-        assert (info[node]["display_name"], info[node]["category"]) == (title, "torch compile")
-        assert info[node]["output_node"] is True  # its text is shown in a page that is loaded anew, too
-    assert "code" in info[LOAD]["description"]
-
-
 def test_the_file_tells_what_is_in_it(saved):
     line = saved.read_bytes().partition(b"\n{")[2].partition(b"\n")[0]
     header = json.loads(b"{" + line)

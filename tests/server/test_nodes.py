@@ -14,41 +14,19 @@ from devtools.server import error_of, outputs_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
+SAVE, LOAD = "TorchCompileKitSaveCache", "TorchCompileKitLoadCache"
 MODEL_INPUTS = {
-    "model": None,
-    "mode": "auto",
-    "compile_when": "in background",
-    "backend": "inductor",
-    "dynamic": "auto",
-    "fullgraph": False,
-    "cache_limit": 0,
-    "block_swap": "auto",
-    "attention": "auto",
-    "on_failure": "run uncompiled",
-    "allow_tf32": False,
-    "cudnn_benchmark": False,
-    "only_blocks": "",
+    "model": None, "mode": "auto", "compile_when": "in background", "backend": "inductor", "dynamic": "auto",
+    "fullgraph": False, "cache_limit": 0, "block_swap": "auto", "attention": "auto", "on_failure": "run uncompiled",
+    "allow_tf32": False, "cudnn_benchmark": False, "only_blocks": "",
+}  # fmt: skip
+ADVANCED = set(MODEL_INPUTS) - {"model", "mode", "compile_when"}
+SAMPLING = {
+    **dict.fromkeys(("model", "positive", "negative")),
+    **{"width": 1024, "height": 1024, "length": 1, "batch_size": 1, "cfg": 1.0},
 }
-WARMUP_INPUTS = {
-    "model": None,
-    "positive": None,
-    "negative": None,
-    "width": 1024,
-    "height": 1024,
-    "length": 1,
-    "batch_size": 1,
-    "cfg": 1.0,
-    "extra_sizes": "",
-    "latent_image": None,
-}
-BENCHMARK_INPUTS = {
-    **{name: value for name, value in WARMUP_INPUTS.items() if name not in ("extra_sizes", "latent_image")},
-    "steps": 20,
-    "trace": False,
-    "latent_image": None,
-    "vae": None,
-    "clip": None,
-}
+WARMUP_INPUTS = {**SAMPLING, "extra_sizes": "", "latent_image": None}
+BENCHMARK_INPUTS = {**SAMPLING, "steps": 20, "trace": False, **dict.fromkeys(("latent_image", "vae", "clip"))}
 CHOICES = {
     "backend": ["inductor", "cudagraphs", "aot_eager", "eager", "none"],
     "mode": ["auto", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"],
@@ -57,18 +35,6 @@ CHOICES = {
     "attention": ["auto", "comfyui", "cudnn", "flash", "efficient"],
     "on_failure": ["run uncompiled", "stop"],
     "compile_when": ["in background", "before first image"],
-}
-ADVANCED = {
-    "backend",
-    "dynamic",
-    "fullgraph",
-    "cache_limit",
-    "block_swap",
-    "attention",
-    "on_failure",
-    "allow_tf32",
-    "cudnn_benchmark",
-    "only_blocks",
 }
 
 
@@ -88,13 +54,16 @@ def shipped(object_info):
         (prompts.MODEL_NODE, "Torch Compile", MODEL_INPUTS, ["MODEL"]),
         (prompts.WARMUP_NODE, "Torch Compile Warmup", WARMUP_INPUTS, ["MODEL", "STRING"]),
         (prompts.BENCHMARK_NODE, "Torch Compile Benchmark", BENCHMARK_INPUTS, ["STRING"]),
+        (SAVE, "Save Compile Cache", ("model", "filename"), ["MODEL", "STRING"]),
+        (LOAD, "Load Compile Cache", ("model", "file"), ["MODEL", "STRING"]),
     ],
 )
 def test_the_page_is_told_the_fixed_inputs_in_order_with_a_tooltip_each(object_info, node, title, inputs, outputs):
     info = object_info[node]
     described = {name: options for name, _, options in prompts.inputs_in_order(info)}
     assert list(described) == list(inputs)
-    assert {name: options.get("default") for name, options in described.items()} == inputs
+    if isinstance(inputs, dict):
+        assert {name: options.get("default") for name, options in described.items()} == inputs
     assert all(len(options.get("tooltip", "")) > 10 for options in described.values())
     assert info["output"] == outputs
     assert len(info["output_tooltips"]) == len(outputs) and all(info["output_tooltips"])
@@ -108,7 +77,10 @@ def test_combo_values_and_advanced_inputs_are_the_fixed_ones(object_info):
 
 
 def test_only_what_reports_is_an_output_node_and_has_an_optional_latent(object_info):
+    """Its text is shown in a page that is loaded anew, too."""
     assert object_info[prompts.MODEL_NODE]["output_node"] is False
+    assert object_info[SAVE]["output_node"] is object_info[LOAD]["output_node"] is True
+    assert "code" in object_info[LOAD]["description"]
     for node, others in ((prompts.WARMUP_NODE, []), (prompts.BENCHMARK_NODE, ["vae", "clip"])):
         assert object_info[node]["output_node"] is True
         assert object_info[node]["input_order"]["optional"] == ["latent_image", *others]

@@ -4,7 +4,7 @@ import copy
 import itertools
 
 import pytest
-from tiny_workflows import workflow
+from tiny_workflows import TRAINING, workflow
 
 from devtools.server import error_of, outputs_of
 
@@ -15,13 +15,8 @@ _limits = itertools.count(60)
 def training(name, sizes, compiled, prefix, steps, existing="[None]"):
     """Loader -> (Torch Compile ->) Train LoRA -> Save LoRA, and the losses."""
     whole, model = workflow(name, 1.0), ["compile" if compiled else "loader", 0]
-    inputs = {
-        "model": model, "latents": ["data", 0], "positive": ["data", 1], "batch_size": 2,
-        "steps": steps, "grad_accumulation_steps": 1, "learning_rate": 1e-4, "rank": 4, "optimizer": "AdamW",
-        "loss_function": "MSE", "seed": 3, "training_dtype": "fp32", "lora_dtype": "fp32", "quantized_backward": False,
-        "algorithm": "LoRA", "gradient_checkpointing": True, "checkpoint_depth": 2, "offloading": False,
-        "existing_lora": existing, "bucket_mode": False, "bypass_mode": False,
-    }  # fmt: skip
+    inputs = {"model": model, "latents": ["data", 0], "positive": ["data", 1], "batch_size": 2, "steps": steps}
+    inputs |= {**TRAINING, "existing_lora": existing}
     prompt = {
         "loader": whole["loader"],
         "data": {"class_type": "TestTrainingData", "inputs": {"name": name, "sizes": sizes, "model": model}},

@@ -1,13 +1,11 @@
 """Warm means warm, in a real server through its queue: after the warmup node nothing compiles, and cancel stops it."""
 
 import copy
-import json
-import threading
 
 import pytest
 from tiny_workflows import EMPTY, LENGTHS, workflow
 
-from devtools.server import error_of, outputs_of
+from devtools.server import error_of, outputs_of, wait_until
 
 pytestmark = [pytest.mark.server, pytest.mark.xdist_group("server")]
 
@@ -111,61 +109,27 @@ def test_nothing_compiles_after_the_warmup(server, loras, name, backend):
     assert not notices(server) - told
 
 
-class Texts:
-    """The lines that the page shows in nodes while prompts of ours run, and the nodes whose progress bar moves."""
+def lines_of(events):
+    """The lines that the page was told to show in nodes, by node."""
+    return [(data["node"], data["text"]) for event, data in events if event == "torch-compile-kit.progress"]
 
-    def __init__(self, server, client=None):
-        import websocket
 
-        url = server.url.replace("http", "ws") + f"/ws?clientId={client or server.client_id}"
-        self.lines, self.moving, self._arrived = [], {}, threading.Condition()
-        self._closed = websocket.WebSocketException, OSError
-        self._socket = websocket.create_connection(url, timeout=60)
-        self._socket.settimeout(None)
-        self._listener = threading.Thread(target=self._listen, daemon=True)
-
-    def __enter__(self):
-        self._listener.start()
-        return self
-
-    def __exit__(self, *_):
-        self._socket.close()
-        self._listener.join(5)
-
-    def _listen(self):
-        while True:
-            try:
-                message = self._socket.recv()
-            except self._closed:
-                return
-            if not message:
-                return
-            if not isinstance(message, str):
-                continue  # a preview
-            event = json.loads(message)
-            if event["type"] == "torch-compile-kit.progress":
-                with self._arrived:
-                    self.lines.append((event["data"]["node"], event["data"]["text"]))
-                    self._arrived.notify_all()
-            elif event["type"] == "progress":
-                self.moving.setdefault(event["data"]["node"], []).append((event["data"]["value"], event["data"]["max"]))
-
-    def wait_for(self, words, seconds=300):
-        with self._arrived:
-            assert self._arrived.wait_for(lambda: any(words in text for _, text in self.lines), seconds), self.lines
+def wait_for_line(events, words):
+    wait_until(lambda: any(words in text for _, text in lines_of(events)), words, 300)
 
 
 def test_the_node_tells_what_is_compiled_and_which_of_how_many(server):
     prompt = changed(workflow("flux", 1.0, "aot_eager", "112x64", width=80, height=80), compile={"dynamic": "false"})
-    with Texts(server) as texts, Texts(server, "another-page") as elsewhere:
+    with server.heard() as events, server.heard("another-page") as elsewhere:
         assert error_of(server.queue(prompt)) is None
-        texts.wait_for("Warm: ")
-    assert not elsewhere.lines, "it may have a node with the same id"
-    lines = [text for node, text in texts.lines if node == "warmup"]
+        wait_for_line(events, "Warm: ")
+    assert not lines_of(elsewhere), "it may have a node with the same id"
+    lines = [text for node, text in lines_of(events) if node == "warmup"]
     assert any(line.startswith("80x80 batch 1 (1 of 2): compiling DoubleStreamBlock (1 of 2), ") for line in lines), lines
     assert any(line.startswith("112x64 batch 1 (2 of 2): compiling SingleStreamBlock (2 of 2), ") for line in lines), lines
     assert lines[-1].startswith("Warm: ") and lines[-1].endswith(" s")
-    parts = [done / whole for done, whole in texts.moving["warmup"]]
+    moved = [data for event, data in events if event == "progress" and data["node"] == "warmup"]
+    parts = [data["value"] / data["max"] for data in moved]
     assert parts == sorted(parts) and parts[-1] == 1 and len(set(parts)) > 4, parts
 
 
@@ -176,13 +140,13 @@ def test_cancel_stops_a_warmup_after_the_graph_in_flight_and_the_next_run_is_rig
     prompt = workflow("flux", 4.0, backend, "112x80", width=80, height=112)
     prompt = changed(prompt, compile={"cache_limit": 41})  # code of its own
     only_warmup = {node: prompt[node] for node in ("loader", "prompts", "compile", "warmup")}
-    with Texts(server) as texts:
+    with server.heard() as events:
         number = server.start(only_warmup)
-        texts.wait_for("compiling")
+        wait_for_line(events, "compiling")
         server.interrupt()
         before = graphs(server)
         entry = server.finished(number)
-        texts.wait_for("Stopped")
+        wait_for_line(events, "Stopped")
     assert "execution_interrupted" in [kind for kind, _ in entry["status"]["messages"]]
     stopped = graphs(server)
     assert stopped - before <= 1, "only the graph in flight may be finished"

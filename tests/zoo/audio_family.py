@@ -7,107 +7,37 @@ import torch
 
 from .builders import Draw, Setup, sizes
 
-ACE1 = {
-    "audio_model": "ace",
-    "attention_head_dim": 64,
-    "in_channels": 8,
-    "inner_dim": 128,
-    "max_height": 16,
-    "max_position": 4096,
-    "max_width": 4096,
-    "mlp_ratio": 2.5,
-    "num_attention_heads": 2,
-    "num_layers": 3,
-    "out_channels": 8,
-    "patch_size": [16, 1],
-    "rope_theta": 1000000.0,
-    "speaker_embedding_dim": 512,
-    "text_embedding_dim": 64,
-    "ssl_encoder_depths": [8, 8],
-    "ssl_latent_dims": [64, 64],
-    "ssl_names": ["mert", "m-hubert"],
-    "lyric_encoder_vocab_size": 6693,
-    "lyric_hidden_size": 64,
-}
-ACE15 = {
-    "audio_model": "ace1.5",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_heads": 2,
-    "num_kv_heads": 1,
-    "head_dim": 32,
-    "encoder_hidden_size": 64,
-    "encoder_num_heads": 2,
-    "encoder_intermediate_size": 128,
-    "num_dit_layers": 6,
-    "num_lyric_layers": 2,
-    "num_timbre_layers": 2,
-    "text_hidden_dim": 64,
-    "sliding_window": 8,
-    "fsq_dim": 64,
-}
-STABLE_AUDIO = {
-    "audio_model": "dit1.0",
-    "global_cond_dim": 128,
-    "cond_token_dim": 64,
-    "project_cond_tokens": False,
-    "embed_dim": 128,
-    "num_heads": 2,
-    "timestep_features_type": "learned",
-    "io_channels": 64,
-    "input_concat_dim": 0,
-    "depth": 3,
-}
-STABLE_AUDIO3 = {
-    "audio_model": "dit1.0",
-    "global_cond_dim": 768,
-    "project_cond_tokens": True,
-    "embed_dim": 128,
-    "num_heads": 2,
-    "num_memory_tokens": 4,
-    "attn_kwargs": {"qk_norm": "rms", "differential": True},
-    "norm_type": "rms_norm",
-    "timestep_features_type": "expo",
-    "io_channels": 64,
-    "input_concat_dim": 0,
-    "local_add_cond_dim": 65,
-    "global_cond_shared_embed": True,
-    "global_cond_type": "adaLN",
-    "depth": 3,
-}
-HUNYUAN3D = {
-    "image_model": "hunyuan3d2",
-    "in_channels": 64,
-    "context_in_dim": 64,
-    "hidden_size": 128,
-    "mlp_ratio": 4.0,
-    "num_heads": 2,
-    "depth": 3,
-    "depth_single_blocks": 3,
-    "qkv_bias": True,
-    "guidance_embed": False,
-}
-HUNYUAN3D21 = {
-    "image_model": "hunyuan3d2_1",
-    "in_channels": 64,
-    "context_dim": 64,
-    "hidden_size": 128,
-    "mlp_ratio": 4.0,
-    "num_heads": 2,
-    "depth": 6,
-    "num_moe_layers": 2,
-    "num_experts": 4,
-    "qkv_bias": False,
-    "guidance_cond_proj_dim": None,
-}
-TRIPOSPLAT = {
-    "image_model": "triposplat",
-    "q_token_length": 64,
-    "model_channels": 128,
-    "cond_channels": 64,
-    "num_blocks": 3,
-    "num_refiner_blocks": 2,
-}
+ACE1 = dict(
+    audio_model="ace", attention_head_dim=64, in_channels=8, inner_dim=128, max_height=16, max_position=4096, max_width=4096,
+    mlp_ratio=2.5, num_attention_heads=2, num_layers=3, out_channels=8, patch_size=[16, 1], rope_theta=1000000.0,
+    speaker_embedding_dim=512, text_embedding_dim=64, ssl_encoder_depths=[8, 8], ssl_latent_dims=[64, 64],
+    ssl_names=["mert", "m-hubert"], lyric_encoder_vocab_size=6693, lyric_hidden_size=64,
+)  # fmt: skip
+ACE15 = dict(
+    audio_model="ace1.5", hidden_size=64, intermediate_size=128, num_heads=2, num_kv_heads=1, head_dim=32,
+    encoder_hidden_size=64, encoder_num_heads=2, encoder_intermediate_size=128, num_dit_layers=6, num_lyric_layers=2,
+    num_timbre_layers=2, text_hidden_dim=64, sliding_window=8, fsq_dim=64,
+)  # fmt: skip
+STABLE_AUDIO = dict(
+    audio_model="dit1.0", global_cond_dim=128, cond_token_dim=64, project_cond_tokens=False, embed_dim=128, num_heads=2,
+    timestep_features_type="learned", io_channels=64, input_concat_dim=0, depth=3,
+)  # fmt: skip
+STABLE_AUDIO3 = dict(
+    audio_model="dit1.0", global_cond_dim=768, project_cond_tokens=True, embed_dim=128, num_heads=2, num_memory_tokens=4,
+    attn_kwargs={"qk_norm": "rms", "differential": True}, norm_type="rms_norm", timestep_features_type="expo", io_channels=64,
+    input_concat_dim=0, local_add_cond_dim=65, global_cond_shared_embed=True, global_cond_type="adaLN", depth=3,
+)  # fmt: skip
+HUNYUAN3D = dict(
+    image_model="hunyuan3d2", in_channels=64, context_in_dim=64, hidden_size=128, mlp_ratio=4.0, num_heads=2, depth=3,
+    depth_single_blocks=3, qkv_bias=True, guidance_embed=False,
+)  # fmt: skip
+HUNYUAN3D21 = dict(
+    image_model="hunyuan3d2_1", in_channels=64, context_dim=64, hidden_size=128, mlp_ratio=4.0, num_heads=2, depth=6,
+    num_moe_layers=2, num_experts=4, qkv_bias=False, guidance_cond_proj_dim=None,
+)  # fmt: skip
+TRIPOSPLAT = dict(
+    image_model="triposplat", q_token_length=64, model_channels=128, cond_channels=64, num_blocks=3, num_refiner_blocks=2
+)
 TOKENS = sizes(64, (64,), (96,), (160,))
 
 

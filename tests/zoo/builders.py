@@ -68,9 +68,6 @@ class Setup:
     """Changes the model before it gets its weights."""
     options: Callable[[torch.nn.Module, torch.Tensor], dict] | None = field(default=None, repr=False)
     """More entries of `transformer_options`, from (model, latent); a sampler of the host gives them."""
-    sampleable: bool = True
-    reason: str = ""
-    """Why it is not sampleable."""
     needs: str = ""
     """A module of the host that came with this model, where `config` is an older model's."""
     device: torch.device = CPU

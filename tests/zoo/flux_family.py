@@ -7,6 +7,7 @@ from .builders import Setup, sizes
 SPANS = ((16, 16), (24, 16), (32, 24))
 SMALL = ((8, 8), (12, 8), (16, 12))
 VIDEO = ((3, 8, 8), (3, 12, 8), (5, 12, 12))
+FRAME = ((1, 8, 8), (1, 12, 8), (1, 16, 12))
 PATCHED = sizes(16, *SPANS)
 
 
@@ -14,122 +15,51 @@ def without(config, *keys):
     return {key: value for key, value in config.items() if key not in keys}
 
 
-FLUX = {
-    "image_model": "flux",
-    "in_channels": 16,
-    "out_channels": 16,
-    "patch_size": 2,
-    "vec_in_dim": 64,
-    "context_in_dim": 64,
-    "hidden_size": 128,
-    "mlp_ratio": 4.0,
-    "num_heads": 2,
-    "depth": 3,
-    "depth_single_blocks": 3,
-    "axes_dim": [8, 28, 28],
-    "theta": 10000,
-    "qkv_bias": True,
-    "guidance_embed": True,
-    "txt_ids_dims": [],
-    "yak_mlp": False,
-    "txt_norm": False,
-}
+FLUX = dict(
+    image_model="flux", in_channels=16, out_channels=16, patch_size=2, vec_in_dim=64, context_in_dim=64, hidden_size=128,
+    mlp_ratio=4.0, num_heads=2, depth=3, depth_single_blocks=3, axes_dim=[8, 28, 28], theta=10000, qkv_bias=True,
+    guidance_embed=True, txt_ids_dims=[], yak_mlp=False, txt_norm=False,
+)  # fmt: skip
 NO_GUIDANCE = FLUX | {"guidance_embed": False}
 TEXT_ONLY = NO_GUIDANCE | {"vec_in_dim": None, "txt_ids_dims": [1, 2]}
-FLUX2 = FLUX | {
-    "image_model": "flux2",
-    "in_channels": 128,
-    "out_channels": 128,
-    "patch_size": 1,
-    "axes_dim": [16, 16, 16, 16],
-    "mlp_ratio": 3.0,
-    "theta": 2000,
-    "global_modulation": True,
-    "mlp_silu_act": True,
-    "qkv_bias": False,
-    "ops_bias": False,
-    "default_ref_method": "index",
-    "ref_index_scale": 10.0,
-    "txt_ids_dims": [3],
-    "vec_in_dim": None,
-}
-CHROMA = without(FLUX, "guidance_embed", "yak_mlp", "txt_norm") | {
-    "image_model": "chroma",
-    "in_channels": 64,
-    "out_channels": 64,
-    "in_dim": 64,
-    "out_dim": 128,
-    "hidden_dim": 128,
-    "n_layers": 2,
-    "vec_in_dim": None,
-}
-RADIANCE = CHROMA | {
-    "image_model": "chroma_radiance",
-    "in_channels": 3,
-    "out_channels": 3,
-    "patch_size": 16,
-    "nerf_hidden_size": 32,
-    "nerf_mlp_ratio": 2,
-    "nerf_depth": 3,
-    "nerf_max_freqs": 8,
-    "nerf_tile_size": 0,
-    "nerf_final_head_type": "conv",
-    "nerf_embedder_dtype": torch.float32,
-    "use_x0": True,
-    "use_sequential_txt_ids": False,
-}
-HUNYUAN = without(FLUX, "yak_mlp", "txt_norm", "txt_ids_dims") | {
-    "image_model": "hunyuan_video",
-    "patch_size": [1, 2, 2],
-    "theta": 256,
-    "byt5": False,
-    "meanflow": False,
-    "use_cond_type_embedding": False,
-    "vision_in_dim": None,
-    "meanflow_sum": False,
-}
+FLUX2 = dict(
+    FLUX, image_model="flux2", in_channels=128, out_channels=128, patch_size=1, axes_dim=[16, 16, 16, 16], mlp_ratio=3.0,
+    theta=2000, global_modulation=True, mlp_silu_act=True, qkv_bias=False, ops_bias=False, default_ref_method="index",
+    ref_index_scale=10.0, txt_ids_dims=[3], vec_in_dim=None,
+)  # fmt: skip
+CHROMA = dict(
+    without(FLUX, 'guidance_embed', 'yak_mlp', 'txt_norm'), image_model="chroma", in_channels=64, out_channels=64, in_dim=64,
+    out_dim=128, hidden_dim=128, n_layers=2, vec_in_dim=None,
+)  # fmt: skip
+RADIANCE = dict(
+    CHROMA, image_model="chroma_radiance", in_channels=3, out_channels=3, patch_size=16, nerf_hidden_size=32, nerf_mlp_ratio=2,
+    nerf_depth=3, nerf_max_freqs=8, nerf_tile_size=0, nerf_final_head_type="conv", nerf_embedder_dtype=torch.float32,
+    use_x0=True, use_sequential_txt_ids=False,
+)  # fmt: skip
+LINEAR = dict(RADIANCE, nerf_final_head_type="linear", use_x0=False, use_sequential_txt_ids=True, nerf_tile_size=8)
+HUNYUAN = dict(
+    without(FLUX, 'yak_mlp', 'txt_norm', 'txt_ids_dims'), image_model="hunyuan_video", patch_size=[1, 2, 2], theta=256,
+    byt5=False, meanflow=False, use_cond_type_embedding=False, vision_in_dim=None, meanflow_sum=False,
+)  # fmt: skip
+HUNYUAN_I2V = dict(HUNYUAN, in_channels=33, guidance_embed=False)
 # The mapper of the glyph encoder has 7M parameters whatever the model's width.
-IMAGE21 = HUNYUAN | {
-    "in_channels": 64,
-    "out_channels": 64,
-    "patch_size": [1, 1],
-    "axes_dim": [32, 32],
-    "vec_in_dim": None,
-    "guidance_embed": False,
-    "byt5": True,
-    "depth": 2,
-    "depth_single_blocks": 2,
-}
-REFINER21 = HUNYUAN | {
-    "in_channels": 128,
-    "out_channels": 64,
-    "patch_size": [1, 1, 1],
-    "vec_in_dim": None,
-    "meanflow": True,
-    "guidance_embed": False,
-}
-HUNYUAN15 = HUNYUAN | {
-    "in_channels": 65,
-    "out_channels": 32,
-    "patch_size": [1, 1, 1],
-    "vec_in_dim": None,
-    "guidance_embed": False,
-    "use_cond_type_embedding": True,
-    "vision_in_dim": 64,
-    "meanflow_sum": True,
-    "depth_single_blocks": 0,
-}
-LENS = {
-    "image_model": "lens",
-    "in_channels": 128,
-    "out_channels": 32,
-    "num_layers": 3,
-    "num_attention_heads": 2,
-    "attention_head_dim": 64,
-    "enc_hidden_dim": 32,
-    "multi_layer_encoder_feature": True,
-    "selected_layer_index": (0, 1, 2),
-}
+IMAGE21 = dict(
+    HUNYUAN, in_channels=64, out_channels=64, patch_size=[1, 1], axes_dim=[32, 32], vec_in_dim=None, guidance_embed=False,
+    byt5=True, depth=2, depth_single_blocks=2,
+)  # fmt: skip
+DISTILLED21 = dict(IMAGE21, byt5=False, meanflow=True, guidance_embed=True)
+REFINER21 = dict(
+    HUNYUAN, in_channels=128, out_channels=64, patch_size=[1, 1, 1], vec_in_dim=None, meanflow=True, guidance_embed=False
+)
+HUNYUAN15 = dict(
+    HUNYUAN, in_channels=65, out_channels=32, patch_size=[1, 1, 1], vec_in_dim=None, guidance_embed=False,
+    use_cond_type_embedding=True, vision_in_dim=64, meanflow_sum=True, depth_single_blocks=0,
+)  # fmt: skip
+HUNYUAN15_SR = dict(HUNYUAN15, in_channels=98, meanflow=True)
+LENS = dict(
+    image_model="lens", in_channels=128, out_channels=32, num_layers=3, num_attention_heads=2, attention_head_dim=64,
+    enc_hidden_dim=32, multi_layer_encoder_feature=True, selected_layer_index=(0, 1, 2),
+)  # fmt: skip
 
 
 class Vision:
@@ -210,54 +140,18 @@ SETUPS = [
     Setup("flux2_klein", "Flux2", FLUX2 | {"guidance_embed": False}, sizes(128, *SMALL), 64),
     Setup("chroma", "Chroma", CHROMA, PATCHED, 64),
     Setup("chroma_radiance", "ChromaRadiance", RADIANCE, sizes(3, (64, 64), (96, 64), (128, 96)), 64),
-    Setup(
-        "chroma_radiance_linear",
-        "ChromaRadiance",
-        RADIANCE | {"nerf_final_head_type": "linear", "use_x0": False, "use_sequential_txt_ids": True, "nerf_tile_size": 8},
-        sizes(3, (64, 64), (96, 64), (128, 96)),
-        64,
-    ),
+    Setup("chroma_radiance_linear", "ChromaRadiance", LINEAR, sizes(3, (64, 64), (96, 64), (128, 96)), 64),
     Setup("hunyuan_video", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64),
     # The host's masks and reference frames fail for a batch of more than one.
     Setup("hunyuan_video_mask", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64, prompt_mask, max_batch=1),
-    Setup(
-        "hunyuan_video_i2v",
-        "HunyuanVideoI2V",
-        HUNYUAN | {"in_channels": 33, "guidance_embed": False},
-        sizes(16, *VIDEO),
-        64,
-        64,
-        first_frame,
-    ),
+    Setup("hunyuan_video_i2v", "HunyuanVideoI2V", HUNYUAN_I2V, sizes(16, *VIDEO), 64, 64, first_frame),
     Setup("hunyuan_custom", "HunyuanVideo", HUNYUAN, sizes(16, *VIDEO), 64, 64, ref_latent, max_batch=1),
     Setup("skyreels_i2v", "HunyuanVideoSkyreelsI2V", HUNYUAN | {"in_channels": 32}, sizes(16, *VIDEO), 64, 64, concat(16)),
     Setup("hunyuan_video_15", "HunyuanVideo15", HUNYUAN15, sizes(32, *VIDEO), 64),
     Setup("hunyuan_video_15_i2v", "HunyuanVideo15", HUNYUAN15, sizes(32, *VIDEO), 64, None, seen),
-    Setup(
-        "hunyuan_video_15_sr",
-        "HunyuanVideo15_SR_Distilled",
-        HUNYUAN15 | {"in_channels": 98, "meanflow": True},
-        sizes(32, *VIDEO),
-        64,
-        None,
-        concat(66),
-    ),
+    Setup("hunyuan_video_15_sr", "HunyuanVideo15_SR_Distilled", HUNYUAN15_SR, sizes(32, *VIDEO), 64, None, concat(66)),
     Setup("hunyuan_image21", "HunyuanImage21", IMAGE21, sizes(64, *SMALL), 64, None, glyphs),
-    Setup(
-        "hunyuan_image21_distilled",
-        "HunyuanImage21",
-        IMAGE21 | {"byt5": False, "meanflow": True, "guidance_embed": True},
-        sizes(64, *SMALL),
-        64,
-    ),
-    Setup(
-        "hunyuan_image21_refiner",
-        "HunyuanImage21Refiner",
-        REFINER21,
-        sizes(64, (1, 8, 8), (1, 12, 8), (1, 16, 12)),
-        64,
-        None,
-        concat(32, 1),
-    ),
+    Setup("hunyuan_image21_distilled", "HunyuanImage21", DISTILLED21, sizes(64, *SMALL), 64),
+    Setup("hunyuan_image21_refiner", "HunyuanImage21Refiner", REFINER21, sizes(64, *FRAME), 64, None, concat(32, 1)),
     Setup("lens", "Lens", LENS, sizes(128, *SMALL), 96, None, prompt_mask),
 ]

@@ -9,21 +9,10 @@ from .video_family import LTXAV23, SOUND
 from .wan_family import I2V, VIDEO, i2v
 
 ANIMATE2 = I2V | {"model_type": "animate2"}
-LTXAV25 = LTXAV23 | {
-    "ff_bias": False,
-    "audio_ff_bias": False,
-    "connector_ff_bias": False,
-    "use_keyframes_abs_pos_embedding": True,
-}
-TRELLIS2 = {
-    "image_model": "trellis2",
-    "resolution": 64,
-    "model_channels": 64,
-    "cond_channels": 64,
-    "num_blocks": 2,
-    "num_heads": 1,
-    "mlp_ratio": 2.0,
-}
+LTXAV25 = dict(LTXAV23, ff_bias=False, audio_ff_bias=False, connector_ff_bias=False, use_keyframes_abs_pos_embedding=True)
+TRELLIS2 = dict(
+    image_model="trellis2", resolution=64, model_channels=64, cond_channels=64, num_blocks=2, num_heads=1, mlp_ratio=2.0
+)
 
 
 def pose(draw, shape, tokens):

@@ -116,80 +116,42 @@ def prior(draw, shape, tokens):
 
 
 SDXL = xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), 2, adm=2816)
+REFINER = unet(depth=(0, 2), out_depth=(0, 0, 2, 2), middle=2, adm=2560, channels=32, num_res_blocks=[1, 1])
+# The host says for four levels which of them attend to themselves.
+X4 = dict(depth=(0, 1, 1, 1), out_depth=(0, 0, 1, 1, 1, 1, 1, 1), mult=(1, 1, 1, 1), num_res_blocks=[1, 1, 1, 1])
+CONCAT = unet(linear=False, in_channels=8)
+ONE_TOKEN = dict(tokens=1, fixed_tokens=True)
 FOUR = sizes(4, *SPANS)
-STAGE_C = {
-    "stable_cascade_stage": "c",
-    "c_cond": 64,
-    "c_hidden": [64, 64],
-    "nhead": [2, 2],
-    "blocks": [[2, 3], [3, 2]],
-    "c_clip_text": 64,
-    "c_clip_text_pooled": 64,
-}
-STAGE_B = {
-    "stable_cascade_stage": "b",
-    "c_cond": 64,
-    "c_hidden": [32, 32, 64, 64],
-    "nhead": [-1, -1, 2, 2],
-    "blocks": [[1, 2, 2, 2], [2, 2, 2, 1]],
-    "block_repeat": [[1, 1, 1, 1], [2, 2, 1, 1]],
-    "c_clip": 64,
-}
+STAGE_C = dict(
+    stable_cascade_stage="c", c_cond=64, c_hidden=[64, 64], nhead=[2, 2], blocks=[[2, 3], [3, 2]], c_clip_text=64,
+    c_clip_text_pooled=64,
+)  # fmt: skip
+STAGE_B = dict(
+    stable_cascade_stage="b", c_cond=64, c_hidden=[32, 32, 64, 64], nhead=[-1, -1, 2, 2], blocks=[[1, 2, 2, 2], [2, 2, 2, 1]],
+    block_repeat=[[1, 1, 1, 1], [2, 2, 1, 1]], c_clip=64,
+)  # fmt: skip
 
 SETUPS = [
     Setup("sd15", "SD15", unet(linear=False), FOUR, 64, tokens=77),
     Setup("sd15_inpaint", "SD15", unet(linear=False, in_channels=9), FOUR, 64, tokens=77, extras=inpaint),
-    Setup("sd15_ip2p", "SD15_instructpix2pix", unet(linear=False, in_channels=8), FOUR, 64, tokens=77, extras=image_latent),
+    Setup("sd15_ip2p", "SD15_instructpix2pix", CONCAT, FOUR, 64, tokens=77, extras=image_latent),
     Setup("sd20", "SD20", unet(), FOUR, 64, tokens=77),
     Setup("sd21_unclip", "SD21UnclipL", unet(adm=1536), FOUR, 64, tokens=77, extras=unclip),
     Setup("sd21_unclip_h", "SD21UnclipH", unet(adm=2048), FOUR, 64, tokens=77, extras=unclip_h),
     Setup("lotus", "LotusD", unet(adm=4), FOUR, 64, tokens=77),
-    Setup(
-        "zero123",
-        "Stable_Zero123",
-        unet(linear=False, in_channels=8),
-        FOUR,
-        64,
-        tokens=1,  # the image takes the prompt's place
-        fixed_tokens=True,
-        extras=image_latent,
-        tensors=projection,
-    ),
+    # The image takes the prompt's place.
+    Setup("zero123", "Stable_Zero123", CONCAT, FOUR, 64, **ONE_TOKEN, extras=image_latent, tensors=projection),
     Setup("sdxl", "SDXL", SDXL, FOUR, 64, 1280, tokens=77),
     Setup("sdxl_ip2p", "SDXL_instructpix2pix", SDXL | {"in_channels": 8}, FOUR, 64, 1280, tokens=77, extras=image_latent),
-    Setup(
-        "sdxl_refiner",
-        "SDXLRefiner",
-        unet(depth=(0, 2), out_depth=(0, 0, 2, 2), middle=2, adm=2560, channels=32, num_res_blocks=[1, 1]),
-        FOUR,
-        64,
-        1280,
-        tokens=77,
-    ),
+    Setup("sdxl_refiner", "SDXLRefiner", REFINER, FOUR, 64, 1280, tokens=77),
     Setup("ssd1b", "SSD1B", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("koala", "KOALA_700M", distilled((0, 2, 3), (0, 0, 2, 2, 3, 3), -2, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("koala_1b", "KOALA_1B", distilled((0, 2, 6), (0, 0, 2, 2, 6, 6), 6, adm=2816), FOUR, 64, 1280, tokens=77),
     Setup("vega", "Segmind_Vega", xl((0, 0, 1, 1, 2, 2), (0, 0, 0, 1, 1, 1, 2, 2, 2), -1, adm=2816), FOUR, 64, 1280, tokens=77),
-    Setup("svd_img2vid", "SVD_img2vid", video(768), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
-    Setup("sv3d_u", "SV3D_u", video(256), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=image_latent),
-    Setup("sv3d_p", "SV3D_p", video(1280), FOUR, 64, tokens=1, rows=4, fixed_tokens=True, extras=orbit),
-    Setup(
-        "sd_x4",
-        "SD_X4Upscaler",
-        # The host says for four levels which of them attend to themselves.
-        unet(
-            depth=(0, 1, 1, 1),
-            out_depth=(0, 0, 1, 1, 1, 1, 1, 1),
-            in_channels=7,
-            channels=32,
-            mult=(1, 1, 1, 1),
-            num_res_blocks=[1, 1, 1, 1],
-        ),
-        FOUR,
-        64,
-        tokens=77,
-        extras=low_resolution,
-    ),
+    Setup("svd_img2vid", "SVD_img2vid", video(768), FOUR, 64, rows=4, **ONE_TOKEN, extras=image_latent),
+    Setup("sv3d_u", "SV3D_u", video(256), FOUR, 64, rows=4, **ONE_TOKEN, extras=image_latent),
+    Setup("sv3d_p", "SV3D_p", video(1280), FOUR, 64, rows=4, **ONE_TOKEN, extras=orbit),
+    Setup("sd_x4", "SD_X4Upscaler", unet(in_channels=7, channels=32, **X4), FOUR, 64, tokens=77, extras=low_resolution),
     Setup("cascade_c", "Stable_Cascade_C", STAGE_C, sizes(16, (12, 12), (16, 12), (24, 16)), 64, 64, tokens=77),
     Setup("cascade_b", "Stable_Cascade_B", STAGE_B, sizes(4, (32, 32), (48, 32), (64, 48)), None, 64, extras=prior),
 ]

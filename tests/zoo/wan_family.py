@@ -7,24 +7,16 @@ import torch
 from .builders import Setup, sizes
 from .flux_family import Vision
 
-WAN = {
-    "image_model": "wan2.1",
-    "model_type": "t2v",
-    "dim": 128,
-    "num_heads": 2,
-    "ffn_dim": 256,
-    "num_layers": 3,
-    "in_dim": 16,
-    "out_dim": 16,
-    "patch_size": (1, 2, 2),
-    "freq_dim": 256,
-    "text_dim": 64,
-    "window_size": (-1, -1),
-    "qk_norm": True,
-    "cross_attn_norm": True,
-    "eps": 1e-6,
-}
+WAN = dict(
+    image_model="wan2.1", model_type="t2v", dim=128, num_heads=2, ffn_dim=256, num_layers=3, in_dim=16, out_dim=16,
+    patch_size=(1, 2, 2), freq_dim=256, text_dim=64, window_size=(-1, -1), qk_norm=True, cross_attn_norm=True, eps=1e-6,
+)  # fmt: skip
+VACE = dict(WAN, model_type="vace", vace_layers=3, vace_in_dim=96, num_layers=6)
+S2V = dict(WAN, model_type="s2v", audio_dim=16, audio_inject_layers=[0, 2])
+CAUSAL = dict(WAN, causal_ar=True)
 I2V = WAN | {"model_type": "i2v", "in_dim": 36}
+ANIMATE = dict(I2V, model_type="animate", num_layers=10, motion_encoder_dim=32, dim=64, ffn_dim=128)
+DANCER = dict(I2V, model_type="wandancer", audio_inject_layers=[0, 2], music_dim=64, music_latent_dim=64)
 SPANS = ((3, 8, 8), (3, 16, 8), (5, 16, 16))
 VIDEO = sizes(16, *SPANS)
 # The blocks that pack earlier frames take them by eight.
@@ -169,58 +161,17 @@ SETUPS = [
     Setup("wan22_i2v", "WAN21_T2V", WAN | {"in_dim": 36}, VIDEO, 64, None, start_image),
     Setup("wan22_5b", "WAN22_T2V", WAN | {"in_dim": 48, "out_dim": 48}, sizes(48, *SPANS), 64),
     Setup("wan22_5b_i2v", "WAN22_T2V", WAN | {"in_dim": 48, "out_dim": 48}, sizes(48, *SPANS), 64, None, first_frame),
-    Setup(
-        "wan_vace",
-        "WAN21_Vace",
-        WAN | {"model_type": "vace", "vace_layers": 3, "vace_in_dim": 96, "num_layers": 6},
-        VIDEO,
-        64,
-        None,
-        vace,
-    ),
+    Setup("wan_vace", "WAN21_Vace", VACE, VIDEO, 64, None, vace),
     Setup("wan_camera", "WAN21_Camera", I2V | {"model_type": "camera"}, VIDEO, 64, None, camera_clip),
     Setup("wan22_camera", "WAN22_Camera", I2V | {"model_type": "camera_2.2"}, VIDEO, 64, None, camera),
-    Setup(
-        "wan_s2v",
-        "WAN22_S2V",
-        WAN | {"model_type": "s2v", "audio_dim": 16, "audio_inject_layers": [0, 2]},
-        PACKED,
-        64,
-        None,
-        speech,
-    ),
+    Setup("wan_s2v", "WAN22_S2V", S2V, PACKED, 64, None, speech),
     Setup("wan_humo", "WAN21_HuMo", WAN | {"model_type": "humo"}, VIDEO, 64, None, human, amend=small_audio),
     Setup("wan_humo_17b", "WAN21_HuMo", WAN | {"model_type": "humo", "in_dim": 36}, VIDEO, 64, None, human, amend=small_audio),
-    Setup(
-        "wan_animate",
-        "WAN22_Animate",
-        I2V | {"model_type": "animate", "num_layers": 10, "motion_encoder_dim": 32, "dim": 64, "ffn_dim": 128},
-        VIDEO,
-        64,
-        None,
-        animate,
-        amend=small_motion,
-    ),
-    Setup(
-        "wan_dancer",
-        "WAN22_WanDancer",
-        I2V | {"model_type": "wandancer", "audio_inject_layers": [0, 2], "music_dim": 64, "music_latent_dim": 64},
-        VIDEO,
-        64,
-        None,
-        music,
-    ),
-    Setup("wan_causal", "WAN21_CausalAR_T2V", WAN | {"causal_ar": True}, VIDEO, 64),
-    Setup(
-        "wan_causal_cached",
-        "WAN21_CausalAR_T2V",
-        WAN | {"causal_ar": True},
-        VIDEO,
-        64,
-        options=caches,
-        sampleable=False,
-        reason="only the autoregressive sampler gives it its caches",
-    ),
+    Setup("wan_animate", "WAN22_Animate", ANIMATE, VIDEO, 64, None, animate, amend=small_motion),
+    Setup("wan_dancer", "WAN22_WanDancer", DANCER, VIDEO, 64, None, music),
+    Setup("wan_causal", "WAN21_CausalAR_T2V", CAUSAL, VIDEO, 64),
+    # In a session only the autoregressive sampler gives it its caches.
+    Setup("wan_causal_cached", "WAN21_CausalAR_T2V", CAUSAL, VIDEO, 64, options=caches),
     Setup("wan_scail", "WAN21_SCAIL", WAN | {"model_type": "scail", "in_dim": 20}, VIDEO, 64, None, pose),
     Setup("wan_scail2", "WAN21_SCAIL2", WAN | {"model_type": "scail2", "in_dim": 20}, VIDEO, 64, None, pose_masks),
 ]

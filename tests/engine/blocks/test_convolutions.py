@@ -4,15 +4,9 @@ from collections import Counter
 
 import pytest
 import torch
-from support import Block, compile_settings, eager_blocks
+from support import Block, CompiledNet, compile_settings, eager_blocks
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
-
-
-@pytest.fixture(autouse=True)
-def watched(engine):
-    with engine("compile.session").watching:
-        yield
 
 
 class ConvolutionBlock(torch.nn.Module):
@@ -46,7 +40,7 @@ def test_convolutions_stay_eager_unless_kernels_are_to_be_tuned(engine, tuned, h
     settings = compile_settings(engine, mode="max-autotune" if tuned else "auto")
     expected = net(x)
     binding = engine("compile.binding").Binding(net, settings)
-    with binding.bound():
+    with engine("compile.session").watching, binding.bound():
         assert torch.equal(net(x), expected)
     code = engine("compile.registry").code_of(net)
     assert binding.plain is not hooked and len(code.groups) == groups
@@ -82,10 +76,7 @@ class SmallUNet(torch.nn.Module):
 
 def test_in_a_unet_only_large_transformers_are_compiled(engine):
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
-    settings = engine("settings").CompileSettings(backend="eager")
-    expected = net(x)
-    with engine("compile.binding").Binding(net, settings).bound():
-        assert torch.equal(net(x), expected)
+    assert torch.equal(CompiledNet(engine, net).at_once(x), net(x))
     code = engine("compile.registry").code_of(net)
     graphs = {group.class_name: group.stats.graphs for group in code.groups.values() if group.stats.graphs}
     assert graphs == {"Block": 1} and dict(code.parts) == {"Block": 4}
@@ -95,21 +86,16 @@ def test_in_a_unet_only_large_transformers_are_compiled(engine):
 def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
     net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
-    settings = engine("settings").CompileSettings(backend="eager")
-    expected = net(x)
-    with engine("compile.binding").Binding(net, settings).bound():
-        assert torch.equal(net(x), expected)
+    assert torch.equal(CompiledNet(engine, net).at_once(x), net(x))
     assert dict(engine("compile.registry").code_of(net).parts) == {"Block": 3}
 
 
 def test_another_size_compiles_no_other_kinds(engine):
-    net, settings = SmallUNet().requires_grad_(False), engine("settings").CompileSettings(backend="eager")
+    net = SmallUNet().requires_grad_(False)
     graphs = []
     for side in (16, 32, 64):
         x = torch.randn(1, 16, side, side)
-        expected = net(x)
-        with engine("compile.binding").Binding(net, settings).bound():
-            assert torch.equal(net(x), expected)
+        assert torch.equal(CompiledNet(engine, net).at_once(x), net(x))
         groups = engine("compile.registry").code_of(net).groups.values()
         graphs.append([group.stats.graphs for group in groups if group.stats.graphs])
     assert graphs == [[1]] * 3
@@ -129,9 +115,7 @@ class Convolutions(torch.nn.Module):
 
 def test_a_model_of_nothing_but_convolutions_is_compiled(engine):
     net, x = Convolutions(), torch.randn(1, 8, 4, 4)
-    settings = engine("settings").CompileSettings(backend="eager")
-    with engine("compile.binding").Binding(net, settings).bound():
-        net(x)
+    CompiledNet(engine, net).at_once(x)
     code = engine("compile.registry").code_of(net)
     assert len(code.groups) == 1 and not eager_blocks(code)
 

@@ -46,22 +46,18 @@ def made(factor, offset):
     return Made()
 
 
-@pytest.fixture(params=["in the background", "at once"])
+@pytest.fixture(params=[False, True], ids=["in the background", "at once"])
 def check(engine, request):
     """A function: the code that is there after a call gives what eager does; the number of graphs."""
     steps = {}
 
     def check(net):
         step, x = steps.setdefault(net, CompiledNet(engine, net)), torch.randn(2, 4, 8)
-        if request.param == "at once":
-            assert torch.equal(step.at_once(x), net(x))
-        else:
-            assert torch.equal(step(x)[0], net(x)), "while code is made"
-            graphs = step.wait()
-            result, eager = step(x)
-            assert torch.equal(result, net(x)) and not eager and step.graphs == graphs
-        assert not step.failures
-        return step.graphs
+        assert torch.equal(step.call(request.param, x), net(x)), "also while code is made"
+        graphs = step.graphs
+        result, eager = step(x)
+        assert torch.equal(result, net(x)) and not eager and step.graphs == graphs and not step.failures
+        return graphs
 
     return check
 
@@ -233,8 +229,7 @@ def test_a_forward_that_is_set_during_a_call_stays_and_may_call_ours(engine, at_
     expected = other(x)
     for wraps in (False, True, True):
         net.wraps = wraps
-        assert torch.equal(step.at_once(x) if at_once else step(x)[0], expected if wraps else plain)
-        step.wait()
+        assert torch.equal(step.call(at_once, x), expected if wraps else plain)
     assert torch.equal(net(x), expected), "also without this pack"
     for block in net.blocks:
         del block.forward

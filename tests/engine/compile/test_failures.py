@@ -63,37 +63,31 @@ def wait_for(compiler, calls):
         threading.Event().wait(0.1)
 
 
-def call(step, at_once, *args, **kwargs):
-    result = step.at_once(*args, **kwargs) if at_once else step(*args, **kwargs)[0]
-    step.wait()
-    return result
-
-
 @MODES
 @FAULTS
 def test_a_block_in_pieces_is_run_again_on_what_it_was_given(engine, monkeypatch, at_once, fault):
     """The first piece is compiled, and has run, when a piece behind it is not."""
     net, x = BrokenNet(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, cache_limit=1 if fault == "the limit is reached" else 64)
-    assert torch.allclose(call(step, at_once, x.clone(), way="a"), net(x.clone(), way="a"))
+    assert torch.allclose(step.call(at_once, x.clone(), way="a"), net(x.clone(), way="a"))
     if fault == "a piece cannot be traced":
         monkeypatch.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
     for way in "bcb":
-        assert torch.allclose(call(step, at_once, x.clone(), way=way), net(x.clone(), way=way)), way
+        assert torch.allclose(step.call(at_once, x.clone(), way=way), net(x.clone(), way=way)), way
 
 
 @MODES
 def test_what_fails_with_a_patch_stays_compiled_without_it(engine, monkeypatch, at_once):
     net, x = Net(), torch.randn(2, 4, 8)
     step, patched = CompiledNet(engine, net), {"patches": {"attn1_output_patch": [lambda y, _options: y * 2]}}
-    call(step, at_once, x)
+    step.call(at_once, x)
     with monkeypatch.context() as broken:
         broken.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
         for _ in range(2):
-            assert torch.allclose(call(step, at_once, x, transformer_options=patched), net(x, transformer_options=patched))
+            assert torch.allclose(step.call(at_once, x, transformer_options=patched), net(x, transformer_options=patched))
     (group,) = step._groups
     assert step.failures and group.failure_now is not None
-    assert torch.allclose(call(step, at_once, x), net(x)) and group.failure_now is None and step.graphs == 1
+    assert torch.allclose(step.call(at_once, x), net(x)) and group.failure_now is None and step.graphs == 1
     assert step.failures, "it is told though the last call had no patch"
 
 
@@ -133,11 +127,11 @@ def test_an_input_whose_elements_share_memory_is_no_obstacle(engine, monkeypatch
 
     net, x = ScaledNet(BrokenScaled, count=2), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, cache_limit=1 if fault == "the limit is reached" else 64)
-    assert torch.allclose(call(step, at_once, x, way="a"), net(x, way="a"))
+    assert torch.allclose(step.call(at_once, x, way="a"), net(x, way="a"))
     if fault == "a piece cannot be traced":
         monkeypatch.setattr(engine("compile.traced_graph"), "prepare", lambda *_: 1 / 0)
     for way in "bcb":
-        assert torch.allclose(call(step, at_once, x, way=way), net(x, way=way)), way
+        assert torch.allclose(step.call(at_once, x, way=way), net(x, way=way)), way
 
 
 @pytest.mark.parametrize("fault", [OSError(28, "No space left on device"), torch.OutOfMemoryError("no memory")], ids=str)
@@ -149,7 +143,7 @@ def test_what_passes_excludes_no_layers(engine, monkeypatch, fault):
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=Compiler(fault))
     for _ in range(2):
-        assert torch.equal(call(step, False, x), net(x))
+        assert torch.equal(step.call(False, x), net(x))
         step.new_run()
     assert not asked and not step(x)[1] and not step.failures
 
@@ -170,11 +164,11 @@ def test_layers_that_are_excluded_in_the_middle_of_a_call_are_so_in_the_next(eng
     may_compile = []
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := NeedsExclusion()))
-    assert torch.equal(call(step, at_once, x), net(x))
+    assert torch.equal(step.call(at_once, x), net(x))
     assert excluded and compiler.calls == 1, "the blocks behind the first run eager in this call"
     may_compile.append(True)
     for _ in range(2):
-        assert torch.equal(call(step, at_once, x), net(x))
+        assert torch.equal(step.call(at_once, x), net(x))
     assert not step.failures and step.graphs == 2 and not step(x)[1]
 
 
@@ -183,7 +177,7 @@ def test_layers_that_were_excluded_before_explain_nothing(engine, excluded, at_o
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=(compiler := Compiler(*[RuntimeError("no kernel for this")] * 9)))
     for _ in range(4):
-        assert torch.equal(call(step, at_once, x), net(x))
+        assert torch.equal(step.call(at_once, x), net(x))
     assert len(step.failures) == 1 and compiler.calls == 2
 
 
@@ -192,11 +186,11 @@ def test_without_memory_for_long_it_is_tried_in_the_next_run(engine, monkeypatch
     monkeypatch.setattr(thread, "RETRY_SECONDS", 0.001)
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=Compiler(*[torch.OutOfMemoryError("no memory")] * thread.ATTEMPTS))
-    assert torch.equal(call(step, False, x), net(x))
+    assert torch.equal(step.call(False, x), net(x))
     (failure,) = step.failures
     assert "memory" in failure and "the next run tries again" in failure
     step.new_run()
-    assert torch.equal(call(step, False, x), net(x))
+    assert torch.equal(step.call(False, x), net(x))
     assert not step(x)[1] and not step.failures
 
 
@@ -276,12 +270,12 @@ def test_the_same_sizes_for_another_reason_are_no_number_that_varies(engine, at_
     compiler = Compiler()
     net, x = Net(), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net, backend=compiler)
-    call(step, at_once, x, scale=2.0)
+    step.call(at_once, x, scale=2.0)
     if change == "reset":
         torch._dynamo.reset()
     else:
         net, x = net.double(), x.double()
-    assert torch.equal(call(step, at_once, x, scale=2.0), net(x, scale=2.0))
+    assert torch.equal(step.call(at_once, x, scale=2.0), net(x, scale=2.0))
     assert step.graphs == 2 and threading.main_thread() not in compiler.threads
 
 

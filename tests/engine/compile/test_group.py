@@ -19,72 +19,53 @@ pytestmark = pytest.mark.usefixtures("inference_mode")
 
 @pytest.fixture
 def compiled(engine):
-    """compiled(net, **settings) runs as `with`; the default backend traces only, which is fast."""
-
-    def run(net, call=None, **settings):
-        chosen = engine("settings").CompileSettings(**{"backend": "eager", **settings})
-        return engine("compile.binding").Binding(net, chosen, call).bound()
-
-    return run
-
-
-@pytest.fixture
-def watched(engine):
+    """compiled(net, **settings) runs as `with`, for what holds within a call."""
     with engine("compile.session").watching:
-        yield
-
-
-def graphs(engine, net):
-    return sum(group.stats.graphs for group in engine("compile.registry").code_of(net).groups.values())
+        yield (
+            lambda net, **settings: (
+                engine("compile.binding").Binding(net, CompiledNet(engine, net, **settings).settings).bound()
+            )
+        )
 
 
 @pytest.fixture
-def added(engine, watched):
-    """added(net) is the number of graphs since the last time."""
+def added(engine):
+    """added(net, *shapes or tensors, **settings): compiled calls give what eager does; how many graphs they added."""
     last = {}
 
-    def count(net):
-        now = graphs(engine, net)
-        before, last[net] = last.get(net, 0), now
-        return now - before
+    def count(net, *inputs, **settings):
+        step = CompiledNet(engine, net, **settings)
+        for x in inputs or [(2, 4, 8)]:
+            x = torch.randn(x) if isinstance(x, tuple) else x
+            assert torch.equal(step.at_once(x), net(x))
+        before, last[net] = last.get(net, 0), step.graphs
+        return step.graphs - before
 
     return count
 
 
-def test_identical_blocks_share_a_graph(compiled, added):
-    net, x = Net(count=5), torch.randn(2, 4, 8)
-    expected = net(x)
-    with compiled(net):
-        assert torch.equal(net(x), expected)
-    assert added(net) == 1
+def test_identical_blocks_share_a_graph(added):
+    assert added(Net(count=5)) == 1
 
 
-def test_tracing_reads_no_source_files_for_pytorchs_debug_log(compiled, added):
+def test_tracing_reads_no_source_files_for_pytorchs_debug_log(added):
     funcname_cache.clearcache()
-    net = Net()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
-    assert added(net) == 1 and not funcname_cache.cache
+    assert added(Net()) == 1 and not funcname_cache.cache
 
 
-def test_guards_are_not_timed_for_pytorchs_debug_log(compiled, added, monkeypatch):
+def test_guards_are_not_timed_for_pytorchs_debug_log(added, monkeypatch):
     timed, guards = [], torch._dynamo.guards
     time = guards.profile_guard_manager
     monkeypatch.setattr(guards, "profile_guard_manager", lambda *args: (timed.append(args), time(*args))[1])
-    net = Net()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
-    assert added(net) == 1 and not timed
+    assert added(Net()) == 1 and not timed
 
 
-def test_no_garbage_is_collected_while_a_call_traces(compiled, watched, monkeypatch):
+def test_no_garbage_is_collected_while_a_call_traces(engine, monkeypatch):
     seen = []
     run_while_tracing = torch._dynamo.assume_constant_result(lambda: seen.append(gc.isenabled()))
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: (run_while_tracing(), forward(self, x))[1])
-    net = Net()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
+    CompiledNet(engine, Net()).at_once(torch.randn(2, 4, 8))
     assert seen == [False] and gc.isenabled()
 
 
@@ -120,63 +101,45 @@ def test_the_order_of_attention_kernels_in_a_graph_is_pytorchs_default(engine, o
     assert len(graphs) == 2 and graphs[0] == graphs[1]
 
 
-def test_an_order_of_attention_kernels_that_ends_while_a_call_traces_does_not_come_back(compiled, watched, monkeypatch, order):
+def test_an_order_of_attention_kernels_that_ends_while_a_call_traces_does_not_come_back(engine, monkeypatch, order):
     """The host sets one around each of its calls, also on another thread."""
     end = torch._dynamo.assume_constant_result(lambda: order([1, 2, 0, 3, 4]))
     forward = Block.forward
     monkeypatch.setattr(Block, "forward", lambda self, x: (end(), forward(self, x))[1])
     order([3, 0, 1, 2, 4])
-    net = Net()
-    with compiled(net):
-        net(torch.randn(2, 4, 8))
+    CompiledNet(engine, Net()).at_once(torch.randn(2, 4, 8))
     assert torch._C._get_sdp_priority_order() == [1, 2, 0, 3, 4]
 
 
-def test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own(compiled, added):
+def test_shapes_in_auto_share_a_graph_and_a_batch_of_one_has_its_own(added):
+    net, later = Net(), [(2, 6), (2, 7), (3, 4), (4, 9), (5, 5), (8, 8), (2, 4)]
+    assert added(net, (2, 4, 8), dynamic="auto") == 1
+    assert added(net, *((*shape, 8) for shape in later), dynamic="auto") == 0
+    assert added(net, (1, 6, 8), dynamic="auto") == 1
+    assert added(net, (1, 12, 8), dynamic="auto") == 0
+
+
+def test_shapes_in_true_and_false(added):
+    for dynamic, width, graphs in (("true", 8, 1), ("false", 16, 4)):
+        shapes = [(2, 4, width), (2, 6, width), (3, 9, width), (4, 4, width)]
+        assert added(Net(width=width), *shapes, dynamic=dynamic) == graphs
+
+
+def test_per_call_entries_do_not_recompile(engine):
+    step, x = CompiledNet(engine, Net()), torch.randn(2, 4, 8)
+    for number in range(4):
+        options = {"sigmas": torch.tensor([1.0 / (number + 1)]), "uuids": [object()], "patches": {}}
+        step.at_once(x, transformer_options=options)
+    assert step.graphs == 1
+
+
+def test_a_transposed_view_uses_the_graph_of_the_others(added):
     net = Net()
-
-    def run(batch, tokens):
-        with compiled(net, dynamic="auto"):
-            net(torch.randn(batch, tokens, 8))
-        return added(net)
-
-    assert run(2, 4) == 1
-    assert [run(*shape) for shape in [(2, 6), (2, 7), (3, 4), (4, 9), (5, 5), (8, 8), (2, 4)]] == [0] * 7
-    assert run(1, 6) == 1
-    assert run(1, 12) == 0
-
-
-def test_shapes_in_true_and_false(compiled, added):
-    shapes = [(2, 4), (2, 6), (3, 9), (4, 4)]
-    flexible, rigid = Net(), Net(width=16)
-    with compiled(flexible, dynamic="true"):
-        for batch, tokens in shapes:
-            flexible(torch.randn(batch, tokens, 8))
-    assert added(flexible) == 1
-    with compiled(rigid, dynamic="false"):
-        for batch, tokens in shapes:
-            rigid(torch.randn(batch, tokens, 16))
-    assert added(rigid) == 4
-
-
-def test_per_call_entries_do_not_recompile(compiled, added):
-    net, x = Net(), torch.randn(2, 4, 8)
-    with compiled(net):
-        for step in range(4):
-            net(x, transformer_options={"sigmas": torch.tensor([1.0 / (step + 1)]), "uuids": [object()], "patches": {}})
-    assert added(net) == 1
-
-
-def test_a_transposed_view_uses_the_graph_of_the_others(compiled, added):
-    net, x = Net(), torch.randn(2, 8, 4).transpose(1, 2)
     net.entry = torch.nn.Identity()
-    expected = net(x)
-    with compiled(net):
-        assert torch.equal(net(x), expected)
-    assert added(net) == 1
+    assert added(net, torch.randn(2, 8, 4).transpose(1, 2)) == 1
 
 
-def test_a_forward_of_somebody_else_is_left_alone(compiled, added):
+def test_a_forward_of_somebody_else_is_left_alone(compiled):
     net, x = Net(), torch.randn(2, 4, 8)
     net.blocks[1].forward = lambda x, **_kwargs: x + 100
     expected = net(x)
@@ -187,7 +150,7 @@ def test_a_forward_of_somebody_else_is_left_alone(compiled, added):
     assert net.blocks[1].__dict__["forward"] is theirs
 
 
-def test_the_blocks_own_forward_in_its_dict_is_compiled_and_put_back(compiled, added):
+def test_the_blocks_own_forward_in_its_dict_is_compiled_and_put_back(compiled):
     net = Net()
     net.blocks[1].forward = net.blocks[1].forward
     own = net.blocks[1].__dict__["forward"]
@@ -227,7 +190,7 @@ def test_overlapping_threads_restore_once_all_have_left(engine):
     assert torch.backends.cudnn.benchmark == before
 
 
-def test_other_peoples_compile_is_left_alone(compiled, watched):
+def test_other_peoples_compile_is_left_alone(compiled):
     """A plain torch.compile of the same class has its own cache and limit, before, during and after ours."""
     net, x = Net(), torch.randn(2, 4, 8)
     own = torch.compile(net.blocks[0], backend="eager", dynamic=False)
@@ -247,7 +210,7 @@ def test_other_peoples_compile_is_left_alone(compiled, watched):
     assert count() == 2
 
 
-def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
+def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine):
     """Its table of code objects kept them, and a function of each graph in the module of the block's class."""
 
     def left_in_the_module():
@@ -259,8 +222,8 @@ def test_what_pytorch_compiled_for_a_freed_model_is_freed(engine, compiled):
         graphs.append(weakref.ref(graph))
         return graph
 
-    with compiled(first := Net()):  # the first of a process is kept somewhere
-        first(torch.randn(2, 4, 8))
+    first = CompiledNet(engine, Net())  # of a process: it is kept somewhere
+    first.at_once(torch.randn(2, 4, 8))
     net, before = Net(width=16), left_in_the_module()
     CompiledNet(engine, net, backend=backend).at_once(torch.randn(2, 4, 16))
     assert len(graphs) == 1 and left_in_the_module() > before
@@ -336,25 +299,21 @@ def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypa
     assert asked == [theirs | off] * 2 and ("max_autotune" in theirs) == mode.startswith("max-autotune")
 
 
-def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(compiled, added):
+def test_numbers_in_which_blocks_differ_are_no_constants_of_the_graph(added):
     class Numbered(Block):
         def forward(self, x, transformer_options={}):  # noqa: B006
             return x if self.number == 100 else x + self.inner(x) * self.number
 
-    net, x = Net(Numbered, count=5), torch.randn(2, 4, 8)
+    net = Net(Numbered, count=5)
     for number, block in enumerate(net.blocks):
         block.number = number
-    expected, before = net(x), torch_settings()
-    with compiled(net):
-        assert relative_error(net(x), expected) < 1e-6
+    before = torch_settings()
     assert added(net) == 1 and torch_settings() == before
     net.blocks[2].number = 100
-    expected = net(x)
-    with compiled(net):
-        assert relative_error(net(x), expected) < 1e-6
+    added(net)
 
 
-def test_a_batch_of_one_in_another_layout_is_the_same_graph(compiled, added):
+def test_a_batch_of_one_in_another_layout_is_the_same_graph(engine, compiled):
     net = Net(width=8)
     odd = torch.randn(4, 1, 8).transpose(0, 1)  # Cosmos keeps the batch last but one
     plain = odd.clone(memory_format=torch.contiguous_format)
@@ -363,4 +322,4 @@ def test_a_batch_of_one_in_another_layout_is_the_same_graph(compiled, added):
     with compiled(net, dynamic="true"):
         expected = block(plain)
         assert torch.equal(block(odd), expected)
-    assert added(net) == 1
+    assert CompiledNet(engine, net).graphs == 1

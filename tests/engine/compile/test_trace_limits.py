@@ -100,12 +100,6 @@ def test_a_call_that_waits_has_all_the_time(engine, bounds):
 def test_code_that_is_replaced_in_each_step_is_given_up_for_the_run_and_tried_once_in_the_next(engine, monkeypatch, at_once):
     net, x, most = Net(), torch.randn(2, 4, 8), engine("compile.registry").MOST_NEW
     plain, own, step = net(x), Block.forward, CompiledNet(engine, net)
-
-    def call():
-        result = step.at_once(x) if at_once else step(x)[0]
-        step.wait()
-        return result
-
     traces = []
     monkeypatch.setattr(engine("compile.compiled_code"), "on_trace", [lambda: traces.append(step)])
     for expected in (most, 1, 1):
@@ -113,11 +107,11 @@ def test_code_that_is_replaced_in_each_step_is_given_up_for_the_run_and_tried_on
         traces.clear()
         for number in range(most + 4):
             monkeypatch.setattr(Block, "forward", lambda self, x, number=number: own(self, x * number))
-            assert torch.equal(call(), net(x))
-        assert torch.equal(call(), net(x)), "the code of the call before"
+            assert torch.equal(step.call(at_once, x), net(x))
+        assert torch.equal(step.call(at_once, x), net(x)), "the code of the call before"
         assert len(traces) == expected and not engine("compile.registry").code_of(net).not_looked_at
         (failure,) = step.failures
         assert "replaced more than" in failure
     monkeypatch.setattr(Block, "forward", own)
     step.new_run()
-    assert torch.equal(call(), plain) and not step.failures
+    assert torch.equal(step.call(at_once, x), plain) and not step.failures

@@ -108,7 +108,7 @@ class Object:
         return x * transformer_options["sigmas"]
 
 
-@pytest.fixture(params=["in the background", "at once"])
+@pytest.fixture(params=[False, True], ids=["in the background", "at once"])
 def check(engine, request):
     """A function: calls give what eager does, whatever the step; the number of graphs that there are then."""
     steps = {}
@@ -117,11 +117,7 @@ def check(engine, request):
         step, x = steps.setdefault(net, CompiledNet(engine, net)), torch.randn(2, 4, 8)
         for sigma in (2.0, 3.0):
             options = {"sigmas": torch.tensor([sigma]), "uuids": [sigma]}
-            if request.param == "at once":
-                result = step.at_once(x, transformer_options=dict(options))
-            else:
-                result, _ = step(x, transformer_options=dict(options))
-                step.wait()
+            result = step.call(request.param, x, transformer_options=dict(options))
             assert torch.equal(result, net(x, transformer_options=options))
         assert not step.failures
         return step.graphs

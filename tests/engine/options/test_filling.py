@@ -119,7 +119,7 @@ def sample(net, call=None, cached=True, batch=2, tokens=6, steps=3, **options):
     """What the steps of one sampling run give.
 
     Args:
-        call: calls the model; returns its result, and whether blocks ran eager.
+        call: calls the model, if `net` itself is not to be called.
     """
     draw = torch.Generator().manual_seed(1)
     x, text = torch.randn(batch, tokens, WIDTH, generator=draw), torch.randn(1, TEXT, WIDTH, generator=draw)
@@ -127,37 +127,23 @@ def sample(net, call=None, cached=True, batch=2, tokens=6, steps=3, **options):
     for step in range(steps):
         sigma = 1 / (step + 1)
         given = {"sigmas": torch.tensor([sigma]), "uuids": [object()], "cond_or_uncond": [1, 0], "patches": {}, **options}
-        args = x.clone(), text, sigma, given, cached
-        results.append(net(*args) if call is None else call(*args)[0])
+        results.append((call or net)(x.clone(), text, sigma, given, cached))
     return torch.stack(results)
 
 
-@pytest.fixture
-def behind_the_run(engine):
-    """behind_the_run(net, **what) samples without waiting for code, and then waits for it; how many graphs that added."""
-    before = [0]
-
-    def in_background(net, **what):
-        step, expected = CompiledNet(engine, net), sample(net, **what)
-        assert torch.equal(sample(net, step, **what), expected)
-        count = step.wait()
-        assert not step.failures and not step.graph_breaks
-        added, before[0] = count - before[0], count
-        return added
-
-    return in_background
-
-
-@pytest.fixture
-def run(engine):
-    """run(net, **what) samples compiled, compares with eager, and returns how many graphs that added."""
-    before = [0]
+@pytest.fixture(params=["in the background", "at once"])
+def run(engine, request):
+    """run(net, **what) samples compiled, compares with eager, waits for code, and returns how many graphs that added."""
+    before = 0
 
     def compiled(net, **what):
+        nonlocal before
         step, expected = CompiledNet(engine, net), sample(net, **what)
-        assert torch.equal(sample(net, lambda *args, **given: (step.at_once(*args, **given), False), **what), expected)
+        call = step.at_once if request.param == "at once" else lambda *args: step(*args)[0]
+        assert torch.equal(sample(net, call, **what), expected)
+        count = step.wait()
         assert not step.failures and not step.graph_breaks
-        added, before[0] = step.graphs - before[0], step.graphs
+        added, before = count - before, count
         return added
 
     return compiled
@@ -229,14 +215,3 @@ def test_an_override_of_attention_reaches_the_closure(run):
     assert not torch.equal(plain, sample(net, optimized_attention_override=doubled))
     run(net, optimized_attention_override=doubled)
     assert run(net) == 0
-
-
-def test_in_the_background_there_is_the_same_graph(behind_the_run):
-    net = Net(count=24)
-    assert [behind_the_run(net), behind_the_run(net, tokens=9), behind_the_run(net, batch=1)] == [1, 0, 1]
-    assert [behind_the_run(net, batch=3, tokens=7), behind_the_run(net, batch=1, tokens=8), behind_the_run(net)] == [0] * 3
-
-
-def test_in_the_background_without_a_cache_as_well(behind_the_run):
-    net = Net()
-    assert [behind_the_run(net, cached=False), behind_the_run(net, cached=False)] == [1, 0]

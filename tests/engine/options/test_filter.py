@@ -81,20 +81,16 @@ def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, optio
 
 
 @pytest.mark.parametrize("block", [Both, InATableOfItsOwn, NextToAPatch, Handing])
-@pytest.mark.parametrize("mode", ["in the background", pytest.param("at once", marks=pytest.mark.rest)])
-def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_mode, block, mode):
+@pytest.mark.parametrize("at_once", [False, pytest.param(True, marks=pytest.mark.rest)])
+def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_mode, block, at_once):
     net, x = Net(block), torch.randn(2, 4, 8)
     step = CompiledNet(engine, net)
     for patches in ({}, {"patches": {"attn1_patch": [lambda x: x * 2]}}, {"patches_replace": {"attn1": {1: lambda x: x * 3}}}):
         expected = net(x, transformer_options=dict(patches))
         step.new_run()
-        if mode == "at once":
-            assert torch.equal(step.at_once(x, transformer_options=dict(patches)), expected)
-        else:
-            step(x, transformer_options=dict(patches))
-            step.wait()
-            result, eager = step(x, transformer_options=dict(patches))
-            assert torch.equal(result, expected) and not eager
+        assert torch.equal(step.call(at_once, x, transformer_options=dict(patches)), expected)
+        result, eager = step(x, transformer_options=dict(patches))
+        assert torch.equal(result, expected) and not eager
     assert not step.failures
 
 

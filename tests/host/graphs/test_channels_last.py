@@ -59,7 +59,7 @@ def both(engine, reference, monkeypatch):
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
 
     def sampled(setup):
-        patcher = zoo.patcher(setup)
+        patcher = setup.patcher()
         with torch.backends.mkldnn.flags(enabled=False):  # which chooses by layout, with a guard for each choice
             expected = run(patcher, setup)
             compiled = attached(engine, patcher)
@@ -88,12 +88,11 @@ def test_a_unet_that_another_node_had_patched_when_it_was_looked_at_has_convolut
     assert has_convolutions(network)
 
 
-@pytest.mark.pages
 def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(engine("settings").CompileSettings, "wants_graphs", True)
         setup = zoo.SETUPS["sd15"]
-        patcher = zoo.patcher(setup)
+        patcher = setup.patcher()
         with torch.backends.mkldnn.flags(enabled=False):
             expected = run(patcher, setup)
             with paged(patch, patcher.model) as pages:
@@ -104,7 +103,6 @@ def test_parts_of_a_block_find_its_weights_in_place(engine, reference, monkeypat
     assert set(code.parts) == {"BasicTransformerBlock"} and {k.class_name for k in code.groups.values()} == set(code.parts)
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("name", ["sd15", "sdxl"])
 def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatch):
     """Also for blocks that run eager: the host's layers take weights on their way as arrived (comfy/ops.py, `_prefetch`)."""
@@ -127,7 +125,7 @@ def test_what_is_fetched_ahead_is_waited_for(name, engine, reference, monkeypatc
 
     for method, function in (("place", placing), ("release", releasing), ("fetch", fetching)):
         monkeypatch.setattr(group, method, function)
-    patcher = zoo.patcher(zoo.SETUPS[name])
+    patcher = zoo.SETUPS[name].patcher()
     with torch.backends.mkldnn.flags(enabled=False), paged(monkeypatch, patcher.model) as pages:
         pages.resident = set(pages.layers)
         run(attached(engine, patcher), zoo.SETUPS[name])

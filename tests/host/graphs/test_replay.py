@@ -7,16 +7,12 @@ import torch
 from capturing import capture_again, trust
 from compiled_runs import CompiledRuns
 from paging import paged
-from patching import Runs
+from patching import Runs, graphs_of
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import compile_settings, eager_blocks, relative_error
 from torch import nn
 
-pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
-
-
-def graphs_of(runs):
-    return runs.engine("cuda_graphs.capture").graphs_of(runs.patcher.model.diffusion_model)
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
 @pytest.fixture

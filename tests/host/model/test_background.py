@@ -247,7 +247,6 @@ def test_a_lora_needs_no_code_of_its_own_wherever_the_weights_are(flux, monkeypa
         assert flux.graphs == 1 and flux.eager == 0, share
 
 
-@pytest.mark.pages
 def test_paged_weights_are_not_held_and_need_the_same_code(flux, monkeypatch):
     expected = flux.run(flux.patcher)
     compiled = flux.attach(flux.patcher)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from patch_kinds.weights import quantised
 from patching import Runs
+from tiny_workflows import TRAINING
 
 pytestmark = [pytest.mark.host]
 
@@ -22,13 +23,8 @@ def train(patcher, runs, bypass, depth=1, steps=4, **other):
 
     torch.manual_seed(7)
     latents = [{"samples": torch.randn(runs.latent.shape, generator=torch.Generator().manual_seed(n))} for n in range(2)]
-    inputs = {
-        "model": patcher, "batch_size": 1, "steps": steps, "grad_accumulation_steps": 1, "learning_rate": 1e-3, "rank": 4,
-        "optimizer": "AdamW", "loss_function": "MSE", "seed": 3, "training_dtype": "fp32", "lora_dtype": "fp32",
-        "quantized_backward": False, "algorithm": "LoRA", "gradient_checkpointing": depth is not None,
-        "checkpoint_depth": depth or 1,
-        "offloading": False, "existing_lora": "[None]", "bucket_mode": False, "bypass_mode": bypass, **other,
-    }  # fmt: skip
+    inputs = {**TRAINING, "model": patcher, "batch_size": 1, "steps": steps, "learning_rate": 1e-3, "bypass_mode": bypass}
+    inputs |= {"gradient_checkpointing": depth is not None, "checkpoint_depth": depth or 1, **other}
     with torch.inference_mode():
         given = {name: [value] for name, value in inputs.items()}
         lora, losses, _steps = TrainLoraNode.execute(**given, latents=latents, positive=[runs.positive]).args

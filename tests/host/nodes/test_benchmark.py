@@ -272,7 +272,6 @@ def test_partly_loaded_weights(benchmarked, share):
     assert result.late_graphs == 0 and runs.graphs == 1 and result.error < 1e-6
 
 
-@pytest.mark.pages
 def test_paged_weights(benchmarked, monkeypatch):
     runs = benchmarked()
     with paged(monkeypatch, runs.patcher.model) as pages:

@@ -9,21 +9,12 @@ import pytest
 import torch
 from paging import Buffers, own_streams, paged
 from patch_kinds.weights import load_partly, lora_file
-from patching import Runs
+from patching import Runs, breaks
 from patching import shares_code as fresh_dynamo  # noqa: F401
 from support import relative_error
 from torch import nn
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
-
-
-@pytest.fixture
-def flux(tiny, engine):
-    return Runs(tiny, engine, "flux", cfg=1.0)
-
-
-def breaks(runs):
-    return sum(kind.stats.graph_breaks for kind in runs.groups)
 
 
 def layer_state(model):
@@ -69,7 +60,6 @@ def test_lora_under_partial_loading_adds_no_graph(flux):
     assert flux.graphs == 2 and breaks(flux) == 0 and not flux.failures
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
@@ -105,7 +95,6 @@ def test_weights_that_were_fetched_ahead_are_those_that_are_used(name, settings,
     assert not runs.failures
 
 
-@pytest.mark.pages
 def test_the_hosts_streams_are_its_own_again_after_an_error(engine, monkeypatch):
     import comfy.model_management as management
 
@@ -131,7 +120,6 @@ def compiled_blocks(runs, compiled):
     return binding._free
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("name", ["flux", "wan"])
 def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, engine, monkeypatch):
     runs = Runs(tiny, engine, name, cfg=1.0, length=5 if name == "wan" else 1)
@@ -154,7 +142,6 @@ def test_paged_weights_take_one_graph_a_kind_whatever_is_resident(name, tiny, en
     assert once == runs.graphs == len(runs.groups) and breaks(runs) == 0 and not runs.failures
 
 
-@pytest.mark.pages
 def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
     import comfy.sd
     from comfy.model_patcher import LowVramPatch
@@ -181,7 +168,6 @@ def test_lora_on_paged_weights_adds_no_graph(flux, monkeypatch):
     assert flux.graphs == 2 and breaks(flux) == 0
 
 
-@pytest.mark.pages
 def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
     compiled = flux.attach(flux.patcher)
     with paged(monkeypatch, flux.patcher.model) as pages:
@@ -198,7 +184,6 @@ def test_an_error_in_a_block_leaves_paged_layers_as_found(flux, monkeypatch):
         assert same_state(layer_state(flux.patcher.model), before) and pages.pinned == 0
 
 
-@pytest.mark.pages
 def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
     compiled = flux.attach(flux.patcher, block_swap="off")
     flux.run(compiled)
@@ -206,7 +191,6 @@ def test_off_refuses_when_weights_move(flux, engine, monkeypatch):
         flux.run(compiled)
 
 
-@pytest.mark.pages
 def test_eager_linears_keep_the_linear_layers_out(flux, engine, monkeypatch):
     expected = flux.run(flux.patcher)
     compiled = flux.attach(flux.patcher, block_swap="uncompiled linears", only_blocks="single_blocks.*")

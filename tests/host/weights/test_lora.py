@@ -12,11 +12,6 @@ def rest(*values):
     return [pytest.param(value, marks=pytest.mark.rest) for value in values]
 
 
-@pytest.fixture
-def flux(tiny, engine):
-    return Runs(tiny, engine, "flux", cfg=1.0)
-
-
 def test_merged_into_the_weights(flux):
     assert flux.check(weights.lora) == 0
     assert flux.check(weights.two_loras) == 0

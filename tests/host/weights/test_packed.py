@@ -7,7 +7,7 @@ import torch
 from capturing import trust
 from patch_kinds.gguf_pack import GGMLTensor, Kind, packed
 from patch_kinds.packed import PackedLinear, StubbornLinear, pack
-from patching import Runs
+from patching import Runs, breaks
 from support import compile_settings, relative_error
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -22,10 +22,6 @@ def flux(tiny, engine):
     runs.attach = functools.partial(runs.attach, only_blocks="single_blocks.*")
     pack(runs.patcher)
     return runs
-
-
-def breaks(runs):
-    return sum(group.stats.graph_breaks for group in runs.groups)
 
 
 def test_unpacking_is_part_of_the_graph_one_for_each_kind(flux):

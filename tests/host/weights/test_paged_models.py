@@ -6,7 +6,7 @@ import torch
 import zoo
 from paging import Buffers, own_streams, paged
 
-pytestmark = [pytest.mark.host, pytest.mark.pages, pytest.mark.usefixtures("inference_mode")]
+pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 # One of each way in which a model runs layers between its blocks, or blocks in another order than they are written down in, and
 # three that people use; once all of SWEPT passed.

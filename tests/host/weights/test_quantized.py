@@ -105,7 +105,6 @@ def lora_patches(patcher):
     return patches
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize(
     ("format_name", "native", "rounded"),
     [
@@ -141,7 +140,6 @@ def test_lora_on_paged_layers_is_rounded_as_the_host_does(format_name, native, r
     assert not runs.failures
 
 
-@pytest.mark.pages
 @pytest.mark.parametrize("assigned", [False, True])
 def test_fp8_fast_computes_as_the_host_does_where_weights_are_paged(assigned, tiny, engine, monkeypatch):
     """In fp8, but where the loader assigns a bf16 file's tensors, as under dynamic VRAM: there only the pages are in fp8."""
