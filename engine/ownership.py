@@ -247,17 +247,28 @@ def pack_or_file(value: Any) -> str:
 
 
 def foreign_around() -> str | None:
-    """The first pack with a function on the stack between ComfyUI's sampler and here."""
-    samplers, packs, nearest = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), [], None
+    """The first pack with a function on the stack between ComfyUI's sampler and here.
+
+    What is around `KSAMPLER.sample`, or comes before it, acts before the first call of the model and after the last: some packs
+    wrap it when they are imported, whether or not the workflow has a node of theirs.
+    """
+    samplers, packs = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), list[str]()
     frame: types.FrameType | None = inspect.currentframe()
     while frame is not None:
-        pack = pack_of_file(_file_of_code(frame.f_code, frame.f_globals))
+        code = frame.f_code
+        pack = pack_of_file(_file_of_code(code, frame.f_globals))
         if pack is not None:
             packs.append(pack)
-        elif nearest is None and packs and os.path.normcase(frame.f_code.co_filename) == samplers:
-            nearest = packs[0]
+        elif os.path.normcase(code.co_filename) == samplers:
+            if packs or _is_sampler(code):
+                break
         frame = frame.f_back
-    return nearest
+    return packs[0] if packs and frame is not None else None
+
+
+def _is_sampler(code: types.CodeType) -> bool:
+    """Whether code of comfy/samplers.py is that of `KSAMPLER.sample`, which alone has this parameter."""
+    return code.co_name == "sample" and "model_wrap" in code.co_varnames[: code.co_argcount]
 
 
 class Survey:

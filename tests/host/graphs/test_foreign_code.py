@@ -430,6 +430,16 @@ def test_a_sampler_of_another_pack_is_around_each_call(flux):
     assert comfy.samplers.ksampler is own and graphs_of(flux).captures == 0 and OFF in notes(flux, compiled)
 
 
+def test_what_another_pack_has_put_around_all_sampling_is_around_no_call(flux, monkeypatch):
+    """Some wrap it when they are imported."""
+    own = comfy.samplers.KSAMPLER.sample
+    monkeypatch.setattr(comfy.samplers.KSAMPLER, "sample", lambda self, *args, **kwargs: louder(own(self, *args, **kwargs)))
+    plain, compiled = flux.run(flux.patcher), flux.attach(flux.patcher)
+    for _ in range(2):
+        same(flux.run(compiled), plain)
+    assert graphs_of(flux).captures == 1 and OFF not in notes(flux, compiled)
+
+
 def test_a_replay_that_gives_something_else_is_noticed(flux, monkeypatch):
     """Whatever was overlooked."""
     plain = flux.run(flux.patcher)
