@@ -60,6 +60,35 @@ def sharing_classes(pairs: Shared) -> Iterator[None]:
                 module.__class__ = cls
 
 
+# In the dict of a layer, while `_run_outside` is in the place of its forward: that forward.
+_OUTSIDE = "torch_compile_kit_forward"
+
+
+@contextmanager
+def forwards_outside(layers: Iterable[weakref.ref]) -> Iterator[None]:
+    """While a block runs, the layers' forwards run outside of its graphs: objects that another node has made for each layer, or
+    for each call (`functools.partial`), would each need a graph of their own."""
+    present = [layer for reference in layers if (layer := reference()) is not None and _runs_an_object(layer)]
+    for layer in present:
+        entries = vars(layer)
+        entries[_OUTSIDE], entries["forward"] = entries["forward"], types.MethodType(_run_outside, layer)
+    try:
+        yield
+    finally:
+        for layer in present:
+            vars(layer)["forward"] = vars(layer).pop(_OUTSIDE)
+
+
+def _runs_an_object(layer: nn.Module) -> bool:
+    forward = given_forward(layer)
+    return forward is not None and not isinstance(forward, types.FunctionType | types.MethodType)
+
+
+@torch.compiler.disable(reason="another node's objects are called outside of the graphs")
+def _run_outside(layer: nn.Module, *args: object, **kwargs: object) -> object:
+    return vars(layer)[_OUTSIDE](*args, **kwargs)
+
+
 def _is_made_anew(cls: type) -> bool:
     """Whether a class is not the one that its module has under its name: it was made by a function, or by `type`."""
     place: Any = sys.modules.get(cls.__module__)
@@ -176,11 +205,12 @@ class BlockState:
         methods: those of all classes in the block and of plain objects there; then what other nodes have put over methods.
         forwards: by path, what other nodes have put over forwards of the classes.
         callables: what else lies in the dicts of modules and can be called.
-        shared: for `sharing_classes`.
+        shared: for `sharing_classes`; `outside`: for `forwards_outside`.
     """
 
     def __init__(self, block: nn.Module, first: MutableMapping[Hashable, type]):
         self.shared = shared_classes(block, first)
+        self.outside: list[weakref.ref] = []
         self.groups: dict[tuple, Any] = {}  # `BlockGroup` of a higher floor, or None
         self.options: Any = None
         self._sizes: list[int] = []
@@ -211,6 +241,7 @@ class BlockState:
             code = _given_code(module)
             if code is not None:
                 self.forwards += ((path, code),)
+                self.outside += [reference] if _runs_an_object(module) else []
             if _is_hooked(module):
                 self.hooked += (path,)
         self.callables = tuple(map(Same, callables))

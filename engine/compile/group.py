@@ -11,7 +11,7 @@ from torch import nn
 
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
-from ..blocks.state import BlockState, sharing_classes
+from ..blocks.state import BlockState, forwards_outside, sharing_classes
 from ..channels_last import function_mode
 from ..failures.describe import Failure
 from ..log import logger
@@ -114,7 +114,7 @@ class BlockGroup:
         elif all_options:
             kwargs = {**kwargs, "transformer_options": options}
         try:
-            with function_mode.paused(), sharing_classes(state.shared):
+            with function_mode.paused(), sharing_classes(state.shared), forwards_outside(state.outside):
                 result = self._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:

@@ -1,7 +1,9 @@
 """Classes that are exchanged under a block, and methods that are replaced on them, after code was made and before."""
 
 import copy
+import functools
 import gc
+import types
 import weakref
 
 import pytest
@@ -278,3 +280,28 @@ def test_blocks_of_a_class_that_each_has_of_its_own(check, make):
     for block in another.blocks:
         block.__class__ = make(Outer)
     check(another)
+
+
+class Scaled:
+    """An object in the place of a forward."""
+
+    def __init__(self, layer, factor):
+        self.layer, self.factor = layer, factor
+
+    def __call__(self, x):
+        return type(self.layer).forward(self.layer, x) * self.factor
+
+
+OBJECTS = {"a partial": lambda layer, factor: functools.partial(Scaled.__call__, Scaled(layer, factor)), "an object": Scaled}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_layers_whose_forward_another_node_has_made_an_object_of_share_graphs(check, kind):
+    """Another object for each layer, and for each prompt."""
+    net = Net()
+    for prompt in range(3):
+        for block in net.blocks:
+            block.inner.forward = OBJECTS[kind](block.inner, 0.5 + prompt)
+        graphs = check(net) if not prompt else graphs
+        assert check(net) == graphs
+    assert not any(isinstance(block.inner.forward, types.MethodType) for block in net.blocks), "put back after each call"
