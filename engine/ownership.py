@@ -259,9 +259,8 @@ def foreign_around() -> str | None:
         pack = pack_of_file(_file_of_code(code, frame.f_globals))
         if pack is not None:
             packs.append(pack)
-        elif os.path.normcase(code.co_filename) == samplers:
-            if packs or _is_sampler(code):
-                break
+        elif os.path.normcase(code.co_filename) == samplers and (packs or _is_sampler(code)):
+            break
         frame = frame.f_back
     return packs[0] if packs and frame is not None else None
 
@@ -459,6 +458,43 @@ def forward_of_class(cls: type) -> object | None:
     return next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
 
 
+Wrappers = list[tuple[types.FunctionType, int]]
+
+
+def forward_inside(cls: type) -> tuple[Any, Wrappers]:
+    """The host's forward of a class, and the functions of other packs around it, outermost first, each with the place of the
+    next in its closure; another forward as it is.
+
+    Some packs put a function there when they are imported, to note the arguments for nodes of theirs.
+    """
+    methods = [(base.__module__, f"{base.__qualname__}.forward") for base in cls.__mro__]
+
+    def search(function: object, depth: int = 8) -> tuple[Any, Wrappers] | None:
+        if not isinstance(function, types.FunctionType):
+            return None
+        if pack_of(function) is None:
+            return (function, []) if (function.__module__, function.__qualname__) in methods else None
+        for place, cell in enumerate(function.__closure__ or ()) if depth else ():
+            if (found := search(_content(cell), depth - 1)) is not None:
+                return found[0], [(function, place), *found[1]]
+        return None
+
+    forward = forward_of_class(cls)
+    return search(forward) or (forward, [])
+
+
+def rewrapped(function: object, wrappers: Wrappers) -> Any:
+    """`function` inside copies of the wrappers."""
+    for wrapper, place in reversed(wrappers):
+        closure = list(wrapper.__closure__ or ())
+        closure[place] = types.CellType(function)
+        function = types.FunctionType(
+            wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(closure)
+        )
+        function.__kwdefaults__ = wrapper.__kwdefaults__
+    return function
+
+
 def given_forward(module: nn.Module) -> object | None:
     """The forward that another node has put over that of the module's class, or None."""
     forward = module.__dict__.get("forward")
@@ -511,9 +547,15 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
 
 
 def contents_of(function: types.FunctionType) -> list[object]:
-    """The values in the closure; a variable that is not set yet has none."""
-    values = []
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):
-            values.append(cell.cell_contents)
-    return values
+    """The values in the closure, but of variables that are not set yet."""
+    return [value for cell in function.__closure__ or () if (value := _content(cell)) is not _UNSET]
+
+
+_UNSET = object()
+
+
+def _content(cell: types.CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return _UNSET

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ from ..channels_last import function_mode
 from ..failures.describe import Failure
 from ..log import logger
 from ..options.filter import OptionsFilter
+from ..ownership import forward_inside, rewrapped
 from ..settings import CompileSettings
 from .call_shapes import in_usual_layout, shapes_of
 from .compiled_code import BlockCode, first_call_lock
@@ -87,6 +89,27 @@ class BlockGroup:
         effort: Effort | None = None,
         may_begin: bool = True,
     ) -> object:
+        """Call `block`: what other packs have put around the forward of its class, and inside that the code."""
+        forward, wrappers = forward_inside(type(block))
+
+        def run(module: nn.Module, *args: object, **kwargs: object) -> object:
+            if module is not block:
+                return forward(module, *args, **kwargs)
+            return self._call(functools.partial(forward, block), block, state, call, args, kwargs, effort, may_begin)
+
+        return rewrapped(run, wrappers)(block, *args, **kwargs)
+
+    def _call(
+        self,
+        uncompiled: Callable,
+        block: nn.Module,
+        state: BlockState,
+        call: ModelCall,
+        args: tuple,
+        kwargs: dict,
+        effort: Effort | None,
+        may_begin: bool,
+    ) -> object:
         at = None
         all_options: Any = kwargs.get("transformer_options")
         if all_options is None and self._options_at is not None and len(args) >= self._options_at:
@@ -104,10 +127,10 @@ class BlockGroup:
                 call.put_off_trace()
             call.uncompiled |= reason is Eager.NOT_LAST
             if reason is not Eager.FAILED:
-                return type(block).forward(block, *args, **kwargs)
+                return uncompiled(*args, **kwargs)
             self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
-                return type(block).forward(block, *args, **kwargs)
+                return uncompiled(*args, **kwargs)
         with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])

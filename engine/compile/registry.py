@@ -17,7 +17,7 @@ from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..log import logger
 from ..options.filter import OptionsFilter
-from ..ownership import forward_of_class
+from ..ownership import forward_inside
 from ..per_model import PerModel
 from ..settings import CompileSettings
 from .compiled_code import BlockCode, free_unused
@@ -201,7 +201,7 @@ class ModelCode:
             code.reset_failure()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
-        forward = forward_of_class(type(block))
+        forward = forward_inside(type(block))[0]
         if not isinstance(forward, types.FunctionType):
             return None
         structure = structure_of(block)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..ownership import callables_of, codes_in, contents_of, given_forward, named_by
+from ..ownership import callables_of, codes_in, contents_of, forward_inside, given_forward, named_by
 from ..per_model import SameObjects
 from ..torch_settings import original
 
@@ -60,8 +60,10 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
     for cls in dict.fromkeys(map(type, modules)):
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
-                members = (getattr(member, "__func__", member) for member in vars(base).values())
-                functions += (member for member in members if isinstance(member, types.FunctionType))
+                members = {name: getattr(member, "__func__", member) for name, member in vars(base).items()}
+                if issubclass(type(block), base):  # what is around its forward runs outside of its graphs (`BlockGroup`)
+                    members["forward"] = forward_inside(base)[0]
+                functions += (member for member in members.values() if isinstance(member, types.FunctionType))
     # Only what the code names: a trainer keeps there, unnamed, the forward that it has replaced.
     attributes: dict[str, dict[int, object]] = {}
     for name, value in (entry for module in modules for entry in callables_of(module)):

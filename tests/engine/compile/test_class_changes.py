@@ -298,10 +298,10 @@ OBJECTS = {"a partial": lambda layer, factor: functools.partial(Scaled.__call__,
 @pytest.mark.parametrize("kind", OBJECTS)
 def test_layers_whose_forward_another_node_has_made_an_object_of_share_graphs(check, kind):
     """Another object for each layer, and for each prompt."""
-    net = Net()
+    net, graphs = Net(), set()
     for prompt in range(3):
         for block in net.blocks:
             block.inner.forward = OBJECTS[kind](block.inner, 0.5 + prompt)
-        graphs = check(net) if not prompt else graphs
-        assert check(net) == graphs
+        graphs |= {check(net), check(net)}
+    assert len(graphs) == 1
     assert not any(isinstance(block.inner.forward, types.MethodType) for block in net.blocks), "put back after each call"

@@ -3,6 +3,7 @@
 From outside: a model is sampled; looked at are its image, the report's counters and its notes.
 """
 
+import functools
 import itertools
 import logging
 import re
@@ -118,6 +119,32 @@ def test_blocks_of_a_kind_whose_last_one_is_skipped_are_compiled_all_the_same(fl
     flux.made()
     assert flux.graphs == 1 and flux.eager > 0
     assert relative_error(flux.run(compiled), expected) < 1e-5 and flux.eager == 0
+
+
+@pytest.mark.parametrize("compile_when", ["in background", "before first image"])
+def test_what_packs_have_put_around_the_forward_of_a_class_runs_around_its_code(flux, compile_when, monkeypatch):
+    noted, plain = [], flux.plain()
+
+    def noting(function, factor):
+        @functools.wraps(function)
+        def forward(self, *args, **kwargs):
+            noted.append(kwargs["transformer_options"]["sigmas"])
+            return function(self, *args, **kwargs) * factor
+
+        return forward
+
+    kind = layers.SingleStreamBlock
+    for factor in (1.1, 0.8):
+        monkeypatch.setattr(kind, "forward", noting(kind.forward, factor))
+    expected = flux.run(flux.patcher)
+    assert relative_error(expected, plain) > 1e-3
+    calls, compiled = len(noted), flux.attach(flux.patcher, compile_when=compile_when)
+    for run in (1, 2, 3):
+        assert relative_error(flux.run(compiled), expected) < 1e-5 and len(noted) == calls * (run + 1)
+        flux.made()
+    assert flux.graphs == 1 and not flux.failures
+    monkeypatch.undo()
+    assert relative_error(flux.run(compiled), plain) < 1e-5
 
 
 def test_a_patched_model_gets_code_around_the_patch_and_the_plain_one_keeps_its(flux):
