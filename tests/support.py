@@ -130,10 +130,9 @@ def lower_here(engine, name):
             graph, inputs, mode = wire.loads(described["graph"])
             with torch._inductor.config.patch(unsafe_marked_cacheable_functions=settings.cacheable_functions(graph)):
                 torch._functorch._aot_autograd.autograd_cache.check_cacheable(graph)  # else it could not be sent back
-            guards = wire.guards_on(inputs, mode)
             with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
-                code = torch._dynamo.lookup_backend(name)(graph, inputs)
-        return traced_graph.Lowered(code, guards())
+                code = torch._dynamo.lookup_backend(name)(graph, list(inputs))
+        return traced_graph.Lowered(code, wire.guards_of(inputs, mode))
 
     traced_graph.LOWERERS[name] = lower
 

@@ -115,21 +115,23 @@ class Lowering:
             graph, inputs, mode = self._wire.loads(request["graph"])
         except (ImportError, AttributeError) as error:
             raise self._wire.CannotTravel(f"the compile process does not find what it names ({error})") from error
-        guards, libraries = self._wire.guards_on(inputs, mode), _libraries()
+        libraries = _libraries()
         self.private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
         context = self.private.TracingContext(mode)
         self._settings.set_for_process(request["settings"])
         self.private.inductor_config.unsafe_marked_cacheable_functions = self._settings.cacheable_functions(graph)
         with self._backend.replacements(inputs):
             with self._settings.for_graph(request["settings"]), self.private.tracing(context):
-                code = self._backend.inductor(graph, inputs, options=request["options"])
+                code = self._backend.inductor(graph, list(inputs), options=request["options"])
             if not hasattr(code, "serialize"):
                 raise NotSerialisable("PyTorch gives no artefact for it")
             artefact = self.private.AOTCompiledArtifact(code).serialize()
         files = self._files_of(libraries)
         contents = [Path(_folder(), file).read_bytes() for file in files]
         listed = [[file, len(content)] for file, content in zip(files, contents, strict=True)]
-        return {"artefact": len(artefact), "guards": guards(), "files": listed}, b"".join([artefact, *contents])
+        return {"artefact": len(artefact), "guards": self._wire.guards_of(inputs, mode), "files": listed}, b"".join(
+            [artefact, *contents]
+        )
 
     def _files_of(self, before: set[str]) -> list[str]:
         """The libraries that a graph is loaded with. Those that tell what a CPU can are built with the first kernel."""

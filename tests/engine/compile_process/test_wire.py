@@ -698,10 +698,10 @@ def test_a_size_that_turned_out_to_be_constant_is_none_of_those_that_guards_are_
 
     made = request(engine, split, torch.randn(3, 40, 8), 8, dynamic=True)
     _graph, inputs, mode = wire.loads(json.loads(made.text)["graph"])
-    guards = wire.guards_on(inputs, mode)
     sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
     assert any(size > 20 for size in sizes)  # a guard as lowering adds one, on the tokens
-    assert made.sizes == (3, 40) and engine("compile_process.obtain").holds(guards(), made.sizes)
+    guards = wire.guards_of(inputs, mode)
+    assert made.sizes == (3, 40) and engine("compile_process.obtain").holds(guards, made.sizes)
 
 
 def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire):
@@ -718,7 +718,7 @@ def test_guards_of_the_operators_themselves_are_kept_with_the_code(engine, wire)
     whole, odd = (request(engine, function, torch.randn(3, 5, length), dynamic=True) for length in (256, 250))
     assert whole.key == odd.key
     _graph, inputs, mode = wire.loads(json.loads(whole.text)["graph"])
-    guards = wire.guards_on(inputs, mode)()
+    guards = wire.guards_of(inputs, mode)
     assert holds(guards, whole.sizes) and not holds(guards, odd.sizes)
 
 
