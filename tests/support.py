@@ -132,9 +132,15 @@ def lower_here(engine, name):
                 torch._functorch._aot_autograd.autograd_cache.check_cacheable(graph)  # else it could not be sent back
             with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
                 code = torch._dynamo.lookup_backend(name)(graph, list(inputs))
-        return traced_graph.Lowered(code, wire.guards_of(inputs, mode))
+        return code, engine("compile_process.client").Code(b"", wire.guards_of(inputs, mode))
 
     traced_graph.LOWERERS[name] = lower
+
+
+def without_compile_process(engine, patch):
+    """Have graphs be lowered in the call that traced them."""
+    client = engine("compile_process.client")
+    patch.setattr(client.compile_process, "refusal", client.Refusal(client.Unavailable, "it is not for this test"))
 
 
 class NoCompiler:

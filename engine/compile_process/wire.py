@@ -5,7 +5,7 @@ kept: nodes and inputs by number, not by the names that Dynamo gives them; sizes
 use, with range and hint; functions and classes by module and name, with a digest of the module's file if it is not PyTorch's:
 that code is traced into what is compiled. Nothing is pickled.
 
-`dumps` raises `CannotTravel` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
+`dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
 
 Attention goes over with its kernel (torch_compat/attention.py), and not what the graph says of the order of kernels.
@@ -39,15 +39,15 @@ ALIGNED_BYTES = 16
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
 
-class CannotTravel(Exception):
-    """Say what of a graph has no form for another process."""
+class LowerInline(Exception):
+    """Say why a graph must be lowered in the call that traced it: what of it has no form for another process, say."""
 
 
 def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
     """The graph and its inputs (fake tensors, SymInts and numbers, as Dynamo hands them to a backend) as an object of JSON.
 
     Raises:
-        CannotTravel: see the module.
+        LowerInline: see the module.
     """
     return _Writer(graph).request(fakes)
 
@@ -56,12 +56,12 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
     """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode.
 
     Raises:
-        CannotTravel: code that the graph names is not what it was where the graph was traced.
+        LowerInline: code that the graph names is not what it was where the graph was traced.
     """
     for module, digest in request["sources"].items():
         importlib.import_module(module)
         if digest_of(module) != digest:
-            raise CannotTravel(f"{module} was changed since ComfyUI was started")
+            raise LowerInline(f"{module} was changed since ComfyUI was started")
     return _Reader(request).graph()
 
 
@@ -133,7 +133,7 @@ class _Writer:
             return self._tensor(fake)
         if isinstance(fake, torch.SymInt | int) and not isinstance(fake, bool):
             return {"size": self._number(fake)}
-        raise CannotTravel(f"an input is a {type(fake).__name__}")
+        raise LowerInline(f"an input is a {type(fake).__name__}")
 
     def _tensor(self, fake: torch.Tensor) -> dict[str, Any]:
         if private.is_traceable_wrapper_subclass(fake):
@@ -146,7 +146,7 @@ class _Writer:
                 "stride": [self._number(n) for n in fake.stride()],
             }
         if fake.layout is not torch.strided or fake.is_nested or fake.is_quantized or fake.is_conj() or fake.is_neg():
-            raise CannotTravel(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
+            raise LowerInline(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
         return {
             "shape": [self._number(n) for n in fake.shape],
             "stride": [self._number(n) for n in fake.stride()],
@@ -171,7 +171,7 @@ class _Writer:
             return None
         number, dtype = self._storages.setdefault(address, (len(self._storages), fake.dtype))
         if dtype is not fake.dtype:
-            raise CannotTravel("it writes to inputs that share memory and have several dtypes")
+            raise LowerInline("it writes to inputs that share memory and have several dtypes")
         return number
 
     def _number(self, value: Any) -> Any:
@@ -190,7 +190,7 @@ class _Writer:
         shapes = seen_in.node.shape_env
         number = hint(seen_in) if seen_in.node.expr == symbol else hint(shapes.create_symintnode(symbol, hint=None))
         if number is None:
-            raise CannotTravel(f"the size {symbol} depends on data")
+            raise LowerInline(f"the size {symbol} depends on data")
         ours = private.sympy.Symbol(f"k{len(self._symbols)}", integer=True, positive=symbol.is_positive or None)
         limits = shapes.var_to_range[symbol]
         bounds = [int(limit) if limit.is_Integer else None for limit in (limits.lower, limits.upper)]
@@ -202,12 +202,12 @@ class _Writer:
         if node.op == "placeholder":
             return [node.op]
         if node.op == "call_module":
-            raise CannotTravel("it calls a module")
+            raise LowerInline("it calls a module")
         target: Any = node.target
         if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
-            raise CannotTravel("it holds a constant or a graph")
+            raise LowerInline("it holds a constant or a graph")
         if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is a number of this process
-            raise CannotTravel(f"it calls {node.target}, which PyTorch keeps in a table of its own")
+            raise LowerInline(f"it calls {node.target}, which PyTorch keeps in a table of its own")
         if node.op == "call_function":
             kernel = attention.kernel_for(node, self._kernels) if node.target in attention.FUNCTIONS else None
             target = self._name_of(node.target) if kernel is None else f"{_ATTENTION}.{kernel}"
@@ -373,7 +373,7 @@ def _described(expression: Any) -> Any:
     if expression.is_Symbol:
         return expression.name
     if not expression.args:
-        raise CannotTravel(f"a size is {expression}")
+        raise LowerInline(f"a size is {expression}")
     return [type(expression).__name__, *map(_described, expression.args)]
 
 
@@ -408,7 +408,7 @@ def name_of(named: Any) -> str:
             value = pkgutil.resolve_name(name)
             if value == named or getattr(value, "__wrapped__", None) is named:
                 return name
-    raise CannotTravel(f"it holds {repr(named)[:200]}, which cannot be found by a name")
+    raise LowerInline(f"it holds {repr(named)[:200]}, which cannot be found by a name")
 
 
 def _names_of(named: Any) -> Iterator[str]:

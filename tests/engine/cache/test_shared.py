@@ -316,8 +316,8 @@ def test_what_was_compiled_between_a_miss_and_the_claim_is_taken(configure, obta
     cache = configure(tmp_path / "volume")
     claim, content = cache.claim, process.lower("of another worker").packed({"class": "Block", "environment": {}})
     monkeypatch.setattr(cache, "claim", lambda name: cache.put(name, content) and claim(name))
-    obtained = obtain()
-    assert obtained.was_kept and obtained.code.artefact == b"of another worker" and process.lowered == 1
+    code = obtain()
+    assert code.was_kept and code.artefact == b"of another worker" and process.lowered == 1
     assert claim(NAME), "it was released"
 
 

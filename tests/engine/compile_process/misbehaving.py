@@ -1,10 +1,11 @@
 """What the compile process imports in these tests: an operator that, while a graph with it is lowered, does as a file tells.
 
-The tests write one order a line into FOLDER/orders, and each graph that is lowered takes the first; FOLDER is the process's
-argument. The operator is the tests' own in their process.
+The tests write one order a line into $ORDERS/orders, and each graph that is lowered takes the first. The operator is the
+tests' own in their process.
 """
 
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 main = sys.modules["__main__"]
-IS_COMPILE_PROCESS = hasattr(main, "Lowering") and hasattr(main, "PROTOCOL")
+IS_COMPILE_PROCESS = hasattr(main, "lowering_for")
 
 
 @torch.library.custom_op("torch_compile_kit_tests::told", mutates_args=())
@@ -41,7 +42,7 @@ class Told(torch.nn.Module):
 
 
 def next_order():
-    folder = Path(sys.argv[1])
+    folder = Path(os.environ["ORDERS"])
     first, _, rest = (folder / "orders").read_text().partition("\n")
     (folder / "orders").write_text(rest)
     return folder, first
@@ -136,10 +137,8 @@ ANSWERS = {
 if IS_COMPILE_PROCESS:
     written = main.write
     main.write = as_it_is
-    if (Path(sys.argv[1]) / "protocol").exists():
-        main.PROTOCOL += 1
-    if (Path(sys.argv[1]) / "renamed").exists():
-        private = sys.modules[f"{main.PACKAGE}.engine.torch_compat.private"]
+    if Path(os.environ["ORDERS"], "renamed").exists():
+        private = importlib.import_module(f"{main.PACKAGE}.engine.torch_compat.private")
         for name, entry in private.NAMES.items():
             if entry.without == private._IN_CALL:
                 private.NAMES[name] = dataclasses.replace(entry, path="torch:_renamed")

@@ -43,7 +43,7 @@ def process(engine, monkeypatch):
     """The compile process, to which cards are described; and what is asked of the driver is answered."""
     client, stand_in_card = engine("compile_process.client"), engine("torch_compat.stand_in_card")
     client.compile_process.stop()
-    client.compile_process.unavailable = None
+    client.compile_process.refusal = None
     cards = []
     monkeypatch.setattr(stand_in_card, "describe", lambda: cards)
     # What lowering_settings notes of the card of a graph.
@@ -51,7 +51,7 @@ def process(engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (cards[0]["major"], cards[0]["minor"]))
     yield client.compile_process, cards
     client.compile_process.stop()
-    client.compile_process.unavailable = None
+    client.compile_process.refusal = None
 
 
 class Block(nn.Module):
