@@ -126,8 +126,11 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
         code = compile_process.lower(request.text, patient, request.measures)
         if not holds(code.guards, request.sizes):
             raise LowerInline("the guards of its code do not hold for its own sizes")
-        if store is not None:
-            store.put(name, code.packed({"class": block, "environment": environment()}), others)
+        if store is not None:  # else it is not known which names others have given to code of this graph
+            content = code.packed({"class": block, "environment": environment()})
+            store.put(name, content)
+            if others is not None:
+                others.put(name, content)
         return replace(code, name=name)
     finally:
         if claimed and others is not None:

@@ -102,7 +102,7 @@ def prebuild(
         if any(group.code.entries for group in groups):
             models.append(code.title or type(network).__name__)
             structures.add(name_of(network))
-            store.remember(name_of(network), structure_record.ASKED, structure_record.YES)
+            store.remember(name_of(network), {structure_record.ASKED: structure_record.YES})
     if not lowering.names:
         raise PrebuildError("\n".join(["nothing was compiled.", *failures]))
     if out is not None:
