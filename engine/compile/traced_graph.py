@@ -39,7 +39,8 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..cache import code_store
 from ..compile_process import lowering_settings
-from ..compile_process.client import Code, Unavailable, compile_process
+from ..compile_process.artefact import Code
+from ..compile_process.client import Unavailable, compile_process
 from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
 from ..compile_process.wire import LowerInline
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed

@@ -5,8 +5,9 @@
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
    lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): it holds no weight, and takes no
    memory of the card. Only where kernels are measured, or it failed so, does a process see the cards.
-3. The answer is an artefact as PyTorch serialises it, the files that C++ kernels are loaded from, and the guards that hold
-   for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to lower it may work.
+3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
+   the guards that hold for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to
+   lower it may work.
 4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
 
 It ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr, which

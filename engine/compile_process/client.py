@@ -7,7 +7,6 @@ none can be started: then graphs are lowered in the call that traced them.
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import queue
@@ -24,14 +23,14 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from ..background.thread import Postponed, compiler
-from ..cache.code_store import header_of
-from ..cache.environment import cpu_digest, versions
+from ..cache.environment import versions
 from ..failures.describe import DescribedError
 from ..files import locked
 from ..log import logger
 from ..threads import started
 from ..torch_compat import stand_in_card
 from . import child
+from .artefact import Code
 from .wire import LowerInline
 
 # Without a sign of life: while the process starts (imports on a slow core, from a cold disk), and later (one that swaps).
@@ -42,8 +41,6 @@ LONGEST_SECONDS = 1800.0
 MOST_WORKERS = 8
 # Folders of servers that were killed go with the next start: nobody holds the lock in them. A younger one may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# How many processes a graph may cost.
-ATTEMPTS = 2
 # After a graph for which none has started, graphs that are not waited for stay uncompiled until one is tried again. After so
 # many such graphs in a row all graphs are lowered in the call that traced them until one is.
 BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
@@ -91,49 +88,6 @@ class Refusal:
     error: type[Exception]
     reason: str
     until: float = math.inf
-
-
-@dataclass(frozen=True)
-class Code:
-    """What the compile process made of a graph.
-
-    Args:
-        guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
-            the code fits all.
-        files: paths and contents of libraries that the artefact is loaded with.
-        cpu: for which the libraries were built, see `cpu_digest`.
-        name: of the entry in which it is kept.
-        was_kept: nothing was lowered for it.
-    """
-
-    artefact: bytes
-    guards: str | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-    cpu: str = field(default_factory=cpu_digest)
-    name: str | None = None
-    was_kept: bool = False
-
-    def packed(self, about: dict[str, Any]) -> bytes:
-        """As the content of an entry: a line of JSON, the artefact, the files."""
-        files = [[name, len(content)] for name, content in self.files.items()]
-        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files, "cpu": self.cpu}
-        return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])
-
-    @classmethod
-    def unpacked(cls, content: bytes) -> "Code":
-        """Raises ValueError, KeyError or TypeError for other content."""
-        header = header_of(content)
-        return cls.of_answer(header, content[content.index(b"\n") + 1 :])
-
-    @classmethod
-    def of_answer(cls, header: dict[str, Any], body: bytes) -> "Code":
-        at, files = header["artefact"], {}
-        for name, size in header["files"]:
-            files[name] = body[at : at + size]
-            at += size
-        if at != len(body):
-            raise ValueError("it is cut off")
-        return cls(body[: header["artefact"]], header["guards"], files, header.get("cpu") or cpu_digest())
 
 
 def folders(scratch: Path) -> dict[str, str]:
@@ -305,24 +259,22 @@ class CompileProcess:
         self.check(patient)
         failed: LoweringFailed | None = None
         with self._lock:
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    return self._ask(request, measures)
-                except LoweringFailed as error:
-                    if self._running is None or self._running.sees_cards or attempt == ATTEMPTS:
-                        raise
-                    failed, measures = error, True  # it may have asked a card what the stand-in does not answer
-                except Lost as error:
-                    if failed is not None:
-                        raise failed from error
-                    measures = True  # the next process does without the stand-in
-                    if attempt < ATTEMPTS:
-                        logger.warning("%s Another one is started.", error)
-                    else:
-                        if isinstance(error, NotStarted):
-                            self._count_unstarted(error, patient)
-                        raise
-            raise AssertionError("unreachable")
+            try:
+                return self._ask(request, measures)
+            except LoweringFailed as error:
+                if self._running is None or self._running.sees_cards:
+                    raise
+                failed = error  # it may have asked a card what the stand-in does not answer
+            except Lost as error:
+                logger.warning("%s Another one is started.", error)
+            try:
+                return self._ask(request, measures=True)  # without the stand-in
+            except Lost as error:
+                if failed is not None:
+                    raise failed from error
+                if isinstance(error, NotStarted):
+                    self._count_unstarted(error, patient)
+                raise
 
     def _count_unstarted(self, error: NotStarted, patient: bool) -> None:
         self._unstarted += 1
@@ -409,11 +361,11 @@ class CompileProcess:
             heard = time.monotonic()
 
     def _code(self, header: dict[str, Any], body: bytes) -> Code:
+        if "code" in header:
+            return Code.unpacked(body)
         if "inline" in header:
             raise LowerInline(header["inline"])
-        if "failure" in header:
-            raise LoweringFailed(*header["failure"])
-        return Code.of_answer(header, body)
+        raise LoweringFailed(*header["failure"])
 
     def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""

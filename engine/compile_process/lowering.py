@@ -9,6 +9,7 @@ from ..failures.describe import describe_failure
 from ..inductor import backend
 from ..torch_compat import private
 from . import lowering_settings, wire
+from .artefact import Code
 from .wire import LowerInline
 
 LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
@@ -53,9 +54,7 @@ def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
             raise LowerInline("PyTorch gives no artefact for it")
         artefact = private.AOTCompiledArtifact(code).serialize()
     files = {name: Path(_folder(), name).read_bytes() for name in _files_of_graph(before)}
-    listed = [[name, len(content)] for name, content in files.items()]
-    header = {"artefact": len(artefact), "guards": wire.guards_of(inputs, mode), "files": listed}
-    return header, b"".join([artefact, *files.values()])
+    return {"code": True}, Code(artefact, wire.guards_of(inputs, mode), files).packed({})
 
 
 def _files_of_graph(before: set[str]) -> list[str]:

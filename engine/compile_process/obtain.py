@@ -25,7 +25,8 @@ from ..threads import started, yielding
 from ..torch_compat import private
 from ..torch_settings import folder_scope
 from . import lowering_settings, wire
-from .client import Code, compile_process, folders
+from .artefact import Code
+from .client import compile_process, folders
 from .wire import LowerInline
 
 # Options for which lowering runs no kernel. Others come with a mode that tunes.

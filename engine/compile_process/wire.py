@@ -418,7 +418,7 @@ def _names_of(named: Any) -> Iterator[str]:
         # A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias.
         yield from (f"{module}:{name}.{named.__name__}" for name, value in outer.items() if isinstance(value, type))
     elif isinstance(named, _OF_TORCH):
-        yield str(named)
+        yield str(named).replace(".", ":")
     elif named is ...:
         yield "builtins.Ellipsis"
     elif isinstance(named, enum.Enum) or (type(named).__module__.startswith("torch") and hasattr(type(named), "__members__")):

@@ -33,7 +33,7 @@ from ...cache.structure import name_of
 from ...compile import traced_graph
 from ...compile.registry import live_models
 from ...compile_process import obtain, wire
-from ...compile_process.client import Code
+from ...compile_process.artefact import Code
 from ...errors import TorchCompileKitError
 from ...inductor import attention_kernels
 from ...notices.recompile_log import warming

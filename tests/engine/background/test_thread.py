@@ -179,7 +179,7 @@ def test_beside_seconds_of_python_others_get_their_turn_at_once(engine, monkeypa
     monkeypatch.setattr(obtain, "private", Looked())
     if what == "loading code":
         with pytest.raises(Looked):
-            obtain.load(engine("compile_process.client").Code(b""))
+            obtain.load(engine("compile_process.artefact").Code(b""))
     else:
         obtain._import()
     assert seen and max(seen) < before / 10 and sys.getswitchinterval() == before

@@ -86,7 +86,7 @@ obey.done = False
 
 def cut(stream, header, body=b""):
     """Of an answer the first half, and an end."""
-    if "artefact" not in header:
+    if "code" not in header:
         return as_it_is(stream, header, body)
     main.write = as_it_is
     middle = len(body) // 2
@@ -97,7 +97,7 @@ def cut(stream, header, body=b""):
 
 def changed(change):
     def write(stream, header, body=b""):
-        if "artefact" in header:
+        if "code" in header:
             main.write = as_it_is
             header, body = change(header, body)
         as_it_is(stream, header, body)
@@ -113,23 +113,32 @@ def as_it_is(stream, header, body=b""):
 
 def lengths(stream, header, body=b""):
     """Bytes that are no message."""
-    if "artefact" not in header:
+    if "code" not in header:
         return as_it_is(stream, header, body)
     stream.write(b"\xff" * 64)
     stream.flush()
     time.sleep(60)
 
 
+def changed_content(change):
+    def answer(header, body):
+        line, _, rest = body.partition(b"\n")
+        described, rest = change(main.json.loads(line), rest)
+        return header, main.json.dumps(described).encode() + b"\n" + rest
+
+    return changed(answer)
+
+
 ANSWERS = {
     "cut": cut,
     "lengths": lengths,
-    "lies": changed(lambda header, body: ({**header, "files": [["a.so", 10**9]]}, body)),
+    "lies": changed_content(lambda described, rest: ({**described, "files": [["a.so", 10**9]]}, rest)),
     "says nothing": changed(lambda header, body: ({"of": "another kind"}, body)),
-    "garbage": changed(lambda header, body: (header, bytes(len(body)))),
-    "leaves its folder": changed(
-        lambda header, body: (
-            {**header, "files": [["../outside.so", 4], *header["files"]]},
-            body[: header["artefact"]] + b"text" + body[header["artefact"] :],
+    "garbage": changed_content(lambda described, rest: (described, bytes(len(rest)))),
+    "leaves its folder": changed_content(
+        lambda described, rest: (
+            {**described, "files": [["../outside.so", 4], *described["files"]]},
+            rest[: described["artefact"]] + b"text" + rest[described["artefact"] :],
         )
     ),
 }
