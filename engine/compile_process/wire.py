@@ -416,7 +416,7 @@ def _names_of(named: Any) -> Iterator[str]:
         module, outer = named.__module__, vars(sys.modules.get(named.__module__, sys))
         yield from (f"{module}:{path}" for path in (named.__qualname__, named.__name__))
         # A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias.
-        yield from (f"{module}:{name}.{named.__name__}" for name, value in outer.items() if isinstance(value, type))
+        yield from [f"{module}:{name}.{named.__name__}" for name, value in list(outer.items()) if isinstance(value, type)]
     elif isinstance(named, _OF_TORCH):
         yield str(named).replace(".", ":")
     elif named is ...:
