@@ -16,7 +16,7 @@ A model call, from the node's wrapper to the kernel:
    it runs the code.
 7. `Compiler.submit` (background/thread.py) has the worker thread `obtain` the code (compile_process/obtain.py): from the store
    (cache/code_store.py), else from the compile process. Then `TracedGraph.lower` loads it and its kernels.
-8. In that process `Lowering.answer` (compile_process/child.py) reads the graph (wire.py), and `inductor` (inductor/backend.py)
+8. In that process `answer` (compile_process/lowering.py) reads the graph (wire.py), and `inductor` (inductor/backend.py)
    lowers it: the kernels of step 6.
 
 Modules in this folder import no room: settings, errors, values per model, switches of PyTorch. devtools/rooms.py has the

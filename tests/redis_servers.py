@@ -10,6 +10,9 @@ import time
 
 import pytest
 
+# What signs the entries of workers that share code.
+SECRET = "a secret of more than sixteen characters"
+
 
 def free_port():
     with socket.socket() as probe:

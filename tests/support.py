@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib.util
 import itertools
 import json
 import os
@@ -130,12 +131,25 @@ def lower_here(engine, name):
             graph, inputs, mode = wire.loads(described["graph"])
             with torch._inductor.config.patch(unsafe_marked_cacheable_functions=settings.cacheable_functions(graph)):
                 torch._functorch._aot_autograd.autograd_cache.check_cacheable(graph)  # else it could not be sent back
-            guards = wire.guards_on(inputs, mode)
             with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
-                code = torch._dynamo.lookup_backend(name)(graph, inputs)
-        return traced_graph.Lowered(code, guards())
+                code = torch._dynamo.lookup_backend(name)(graph, list(inputs))
+        return code, engine("compile_process.artefact").Code(b"", wire.guards_of(inputs, mode))
 
     traced_graph.LOWERERS[name] = lower
+
+
+def prebuild_command():
+    """prebuild.py, as a module."""
+    spec = importlib.util.spec_from_file_location("prebuild", ROOT / "prebuild.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def without_compile_process(engine, patch):
+    """Have graphs be lowered in the call that traced them."""
+    client = engine("compile_process.client")
+    patch.setattr(client.compile_process, "refusal", client.Refusal(client.Unavailable, "it is not for this test"))
 
 
 class NoCompiler:
@@ -149,7 +163,7 @@ class NoCompiler:
     """
 
     def __init__(self, engine, replace=setattr, seconds=0.0):
-        self._code, self._loads = engine("compile_process.client").Code, engine("compile_process.wire").loads
+        self._code, self._loads = engine("compile_process.artefact").Code, engine("compile_process.wire").loads
         self.lowered, self.loaded, self.seconds = 0, 0, seconds
         traced_graph = engine("compile.traced_graph")
         process = engine("compile_process.obtain").compile_process

@@ -45,6 +45,7 @@ class Job:
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
         is_kept: there is code for it on disk, which is read.
         is_queued: was queued once, and may be over.
+        attempts: that ran out of memory.
         due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
     """
 
@@ -169,7 +170,6 @@ class Compiler:
                 job = next((job for job in self._jobs if job.awaited or job.due <= time.monotonic()), None)
                 if job is not None:
                     self._jobs.remove(job)
-                    job.attempts += 1
                     return job
                 self._changed.wait(min(job.due for job in self._jobs) - time.monotonic())
             self._thread = None
@@ -185,6 +185,7 @@ class Compiler:
                     job.action()
         except Exception as error:
             no_memory = never_swallowed(error)
+            job.attempts += no_memory
             retries = isinstance(error, Postponed) or (no_memory and not job.awaited and job.attempts < ATTEMPTS)
             if no_memory and job.awaited:
                 job.error = error

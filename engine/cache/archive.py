@@ -10,7 +10,6 @@ The checks find damage and the wrong machine, not malice: what is in such a file
 import hashlib
 import json
 import os
-import re
 import stat
 import tempfile
 from collections.abc import Iterable
@@ -27,7 +26,6 @@ from .environment import environment
 # .safetensors stands for "no code inside".
 SUFFIX = ".tckcache"
 FORMAT = b"torch-compile-kit cache 6\n"
-_DIGEST = re.compile(rb"[0-9a-f]{64}")
 _UNREADABLE = ValueError, TypeError, LookupError, AttributeError, RecursionError
 
 
@@ -83,7 +81,7 @@ def _packed(header: dict[str, Any], entries: dict[str, bytes]) -> bytes:
     listed = [[name, len(content)] for name, content in entries.items()]
     text = json.dumps({**header, "entries": listed}).encode()
     data = b"".join([FORMAT, text, b"\n", *entries.values()])
-    return data + hashlib.sha256(data).hexdigest().encode()
+    return data + _digest(data)
 
 
 def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
@@ -107,7 +105,7 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
         if store.read(name) is None and not store.put(name, content):
             raise CacheFileError(f"{path.name} is not loaded: {store.folder} cannot be written; see the log.")
     for structure, choices in cache_file.choices.items():
-        store.add_choices(structure, choices | store.choices(structure))
+        store.remember(structure, choices | store.choices(structure))
     return cache_file
 
 
@@ -116,18 +114,19 @@ def _checked(path: Path, file: BinaryIO) -> bytes:
     if (who := _others_who_could_write(path, file)) is not None:
         cure = f"run: chown $(id -u) '{path}' && chmod go-w '{path}'"
         raise CacheFileError(f"{path} is not loaded: {who} could have written it. If it is as you have put it there, {cure}")
-    is_ours = file.read(len(FORMAT)) == FORMAT
-    file.seek(-min(64, file.seek(0, os.SEEK_END)), os.SEEK_END)
-    if not is_ours or not _DIGEST.fullmatch(file.read()):
+    if file.read(len(FORMAT)) != FORMAT:
         raise CacheFileError(
             f"{path.name} is no file of Save Compile Cache, of another version of it, or only a part of one. Copy it again, or "
             "choose another."
         )
-    file.seek(0)
-    data = memoryview(file.read())
-    if hashlib.sha256(data[:-64]).hexdigest().encode() != data[-64:]:
+    data = FORMAT + file.read()
+    if _digest(data[:-64]) != data[-64:]:
         raise CacheFileError(f"{path.name} is damaged: its sha256 is not the one at its end. Copy it again.")
-    return bytes(data[len(FORMAT) : -64])
+    return data[len(FORMAT) : -64]
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).hexdigest().encode()
 
 
 def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
@@ -146,9 +145,9 @@ def _others_who_could_write(path: Path, file: BinaryIO) -> str | None:
 
 def _parsed(name: str, data: bytes) -> CacheFile:
     header, at, entries = header_of(data), data.index(b"\n") + 1, {}
-    here, machine = environment(), header["environment"]
-    differing = [f"{key} is {here[key]} here, {str(machine.get(key))[:100]} in the file" for key in here]
-    if differing := [text for key, text in zip(here, differing, strict=True) if machine.get(key) != here[key]]:
+    there = {key: header["environment"].get(key) for key in environment()}
+    differing = [f"{k} is {v} here, {str(there[k])[:100]} in the file" for k, v in environment().items() if there[k] != v]
+    if differing:
         raise CacheFileError(f"{name} was made for another machine: {'; '.join(differing)}. Save one on a machine like this.")
     for entry, size in header["entries"]:
         if not NAME.fullmatch(entry):

@@ -26,15 +26,13 @@ from ..failures.describe import in_one_line
 from ..files import read_whole, remove_file, remove_leftovers, replace, status_of, write_whole
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
-from .shared import SharedCache, configured
+from .shared import configured
 from .stores import SIGNATURE_BYTES, signed, verified
 
 NAME = re.compile(r"[0-9a-f]{64}(-[1-9])?")
 STRUCTURE = re.compile(r"[0-9a-f]{12}")
 CODE, CHOICES = ".code", ".json"
 KEY_FILE = "signature.key"
-# The page asks for the sizes again and again.
-USAGE_SECONDS = 5
 # Entries that are looked at for whether there is code of these versions.
 LOOKED_AT = 8
 # A file of choices is read and written as a whole, by several threads.
@@ -53,8 +51,7 @@ class CodeStore:
     folder: Path
     limit: int
     key: bytes
-    _usage: dict[str, Any] = field(default_factory=dict)
-    _counted: float | None = None
+    _about: dict[str, dict[str, Any]] = field(default_factory=dict)
     _is_unwritable: bool = False
 
     def get(self, name: str) -> bytes | None:
@@ -67,21 +64,9 @@ class CodeStore:
     def has(self, name: str) -> bool:
         return self._file(name).exists()
 
-    def put(self, name: str, content: bytes, shared: SharedCache | None = None) -> bool:
-        """Keep an entry here and, if asked, where it is shared. What cannot be written is lost, and said once.
-
-        Returns:
-            Whether it was written here.
-        """
-        is_written = True
-        try:
-            write_whole(self._file(name), signed(self.key, name, content))
-        except OSError as error:
-            self._say_unwritable(error)
-            is_written = False
-        self._counted = None
-        if shared is not None:
-            shared.put(name, content)
+    def put(self, name: str, content: bytes) -> bool:
+        """Keep an entry; whether it was written. What cannot be is lost, and said once."""
+        is_written = self._write(self._file(name), signed(self.key, name, content))
         self.trim()
         return is_written
 
@@ -100,10 +85,15 @@ class CodeStore:
         remove_file(file)
         return None
 
-    def _say_unwritable(self, error: OSError) -> None:
-        if not self._is_unwritable:
-            self._is_unwritable = True
-            logger.warning("compiled code is not kept in %s: %s", self.folder, in_one_line(error))
+    def _write(self, file: Path, content: bytes) -> bool:
+        try:
+            write_whole(file, content)
+        except OSError as error:
+            if not self._is_unwritable:
+                self._is_unwritable = True
+                logger.warning("compiled code is not kept in %s: %s", self.folder, in_one_line(error))
+            return False
+        return True
 
     def _file(self, name: str) -> Path:
         return self.folder / f"{name}{CODE}"
@@ -115,15 +105,8 @@ class CodeStore:
         latest = time.time() + 3600
         return dict(sorted(entries.items(), key=lambda entry: (entry[1].st_mtime > latest, -entry[1].st_mtime)))
 
-    def recall(self, structure: str, choice: str) -> str | None:
-        """A choice that `remember` has kept, in this process or an earlier one."""
-        return self.choices(structure).get(choice)
-
-    def remember(self, structure: str, choice: str, value: str) -> None:
-        """Keep a choice on which the compiled code of a model depends; `structure`: see `structure.py`."""
-        self.add_choices(structure, {choice: value})
-
     def choices(self, structure: str) -> dict[str, str]:
+        """What `remember` has kept, in this process or an earlier one."""
         try:
             content = json.loads((self.folder / f"{structure}{CHOICES}").read_bytes())
         except (OSError, ValueError, RecursionError):
@@ -131,13 +114,11 @@ class CodeStore:
         items = content.items() if isinstance(content, dict) else ()
         return {name: value for name, value in items if isinstance(value, str)}
 
-    def add_choices(self, structure: str, choices: dict[str, str]) -> None:
+    def remember(self, structure: str, choices: dict[str, str]) -> None:
+        """Keep choices on which the compiled code of a model depends; `structure`: see `structure.py`."""
         file = self.folder / f"{structure}{CHOICES}"
         with _choices_lock:
-            try:
-                write_whole(file, json.dumps(self.choices(structure) | choices).encode())
-            except OSError as error:
-                self._say_unwritable(error)
+            self._write(file, json.dumps(self.choices(structure) | choices).encode())
 
     def about(self, name: str) -> dict[str, Any]:
         """What an entry says of itself: the class of the block, versions, device."""
@@ -168,7 +149,6 @@ class CodeStore:
             else:
                 kept += status.st_size
         if removed:
-            self._counted = None
             logger.info("compile cache: %d MiB removed, %d MiB kept in %s", removed >> 20, kept >> 20, self.folder)
         return removed
 
@@ -178,21 +158,17 @@ class CodeStore:
         choices = (file for file in self.folder.glob(f"*{CHOICES}") if STRUCTURE.fullmatch(file.stem))
         for file in (*map(self._file, self.entries()), *choices):
             remove_file(file)
-        self._counted = None
         return before - self.size()
 
     def usage(self) -> dict[str, Any]:
-        """Folder, sizes and entries for the page and for scripts; up to `USAGE_SECONDS` old."""
-        now = time.monotonic()
-        if self._counted is None or now - self._counted > USAGE_SECONDS:
-            entries = []
-            for name, status in self.entries().items():
-                about = self.about(name)
-                told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
-                entries.append({**about.get("environment", {}), **told})
-            self._usage = {"folder": str(self.folder), "bytes": sum(entry["bytes"] for entry in entries), "entries": entries}
-            self._counted = now
-        return {**self._usage, "limit": self.limit}
+        """Folder, sizes and entries for the page and for scripts, which ask again and again."""
+        entries = []
+        for name, status in self.entries().items():
+            about = self._about.get(name) or self._about.setdefault(name, self.about(name))
+            told = {"name": name, "bytes": status.st_size, "class": about.get("class")}
+            entries.append({**about.get("environment", {}), **told})
+        size = sum(entry["bytes"] for entry in entries)
+        return {"folder": str(self.folder), "bytes": size, "entries": entries, "limit": self.limit}
 
 
 def header_of(content: bytes) -> dict[str, Any]:

@@ -20,11 +20,11 @@ import hashlib
 import importlib.util
 import json
 import os
-import queue
 import stat
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,8 @@ class SharedCache:
         self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
         self._store: RedisStore | FolderStore | None = None
-        self._thread: threading.Thread | None = None
+        self._answer: Future[Any] = Future()  # to the last request
+        self._answer.set_result(None)
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
         self._asking = threading.Lock()
@@ -117,26 +118,22 @@ class SharedCache:
 
     def _within_limit(self, action: Callable[[], Any]) -> Any:
         """The result of `action`, on a thread of its own: the caller holds a lock that the sampler may wait for."""
-        if self._thread is not None and self._thread.is_alive():
+        if not self._answer.done():
             raise TimeoutError(errno.ETIMEDOUT, "an earlier request is not over")
-        results: queue.SimpleQueue[tuple[Any, Exception | None]] = queue.SimpleQueue()
+        answer: Future[Any] = Future()
 
         def run() -> None:
             try:
-                results.put((action(), None))
+                answer.set_result(action())
             except Exception as error:
-                results.put((None, error))
+                answer.set_exception(error)
 
-        self._thread = threading.Thread(target=run, name="torch-compile-kit shared cache", daemon=True)
-        self._thread.start()
-        try:
-            result, error = results.get(timeout=ANSWER_SECONDS)
-        except queue.Empty:
-            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS} s") from None
-        self._thread.join()
-        if error is not None:
-            raise error
-        return result
+        threading.Thread(target=run, name="torch-compile-kit shared cache", daemon=True).start()
+        self._answer = answer
+        wait([answer], ANSWER_SECONDS)
+        if not answer.done():
+            raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS} s")
+        return answer.result()
 
     def _connected(self) -> RedisStore | FolderStore:
         self._store = self._store or self._connect()
@@ -173,22 +170,15 @@ def configure(folder: Path) -> None:
     """
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
     with _Configured.lock:
-        _configure(where, folder)
-
-
-def _configure(where: tuple, folder: Path) -> None:
-    if where == _Configured.where:  # the log may have asked to write a file, or to close one to others
-        return
-    _Configured.where, _Configured.cache = where, None
-    try:
+        if where == _Configured.where:  # the log may have asked to write a file, or to close one to others
+            return
+        _Configured.where, _Configured.cache = where, None
         try:
-            place = _read(ADDRESS, folder).decode()
-            if place:
+            if place := _read(ADDRESS, folder).decode():
                 _Configured.cache = _cache_at(place, _read(KEY, folder), folder)
-        except (OSError, ValueError) as error:
-            raise SharedCacheOff(without_secrets(error)) from None
-    except SharedCacheOff as error:
-        logger.warning("the shared cache is off: %s", error)
+        except (SharedCacheOff, OSError, ValueError) as error:
+            reason = error if isinstance(error, SharedCacheOff) else without_secrets(error)
+            logger.warning("the shared cache is off: %s", reason)
 
 
 def _version_of(file: Path) -> tuple:

@@ -56,7 +56,7 @@ class RedisStore:
 
         self.refused: type[Exception] = redis.exceptions.ResponseError
         self._broken = redis.exceptions.ConnectionError, redis.exceptions.TimeoutError
-        self._claims: dict[str, str] = {}
+        self._worker = uuid.uuid4().hex
         limits = dict.fromkeys(("socket_timeout", "socket_connect_timeout"), LIMIT_SECONDS)
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
 
@@ -75,16 +75,12 @@ class RedisStore:
         self._ask(lambda client: client.set(name, entry, ex=KEPT_SECONDS))
 
     def claim(self, name: str) -> bool:
-        key, mine = f"{name}:claim", uuid.uuid4().hex
+        key, me = f"{name}:claim", self._worker
         # The first of two attempts may have claimed the name without an answer.
-        is_mine = self._ask(lambda c: c.set(key, mine, nx=True, ex=CLAIM_SECONDS) or c.get(key) == mine.encode())
-        if is_mine:
-            self._claims[name] = mine
-        return bool(is_mine)
+        return bool(self._ask(lambda c: c.set(key, me, nx=True, ex=CLAIM_SECONDS) or c.get(key) == me.encode()))
 
     def release(self, name: str) -> None:
-        mine = self._claims.pop(name, "")
-        self._ask(lambda client: client.eval(_RELEASE, 1, f"{name}:claim", mine))
+        self._ask(lambda client: client.eval(_RELEASE, 1, f"{name}:claim", self._worker))
 
 
 class FolderStore:
@@ -97,8 +93,7 @@ class FolderStore:
     refused: type[Exception] = OSError
 
     def __init__(self, place: str):
-        self._folder = Path(place, FOLDER)
-        self._claims: dict[str, str] = {}
+        self._folder, self._worker = Path(place, FOLDER), uuid.uuid4().hex
         self._folder.mkdir(parents=True, exist_ok=True)
         names = os.listdir(self._folder)
         if self._folder.resolve() != Path(place).resolve() / FOLDER or (names and MARKER not in names):
@@ -134,25 +129,24 @@ class FolderStore:
         write_whole(self._file(name), entry)
 
     def claim(self, name: str) -> bool:
-        claim, mine = self._file(name, "claim"), uuid.uuid4().hex
+        claim = self._file(name, "claim")
         for _ in range(2):
             try:
                 with claim.open("x") as file:
-                    file.write(mine)
+                    file.write(self._worker)
             except FileExistsError:
                 if is_over := self._now() - _written(claim) > CLAIM_SECONDS:
                     remove_file(claim)
                 else:
                     return False
             else:
-                self._claims[name] = mine
                 return True
         return is_over  # and cannot be removed
 
     def release(self, name: str) -> None:
-        claim, mine = self._file(name, "claim"), self._claims.pop(name, "")
+        claim = self._file(name, "claim")
         with contextlib.suppress(FileNotFoundError):
-            if claim.read_text() == mine:
+            if claim.read_text() == self._worker:
                 remove_file(claim)
 
 

@@ -29,7 +29,6 @@ import time
 import types
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -39,9 +38,10 @@ from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
 from ..cache import code_store
 from ..compile_process import lowering_settings
-from ..compile_process.client import LowerInline, Outdated, Unavailable, compile_process
-from ..compile_process.obtain import Obtained, Request, holds, import_ahead, load, obtain, request_for
-from ..compile_process.wire import CannotTravel
+from ..compile_process.artefact import Code
+from ..compile_process.client import Unavailable, compile_process
+from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
+from ..compile_process.wire import LowerInline
 from ..devices import gpu_locks, is_capturing
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
@@ -56,24 +56,9 @@ from .session import monitor, tracing_scope
 _inline_lock = threading.Lock()
 
 
-@dataclass(frozen=True)
-class Lowered:
-    """The code of a graph.
-
-    Args:
-        guards: see `compile_process.client.Code`.
-        name: of the entry in which it is kept.
-        was_kept: nothing was lowered for it.
-    """
-
-    run: Callable
-    guards: str | None = None
-    name: str | None = None
-    was_kept: bool = False
-
-
-# By backend, what makes the code of a request on the worker thread. Graphs of other backends are lowered in the call.
-LOWERERS: dict[str, Callable[[Request, str, bool], Lowered]] = {}
+# By backend, what makes the code of a request on the worker thread: a function, and what is known of it. Graphs of other
+# backends are lowered in the call.
+LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
 # Of memory that stays free beside the tensors on which kernels are tuned.
 MARGIN = 512 * 2**20
 # Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
@@ -105,7 +90,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
         lower = functools.partial(inductor, options=options) if name == "inductor" else private.lookup_backend(name)
         try:
             request = _request_for(name, live_owner, graph, example_inputs, options)
-        except (CannotTravel, private.MissingName) as error:
+        except (LowerInline, private.MissingName) as error:
             if name in LOWERERS and live_owner is not None:
                 live_owner.lowered_in_call(str(error))
             return lowered_inline(reference, graph, example_inputs, lower)
@@ -134,15 +119,12 @@ def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
 
 def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, options: dict) -> Request:
     if name not in LOWERERS:
-        raise CannotTravel("only inductor compiles next door")
+        raise LowerInline("only inductor compiles next door")
     if owner is not None and owner.must_be_inline is not None:
-        raise CannotTravel(owner.must_be_inline)
-    if compile_process.outdated is not None:
-        raise Outdated(compile_process.outdated)
-    if compile_process.unavailable is not None:
-        raise CannotTravel(compile_process.unavailable)
+        raise LowerInline(owner.must_be_inline)
+    compile_process.check()
     if _has_varying_numbers(graph, inputs):
-        raise CannotTravel("a number in it varies")
+        raise LowerInline("a number in it varies")
     fakes = fakes_of(graph, inputs)
     return request_for(graph, fakes, options, device_of(fakes))
 
@@ -181,27 +163,26 @@ def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lowe
     return run
 
 
-def _lower_with_inductor(request: Request, block: str, patient: bool) -> Lowered:
+def _lower_with_inductor(request: Request, block: str, patient: bool) -> tuple[Callable, Code]:
     importing = import_ahead()
-    obtained = obtain(request, block, patient)
+    code = obtain(request, block, patient)
     if importing.ident is not None:
         importing.join()
     try:
-        run = _loaded(request, obtained, block)
+        return _loaded(request, code, block), code
     except Exception as error:
-        if not obtained.was_kept or not _is_of_entry(error):
+        if not code.was_kept or not _is_of_entry(error):
             raise
         logger.warning("code of %s that was kept cannot be loaded (%s): it is compiled anew", block, in_one_line(error))
-        obtained = obtain(request, block, patient, obtained.name)
-        run = _loaded(request, obtained, block)
-    return Lowered(run, obtained.code.guards, obtained.name, obtained.was_kept)
+        code = obtain(request, block, patient, code.name)
+        return _loaded(request, code, block), code
 
 
-def _loaded(request: Request, obtained: Obtained, block: str) -> Callable:
+def _loaded(request: Request, code: Code, block: str) -> Callable:
     """The function of loaded code. Errors may pass, as a full disk or card does, of which PyTorch does not always tell."""
     try:
         with gpu_locks[request.device]:
-            return load(obtained.code)
+            return load(code)
     except Exception as error:
         if never_swallowed(error) or isinstance(error, private.MissingName | DescribedError):
             raise
@@ -333,19 +314,17 @@ class TracedGraph:
         assert job is not None
         began = time.perf_counter()
         try:
-            lowered = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
+            run, code = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
         except (LowerInline, private.MissingName) as error:
-            owner.lower_in_call(self.version, str(error))
-            return
-        except Unavailable:  # `_request_for` asks whether it still is
-            owner.lower_in_call(self.version)
+            for_good = None if isinstance(error, Unavailable) else str(error)  # `_request_for` asks whether it still is
+            owner.lower_in_call(self.version, for_good)
             return
         loaded = time.perf_counter()
         with gpu_locks[self._device]:
             if self._inputs is not None:
-                self._inputs.warm_up(lowered.run, cached)
-            self._holds, self._code = _size_check(lowered.guards, self._sizes_at), lowered.run
-        owner.count_lowered(loaded - began, int(lowered.was_kept), lowered.name)
+                self._inputs.warm_up(run, cached)
+            self._holds, self._code = _size_check(code.guards, self._sizes_at), run
+        owner.count_lowered(loaded - began, int(code.was_kept), code.name)
         seconds = loaded - began, time.perf_counter() - loaded
         logger.debug("%s: code after %.1f s, kernels loaded in %.1f s", owner.name, *seconds)
 

@@ -1,12 +1,13 @@
 """Lower graphs in this process, started by client.py: `python child.py`, with requests on stdin and answers on stdout.
 
 1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
-   tells PyTorch's version.
+   tells the versions of what lowers here (lowering.py).
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
    lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): it holds no weight, and takes no
    memory of the card. Only where kernels are measured, or it failed so, does a process see the cards.
-3. The answer is an artefact as PyTorch serialises it, the files that C++ kernels are loaded from, and the guards that hold
-   for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to lower it may work.
+3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
+   the guards that hold for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to
+   lower it may work.
 4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
 
 It ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr, which
@@ -22,17 +23,13 @@ import signal
 import struct
 import sys
 import threading
-import traceback
 import types
-from pathlib import Path
 from typing import Any, BinaryIO
 
-PROTOCOL = 1
 IDLE_SECONDS = 60.0
 ALIVE_SECONDS = 1.0
 HEADER = struct.Struct("<IQ")
 PACKAGE = "torch_compile_kit"
-LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
 
 
 def read(stream: BinaryIO) -> tuple[dict[str, Any], bytes] | None:
@@ -61,97 +58,24 @@ def write(stream: BinaryIO, header: dict[str, Any], body: bytes = b"") -> None:
     stream.flush()
 
 
-class Lowering:
-    """What lowers graphs here; imports PyTorch and the engine."""
+def engine(name: str) -> Any:
+    return importlib.import_module(f"{PACKAGE}.engine.{name}")
 
-    def __init__(self, hello: dict[str, Any]):
-        package = types.ModuleType(PACKAGE)
-        package.__path__ = [hello["pack"]]
-        sys.modules[PACKAGE] = package
-        import torch
 
-        self.torch = torch
-        if hello["cards"]:
-            self._of_engine("torch_compat.stand_in_card").stand_in(hello["cards"])
-        self._probes: set[str] = set()
-        private = self.private = self._of_engine("torch_compat.private")
-        for name in hello["modules"]:
-            try:
-                importlib.import_module(name)
-            except Exception as error:  # a graph that needs it says so
-                if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
-                    raise
-                sys.stderr.write(f"{name} cannot be imported: {error}\n")
-        private.switch("init_gpu_context")[1](lambda *_args: None)
-        self._settings = self._of_engine("compile_process.lowering_settings")
-        self._wire = self._of_engine("compile_process.wire")
-        self._describe = self._of_engine("failures.describe").describe_failure
-        self._backend = self._of_engine("inductor.backend")
-        self._settings.prepare_process()
-        private.maybe_warm_pool()
-        if private.compile_fx is None:  # for good: PyTorch's modules bear no second import
-            raise ImportError("PyTorch's compiler cannot be imported")
-
-    def versions(self) -> dict[str, str]:
-        """Of the code that is on disk now: ComfyUI may have been started before an update."""
-        return self._of_engine("cache.environment").versions()
-
-    def _of_engine(self, name: str) -> Any:
-        return importlib.import_module(f"{PACKAGE}.engine.{name}")
-
-    def answer(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+def lowering_for(hello: dict[str, Any]) -> Any:
+    """lowering.py, as a part of the pack; what registers by name what graphs hold is imported before."""
+    sys.modules[PACKAGE] = package = types.ModuleType(PACKAGE)
+    package.__path__ = [hello["pack"]]
+    if hello["cards"]:
+        engine("torch_compat.stand_in_card").stand_in(hello["cards"])
+    for name in hello["modules"]:
         try:
-            return self._lower(request)
-        except Exception as error:
-            traceback.print_exc()
-            name = type(error).__name__
-            if name in ("CannotTravel", "MissingName", "NotSerialisable", "BypassAOTAutogradCache", "BypassFxGraphCache"):
-                return {"inline": f"{name}: {error}"[:1500]}, b""
-            failure = self._describe("", error)
-            return {"failure": [failure.reason, failure.cure, failure.may_pass]}, b""
-
-    def _lower(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
-        try:
-            graph, inputs, mode = self._wire.loads(request["graph"])
-        except (ImportError, AttributeError) as error:
-            raise self._wire.CannotTravel(f"the compile process does not find what it names ({error})") from error
-        guards, libraries = self._wire.guards_on(inputs, mode), _libraries()
-        self.private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
-        context = self.private.TracingContext(mode)
-        self._settings.set_for_process(request["settings"])
-        self.private.inductor_config.unsafe_marked_cacheable_functions = self._settings.cacheable_functions(graph)
-        with self._backend.replacements(inputs):
-            with self._settings.for_graph(request["settings"]), self.private.tracing(context):
-                code = self._backend.inductor(graph, inputs, options=request["options"])
-            if not hasattr(code, "serialize"):
-                raise NotSerialisable("PyTorch gives no artefact for it")
-            artefact = self.private.AOTCompiledArtifact(code).serialize()
-        files = self._files_of(libraries)
-        contents = [Path(_folder(), file).read_bytes() for file in files]
-        listed = [[file, len(content)] for file, content in zip(files, contents, strict=True)]
-        return {"artefact": len(artefact), "guards": guards(), "files": listed}, b"".join([artefact, *contents])
-
-    def _files_of(self, before: set[str]) -> list[str]:
-        """The libraries that a graph is loaded with. Those that tell what a CPU can are built with the first kernel."""
-        kernels, now = set(self.private.cpp_kernels), _libraries()
-        new, own = now - before, {file for file in now if Path(file).name.partition(".")[0] in kernels}
-        if own:
-            self._probes |= {file for file in new - own if not file.startswith("triton/")}
-            own |= self._probes
-        return sorted(new | own)
-
-
-class NotSerialisable(Exception):
-    pass
-
-
-def _folder() -> Path:
-    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
-
-
-def _libraries() -> set[str]:
-    """Files that kernels for the CPU are loaded from, relative to inductor's folder."""
-    return {file.relative_to(_folder()).as_posix() for file in _folder().rglob("*") if file.suffix in LIBRARIES}
+            importlib.import_module(name)
+        except Exception as error:  # a graph that needs it says so
+            if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
+                raise
+            sys.stderr.write(f"{name} cannot be imported: {error}\n")
+    return engine("compile_process.lowering")
 
 
 def kill_group(pid: int) -> None:
@@ -200,12 +124,12 @@ def main() -> None:
     # Behind this Python's own: in ComfyUI PyTorch was imported before other packs put their folders first.
     of_python = [folder for folder in sys.path[1:] if folder]
     sys.path[:] = of_python + [folder for folder in hello[0]["path"] if folder not in of_python]
-    sys.argv[1:] = hello[0]["arguments"]
     for run in (listen, tell_alive):
         threading.Thread(target=run, daemon=True).start()
     works.set()
-    lowering = Lowering(hello[0])
-    answer({"ready": PROTOCOL, "versions": lowering.versions()})
+    lowering = lowering_for(hello[0])
+    lowering.prepare()
+    answer({"versions": engine("cache.environment").versions()})  # of the code that is on disk now: ComfyUI may be older
     while True:
         works.clear()
         try:

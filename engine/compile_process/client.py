@@ -7,7 +7,6 @@ none can be started: then graphs are lowered in the call that traced them.
 
 import contextlib
 import ctypes
-import json
 import math
 import os
 import queue
@@ -21,18 +20,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, NoReturn
+from typing import Any
 
 from ..background.thread import Postponed, compiler
-from ..cache.code_store import header_of
-from ..cache.environment import cpu_digest, versions
+from ..cache.environment import versions
 from ..failures.describe import DescribedError
 from ..files import locked
 from ..log import logger
 from ..threads import started
 from ..torch_compat import stand_in_card
 from . import child
-from .child import PROTOCOL
+from .artefact import Code
+from .wire import LowerInline
 
 # Without a sign of life: while the process starts (imports on a slow core, from a cold disk), and later (one that swaps).
 START_SECONDS, SILENT_SECONDS = 180.0, 60.0
@@ -42,15 +41,13 @@ LONGEST_SECONDS = 1800.0
 MOST_WORKERS = 8
 # Folders of servers that were killed go with the next start: nobody holds the lock in them. A younger one may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# How many processes a graph may cost.
-ATTEMPTS = 2
 # After a graph for which none has started, graphs that are not waited for stay uncompiled until one is tried again. After so
 # many such graphs in a row all graphs are lowered in the call that traced them until one is.
 BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
 
 
-class Unavailable(Exception):
-    """Say why no compile process can be started here."""
+class Unavailable(LowerInline):
+    """Say why no compile process can be started here; one may be, later."""
 
 
 class Lost(DescribedError):
@@ -79,47 +76,18 @@ class LoweringFailed(DescribedError):
     """A graph could not be lowered: the words of `describe_failure`, as the compile process found them."""
 
 
-class LowerInline(Exception):
-    """A graph has no artefact: it must be lowered in the call that traces it."""
-
-
 @dataclass(frozen=True)
-class Code:
-    """What the compile process made of a graph.
+class Refusal:
+    """Why no process is asked.
 
     Args:
-        guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
-            the code fits all.
-        files: paths and contents of libraries that the artefact is loaded with.
-        cpu: for which the libraries were built, see `cpu_digest`.
+        error: what a graph gets; only one that nobody waits for gets `Postponed`.
+        until: when one is tried again, by `time.monotonic`.
     """
 
-    artefact: bytes
-    guards: str | None = None
-    files: dict[str, bytes] = field(default_factory=dict)
-    cpu: str = field(default_factory=cpu_digest)
-
-    def packed(self, about: dict[str, Any]) -> bytes:
-        """As the content of an entry: a line of JSON, the artefact, the files."""
-        files = [[name, len(content)] for name, content in self.files.items()]
-        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files, "cpu": self.cpu}
-        return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])
-
-    @classmethod
-    def unpacked(cls, content: bytes) -> "Code":
-        """Raises ValueError, KeyError or TypeError for other content."""
-        header = header_of(content)
-        return cls.of_answer(header, content[content.index(b"\n") + 1 :])
-
-    @classmethod
-    def of_answer(cls, header: dict[str, Any], body: bytes) -> "Code":
-        at, files = header["artefact"], {}
-        for name, size in header["files"]:
-            files[name] = body[at : at + size]
-            at += size
-        if at != len(body):
-            raise ValueError("it is cut off")
-        return cls(body[: header["artefact"]], header["guards"], files, header.get("cpu") or cpu_digest())
+    error: type[Exception]
+    reason: str
+    until: float = math.inf
 
 
 def folders(scratch: Path) -> dict[str, str]:
@@ -214,37 +182,25 @@ class CompileProcess:
 
     Args:
         modules: modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
-        arguments: `sys.argv` there, which such modules read.
+        refusal: why none is asked at the moment, if so.
     """
 
     def __init__(self) -> None:
         self.modules: Callable[[], list[str]] = list
-        self.arguments: list[str] = []
         self.started = 0
-        self._reason: str | None = None  # why there is none, ...
-        self._until = math.inf  # ... and when one is tried again, by `time.monotonic`
-        self._is_outdated = False
+        self.refusal: Refusal | None = None
         self._unstarted = 0  # graphs in a row
-        self._not_before = 0.0  # when one is tried for a graph that is not waited for
         self._running: _Running | None = None
         self._lock = threading.Lock()
         self._making_scratch = threading.Lock()
         self._scratch: Path | None = None
         self._scratch_lock: Any = None
 
-    @property
-    def unavailable(self) -> str | None:
-        """Why no process is asked at the moment."""
-        return self._reason if time.monotonic() < self._until else None
-
-    @unavailable.setter
-    def unavailable(self, reason: str | None) -> None:
-        self._reason, self._until, self._is_outdated = reason, math.inf, False
-
-    @property
-    def outdated(self) -> str | None:
-        """What was updated on disk; code of the new version is not for the PyTorch that runs here."""
-        return self._reason if self._is_outdated else None
+    def check(self, patient: bool = False) -> None:
+        """Raise what a graph gets where no process is asked: `Outdated`, `Unavailable` or, if it is patient, `Postponed`."""
+        refusal = self.refusal
+        if refusal is not None and time.monotonic() < refusal.until and (patient or refusal.error is not Postponed):
+            raise refusal.error(refusal.reason)
 
     @property
     def pid(self) -> int | None:
@@ -270,16 +226,14 @@ class CompileProcess:
         if self._lock.acquire(blocking=False):  # else it is at work
             try:
                 self._ensure()
-            except NotStarted as error:  # a graph tries again
+            except (NotStarted, Unavailable, Outdated) as error:  # a graph tries again
                 logger.debug("%s", error)
-            except Unavailable as error:
-                self._give_up(str(error), math.inf)
             finally:
                 self._lock.release()
 
     def stop(self) -> None:
         """At exit, also while a graph is lowered."""
-        self.unavailable = "ComfyUI ends"
+        self.refusal = Refusal(Unavailable, "ComfyUI ends")
         running, self._running = self._running, None
         if running is not None and running.process.poll() is None:
             running.end()
@@ -302,42 +256,44 @@ class CompileProcess:
             LoweringFailed: the compiler refused the graph.
             LowerInline: PyTorch gives no artefact for it.
         """
-        if patient and time.monotonic() < self._not_before:
-            raise Postponed("the compile process does not start")
+        self.check(patient)
         failed: LoweringFailed | None = None
         with self._lock:
-            for attempt in range(1, ATTEMPTS + 1):
-                try:
-                    return self._ask(request, measures)
-                except LoweringFailed as error:
-                    if self._running is None or self._running.sees_cards or attempt == ATTEMPTS:
-                        raise
-                    failed, measures = error, True  # it may have asked a card what the stand-in does not answer
-                except Lost as error:
-                    if failed is not None:
-                        raise failed from error
-                    measures = True  # the next process does without the stand-in
-                    if attempt < ATTEMPTS:
-                        logger.warning("%s Another one is started.", error)
-                    elif isinstance(error, NotStarted):
-                        self._count_unstarted(error, patient)
-                    else:
-                        raise
-                except Unavailable as error:
-                    self._give_up(str(error), math.inf)
+            try:
+                return self._ask(request, measures)
+            except LoweringFailed as error:
+                if self._running is None or self._running.sees_cards:
                     raise
-            raise AssertionError
+                failed = error  # it may have asked a card what the stand-in does not answer
+            except Lost as error:
+                logger.warning("%s Another one is started.", error)
+            try:
+                return self._ask(request, measures=True)  # without the stand-in
+            except Lost as error:
+                if failed is not None:
+                    raise failed from error
+                if isinstance(error, NotStarted):
+                    self._count_unstarted(error, patient)
+                raise
 
-    def _count_unstarted(self, error: NotStarted, patient: bool) -> NoReturn:
+    def _count_unstarted(self, error: NotStarted, patient: bool) -> None:
         self._unstarted += 1
         if self._unstarted >= UNSTARTED_GRAPHS:
-            self._give_up(str(error), time.monotonic() + LONG_BACK_OFF_SECONDS)
-            raise Unavailable(str(error)) from error
-        self._not_before = time.monotonic() + BACK_OFF_SECONDS
+            self._give_up(str(error), LONG_BACK_OFF_SECONDS)
         if patient:
             logger.warning("%s Blocks run uncompiled, and one is started after %.0f s.", error, BACK_OFF_SECONDS)
-            raise Postponed(str(error)) from error
-        raise error
+        self._refuse(Postponed, str(error), BACK_OFF_SECONDS, patient)
+
+    def _give_up(self, reason: str, seconds: float) -> None:
+        again = "" if seconds == math.inf else f" It is tried again after {seconds:.0f} s."
+        logger.warning("code is compiled before the first image: %s%s", reason, again)
+        self._refuse(Unavailable, reason, seconds)
+
+    def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
+        """Ask no process for so long; raises as `check`."""
+        if self.refusal is None or self.refusal.until < math.inf:
+            self.refusal = Refusal(error, reason, time.monotonic() + seconds)
+        self.check(patient)
 
     def _ask(self, request: str, measures: bool) -> Code:
         while True:
@@ -349,12 +305,9 @@ class CompileProcess:
                 changed = [
                     f"{n} {old} to {there[n]}" for n, old in versions().items() if there.get(n, old) not in (old, "none")
                 ]
-                if answer is None or answer[0].get("ready") != PROTOCOL:
-                    changed = ["this pack"]
                 if changed:
                     self._end(running)
-                    self._reason, self._is_outdated = f"updated while ComfyUI runs: {', '.join(changed)}", True
-                    raise Outdated(self._reason)
+                    self._refuse(Outdated, f"updated while ComfyUI runs: {', '.join(changed)}")
                 running.is_ready, self._unstarted = True, 0
             self._send(running, {"lower": True}, request.encode())
             answer = self._answer(running, SILENT_SECONDS)
@@ -408,16 +361,15 @@ class CompileProcess:
             heard = time.monotonic()
 
     def _code(self, header: dict[str, Any], body: bytes) -> Code:
+        if "code" in header:
+            return Code.unpacked(body)
         if "inline" in header:
             raise LowerInline(header["inline"])
-        if "failure" in header:
-            raise LoweringFailed(*header["failure"])
-        return Code.of_answer(header, body)
+        raise LoweringFailed(*header["failure"])
 
     def _ensure(self, measures: bool = False) -> _Running:
         """The process that runs, or a new one."""
-        if (reason := self.unavailable) is not None:
-            raise Outdated(reason) if self._is_outdated else Unavailable(reason)
+        self.check()
         if self._running is not None and measures and not self._running.sees_cards:
             self._end(self._running)
         if self._running is None or self._running.process.poll() is not None:
@@ -426,7 +378,7 @@ class CompileProcess:
 
     def _start(self, measures: bool) -> _Running:
         if not os.path.basename(sys.executable or "").lower().startswith(("python", "pypy")):
-            raise Unavailable(f"{sys.executable or 'nothing'} is no Python that could be started once more")
+            self._give_up(f"{sys.executable or 'nothing'} is no Python that could be started once more", math.inf)
         workers = {
             "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, min(MOST_WORKERS, (os.cpu_count() or 2) // 2))),
             "TORCHINDUCTOR_WORKER_START": "fork",
@@ -466,18 +418,11 @@ class CompileProcess:
             "pack": str(Path(__file__).parents[2]),
             "path": [folder for folder in sys.path if isinstance(folder, str)],
             "modules": self.modules(),
-            "arguments": self.arguments,
             "cards": cards,
         }
         self._send(running, hello)
         self.started += 1
         return running
-
-    def _give_up(self, reason: str, until: float) -> None:
-        if self.unavailable is None:
-            self._reason, self._until = reason, until
-            again = "" if until == math.inf else f" It is tried again after {until - time.monotonic():.0f} s."
-            logger.warning("code is compiled before the first image: %s%s", reason, again)
 
 
 compile_process = CompileProcess()

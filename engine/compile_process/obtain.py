@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from ..threads import started, yielding
 from ..torch_compat import private
 from ..torch_settings import folder_scope
 from . import lowering_settings, wire
-from .client import Code, LowerInline, compile_process, folders
+from .artefact import Code
+from .client import compile_process, folders
+from .wire import LowerInline
 
 # Options for which lowering runs no kernel. Others come with a mode that tunes.
 NOT_MEASURED = {"fallback_random", "triton.cudagraphs"}
@@ -56,10 +58,10 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     """Called where the graph is traced.
 
     Raises:
-        wire.CannotTravel: what of the graph has no form for another process.
+        LowerInline: what of the graph has no form for another process.
     """
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
-        raise wire.CannotTravel("it has a backward")
+        raise LowerInline("it has a backward")
     described = wire.dumps(graph, fakes)
     if described["sources"] or any(map(_is_custom, graph.graph.nodes)):  # layouts are found by names that such modules register
         digests = {module: wire.digest_of(module) for module in compile_process.modules()}
@@ -70,7 +72,7 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     try:
         text, name = json.dumps(request), json.dumps(named, sort_keys=True)
     except TypeError as error:
-        raise wire.CannotTravel(f"its options are no text ({error})") from error
+        raise LowerInline(f"its options are no text ({error})") from error
     sizes = tuple(hint(fake) for fake in fakes if is_symbol(fake))
     tuning = (getattr(private.inductor_config, name, False) for name in ("max_autotune", "max_autotune_gemm"))
     measures = bool(options.keys() - NOT_MEASURED) or any(tuning)
@@ -92,16 +94,7 @@ def holds(guards: str | None, sizes: Sequence[int]) -> bool:
         return False
 
 
-@dataclass(frozen=True)
-class Obtained:
-    """Code, the name of its entry, and whether it was kept: nothing was lowered."""
-
-    code: Code
-    name: str
-    was_kept: bool
-
-
-def obtain(request: Request, block: str, patient: bool, distrusted: str | None = None) -> Obtained:
+def obtain(request: Request, block: str, patient: bool, distrusted: str | None = None) -> Code:
     """The code of a request.
 
     Args:
@@ -115,7 +108,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
     """
     store, others = code_store.current(), shared.configured()
     kept = _kept(store, request, distrusted)
-    if isinstance(kept, Obtained):
+    if isinstance(kept, Code):
         return kept
     name, claimed = kept, None
     try:
@@ -123,7 +116,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
             claimed = name if others.claim(name) else None
             if claimed and store is not None:
                 kept = _kept(store, request, distrusted)
-                if isinstance(kept, Obtained):
+                if isinstance(kept, Code):
                     return kept  # the worker that had the claim has compiled the graph meanwhile
                 name = kept
             if not claimed and patient:
@@ -134,15 +127,18 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
         code = compile_process.lower(request.text, patient, request.measures)
         if not holds(code.guards, request.sizes):
             raise LowerInline("the guards of its code do not hold for its own sizes")
-        if store is not None:
-            store.put(name, code.packed({"class": block, "environment": environment()}), others)
-        return Obtained(code, name, False)
+        if store is not None:  # else it is not known which names others have given to code of this graph
+            content = code.packed({"class": block, "environment": environment()})
+            store.put(name, content)
+            if others is not None:
+                others.put(name, content)
+        return replace(code, name=name)
     finally:
         if claimed and others is not None:
             others.release(claimed)
 
 
-def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str | None) -> Obtained | str:
+def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str | None) -> Code | str:
     """The code that is kept and holds for the request's sizes, else the name under which such code is to be kept."""
     for number in range(VARIANTS):
         name = f"{request.key}-{number}" if number else request.key
@@ -156,7 +152,7 @@ def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str 
             break
         is_for_this_cpu = not code.files or code.cpu == cpu_digest()
         if is_for_this_cpu and holds(code.guards, request.sizes):
-            return Obtained(code, name, True)
+            return replace(code, name=name, was_kept=True)
     return name
 
 

@@ -5,7 +5,7 @@ kept: nodes and inputs by number, not by the names that Dynamo gives them; sizes
 use, with range and hint; functions and classes by module and name, with a digest of the module's file if it is not PyTorch's:
 that code is traced into what is compiled. Nothing is pickled.
 
-`dumps` raises `CannotTravel` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
+`dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
 
 Attention goes over with its kernel (torch_compat/attention.py), and not what the graph says of the order of kernels.
@@ -13,15 +13,14 @@ Attention goes over with its kernel (torch_compat/attention.py), and not what th
 
 from __future__ import annotations
 
-import builtins
 import enum
 import functools
 import hashlib
 import importlib
-import math
-import operator
+import pkgutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,6 @@ from ..out_of_place import written_by
 from ..tensor_spec import hint
 from ..torch_compat import attention, private
 
-_ROOTS = {"torch": torch, "operator": operator, "math": math, "builtins": builtins}
 # The first part of the name of an attention kernel.
 _ATTENTION = "attention"
 _VERSIONED = {"torch", *sys.stdlib_module_names}
@@ -41,15 +39,15 @@ ALIGNED_BYTES = 16
 _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
 
-class CannotTravel(Exception):
-    """Say what of a graph has no form for another process."""
+class LowerInline(Exception):
+    """Say why a graph must be lowered in the call that traced it: what of it has no form for another process, say."""
 
 
 def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
     """The graph and its inputs (fake tensors, SymInts and numbers, as Dynamo hands them to a backend) as an object of JSON.
 
     Raises:
-        CannotTravel: see the module.
+        LowerInline: see the module.
     """
     return _Writer(graph).request(fakes)
 
@@ -58,29 +56,23 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
     """The graph, with an `example_value` on each node, its fake inputs, and their FakeTensorMode.
 
     Raises:
-        CannotTravel: code that the graph names is not what it was where the graph was traced.
+        LowerInline: code that the graph names is not what it was where the graph was traced.
     """
     for module, digest in request["sources"].items():
         importlib.import_module(module)
         if digest_of(module) != digest:
-            raise CannotTravel(f"{module} was changed since ComfyUI was started")
+            raise LowerInline(f"{module} was changed since ComfyUI was started")
     return _Reader(request).graph()
 
 
-def guards_on(inputs: Sequence[Any], mode: Any) -> Callable[[], str | None]:
-    """Called before a graph of `loads` is lowered: a function that tells, afterwards, which guards its code needs.
+def guards_of(inputs: Sequence[Any], mode: Any) -> str | None:
+    """The guards that code needs which was lowered for inputs of `loads`, for `ShapeEnv.evaluate_guards_expression`.
 
-    Also those that held before: they hold where the graph was traced, but the code is kept for other traces of the same text,
-    whose sizes may differ. `ShapeEnv.evaluate_guards_expression` takes the sizes that are inputs, those of now: some may turn
-    out to be constant.
+    Also those that held before lowering: they hold where the graph was traced, but the code is kept for other traces of the
+    same text, whose sizes may differ.
     """
-    sizes = [value for value in inputs if isinstance(value, torch.SymInt)]
-
-    def expression() -> str | None:
-        guards = mode.shape_env.guards
-        return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
-
-    return expression
+    guards, sizes = mode.shape_env.guards, [value for value in inputs if isinstance(value, torch.SymInt)]
+    return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
 
 
 def _written_by(graph: fx.Graph) -> set[int] | None:
@@ -130,19 +122,18 @@ class _Writer:
         sources = dict(sorted(self._sources.items()))
         return {"inputs": inputs, "symbols": self._described, "nodes": nodes, "sources": sources}
 
-    def _name_of(self, named: Any) -> Any:
-        """The name of a function or class; the digest of its file is noted."""
-        name = name_of_class(named) if isinstance(named, type) else name_of_function(named)
+    def _name_of(self, named: Any) -> str:
+        """Its name; the digest of the file that it comes from is noted."""
         if (digest := digest_of(getattr(named, "__module__", None))) is not None:
             self._sources[named.__module__] = digest
-        return name
+        return name_of(named)
 
     def _input(self, fake: Any) -> Any:
         if isinstance(fake, torch.Tensor):
             return self._tensor(fake)
         if isinstance(fake, torch.SymInt | int) and not isinstance(fake, bool):
-            return {"int": self._number(fake)}
-        raise CannotTravel(f"an input is a {type(fake).__name__}")
+            return {"size": self._number(fake)}
+        raise LowerInline(f"an input is a {type(fake).__name__}")
 
     def _tensor(self, fake: torch.Tensor) -> dict[str, Any]:
         if private.is_traceable_wrapper_subclass(fake):
@@ -155,7 +146,7 @@ class _Writer:
                 "stride": [self._number(n) for n in fake.stride()],
             }
         if fake.layout is not torch.strided or fake.is_nested or fake.is_quantized or fake.is_conj() or fake.is_neg():
-            raise CannotTravel(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
+            raise LowerInline(f"an input is a tensor of layout {fake.layout}, nested, quantized, conjugate or negated")
         return {
             "shape": [self._number(n) for n in fake.shape],
             "stride": [self._number(n) for n in fake.stride()],
@@ -180,7 +171,7 @@ class _Writer:
             return None
         number, dtype = self._storages.setdefault(address, (len(self._storages), fake.dtype))
         if dtype is not fake.dtype:
-            raise CannotTravel("it writes to inputs that share memory and have several dtypes")
+            raise LowerInline("it writes to inputs that share memory and have several dtypes")
         return number
 
     def _number(self, value: Any) -> Any:
@@ -199,7 +190,7 @@ class _Writer:
         shapes = seen_in.node.shape_env
         number = hint(seen_in) if seen_in.node.expr == symbol else hint(shapes.create_symintnode(symbol, hint=None))
         if number is None:
-            raise CannotTravel(f"the size {symbol} depends on data")
+            raise LowerInline(f"the size {symbol} depends on data")
         ours = private.sympy.Symbol(f"k{len(self._symbols)}", integer=True, positive=symbol.is_positive or None)
         limits = shapes.var_to_range[symbol]
         bounds = [int(limit) if limit.is_Integer else None for limit in (limits.lower, limits.upper)]
@@ -211,12 +202,12 @@ class _Writer:
         if node.op == "placeholder":
             return [node.op]
         if node.op == "call_module":
-            raise CannotTravel("it calls a module")
+            raise LowerInline("it calls a module")
         target: Any = node.target
         if node.op == "get_attr":  # PyTorch's artefact would lack it; Dynamo makes inputs of nearly all
-            raise CannotTravel("it holds a constant or a graph")
+            raise LowerInline("it holds a constant or a graph")
         if isinstance(node.target, private.HigherOrderOperator):  # a user's Triton kernel is a number of this process
-            raise CannotTravel(f"it calls {node.target}, which PyTorch keeps in a table of its own")
+            raise LowerInline(f"it calls {node.target}, which PyTorch keeps in a table of its own")
         if node.op == "call_function":
             kernel = attention.kernel_for(node, self._kernels) if node.target in attention.FUNCTIONS else None
             target = self._name_of(node.target) if kernel is None else f"{_ATTENTION}.{kernel}"
@@ -237,39 +228,30 @@ class _Writer:
 
     def _value(self, value: Any) -> Any:
         """An argument: JSON's own values as they are, others as {kind: ...}."""
-        if value is None or type(value) in (bool, str):
+        if value is None or type(value) in (bool, int, str):
             return value
         if isinstance(value, fx.Node):
             return {"node": self._numbers[value]}
         if isinstance(value, torch.SymInt):
-            return {"int": self._number(value)}
-        if type(value) is int:
-            return value
-        if type(value) in (float, complex):
-            return {type(value).__name__: repr(value)}
-        if isinstance(value, tuple) and hasattr(value, "_fields"):
-            return {"named": self._name_of(type(value)), "of": [self._value(item) for item in value]}
-        if isinstance(value, tuple):  # torch.Size as well
-            return {"tuple": [self._value(item) for item in value]}
+            return {"size": self._number(value)}
         if isinstance(value, list):
             return [self._value(item) for item in value]
         if isinstance(value, dict):
             return {"dict": [[self._value(key), self._value(item)] for key, item in value.items()]}
-        if isinstance(value, slice):
-            return {"slice": [self._value(part) for part in (value.start, value.stop, value.step)]}
-        if isinstance(value, _OF_TORCH):
-            return {"torch": str(value).removeprefix("torch.")}
-        if isinstance(value, torch.device):
-            return {"device": str(value)}
-        if value is ...:
-            return {"ellipsis": 0}
-        if isinstance(value, enum.Enum) or (type(value).__module__.startswith("torch") and hasattr(type(value), "__members__")):
-            return {"member": value.name, "of": self._name_of(type(value))}
-        if isinstance(value, type):
-            return {"class": self._name_of(value)}
-        if callable(value):
-            return {"function": self._name_of(value)}
-        raise CannotTravel(f"an argument is a {type(value).__name__}")
+        if isinstance(value, tuple) and not hasattr(value, "_fields"):  # torch.Size as well
+            return {"tuple": [self._value(item) for item in value]}
+        if (arguments := _arguments_of(value)) is not None:
+            return {self._name_of(type(value)): self._value(arguments)}
+        return {"name": self._name_of(value)}
+
+
+def _arguments_of(value: Any) -> list | None:
+    """What a class makes a value of; None: it has a name instead."""
+    if isinstance(value, tuple):  # a named one
+        return list(value)
+    if isinstance(value, slice):
+        return [value.start, value.stop, value.step]
+    return [str(value)] if type(value) in (float, complex, torch.device) else None
 
 
 class _Reader:
@@ -295,7 +277,8 @@ class _Reader:
                 target, args, kwargs = rest
                 args, kwargs = self._value(args), self._value(kwargs)
                 if op == "call_function":
-                    target = _find(target)
+                    root, _, kernel = target.partition(".")
+                    target = attention.KERNELS[kernel] if root == _ATTENTION else pkgutil.resolve_name(target)
                 node = graph.output(args[0]) if op == "output" else graph.create_node(op, target, args, kwargs)
             self._nodes.append(node)
         module = fx.GraphModule(torch.nn.Module(), graph)
@@ -322,15 +305,15 @@ class _Reader:
         return self._shapes.create_symintnode(expression, hint=int(number))
 
     def _input(self, described: dict[str, Any]) -> Any:
-        return self._number(described["int"]) if "int" in described else self._tensor(described)
+        return self._number(described["size"]) if "size" in described else self._tensor(described)
 
     def _tensor(self, described: dict[str, Any]) -> torch.Tensor:
         shape, stride = ([self._number(n) for n in described[key]] for key in ("shape", "stride"))
         if "wrapper" in described:
             inner = {name: self._tensor(part) for name, part in described["inner"]}
-            cls: Any = find_class(described["wrapper"])
+            cls: Any = pkgutil.resolve_name(described["wrapper"])
             return cls.__tensor_unflatten__(inner, self._value(described["context"]), tuple(shape), tuple(stride))
-        kind: dict[str, Any] = {"dtype": _of_torch(described["dtype"]), "device": torch.device(described["device"])}
+        kind = _kind_of(described)
         offset, memory = self._number(described["offset"]), described["memory"]
         if memory in self._bases:
             return self._bases[memory].as_strided(shape, stride, offset)
@@ -351,32 +334,24 @@ class _Reader:
                 inside.setdefault(described["memory"], []).append(described)
         for memory, tensors in inside.items():
             if len(tensors) > 1:
-                kind: dict[str, Any] = {"dtype": _of_torch(tensors[0]["dtype"]), "device": torch.device(tensors[0]["device"])}
-                self._bases[memory] = torch.empty(sum(map(self._end, tensors)), **kind)
+                self._bases[memory] = torch.empty(sum(map(self._end, tensors)), **_kind_of(tensors[0]))
 
     def _value(self, value: Any) -> Any:
         if isinstance(value, list):
             return [self._value(item) for item in value]
         if not isinstance(value, dict):
             return value
-        (kind, content), *more = value.items()
-        made: Callable[[], Any] = {
-            "node": lambda: self._nodes[content],
-            "int": lambda: self._number(content),
-            "float": lambda: float(content),
-            "complex": lambda: complex(content),
-            "named": lambda: find_class(content)(*self._value(more[0][1])),
-            "tuple": lambda: tuple(self._value(content)),
-            "dict": lambda: {self._value(key): self._value(item) for key, item in content},
-            "slice": lambda: slice(*self._value(content)),
-            "torch": lambda: _of_torch(content),
-            "device": lambda: torch.device(content),
-            "ellipsis": lambda: ...,
-            "member": lambda: getattr(find_class(more[0][1]), content),
-            "class": lambda: find_class(content),
-            "function": lambda: find_function(content),
-        }[kind]
-        return made()
+        ((kind, content),) = value.items()
+        if kind == "node":
+            return self._nodes[content]
+        if kind == "size":
+            return self._number(content)
+        if kind == "name":
+            return pkgutil.resolve_name(content)
+        content = self._value(content)
+        if kind == "dict":
+            return dict(content)
+        return tuple(content) if kind == "tuple" else pkgutil.resolve_name(kind)(*content)
 
     def _note_values(self, module: fx.GraphModule, inputs: list[Any]) -> None:
         """Put on each node what it makes, as Dynamo does: without it AOTAutograd takes calls of methods for unsafe to keep."""
@@ -398,7 +373,7 @@ def _described(expression: Any) -> Any:
     if expression.is_Symbol:
         return expression.name
     if not expression.args:
-        raise CannotTravel(f"a size is {expression}")
+        raise LowerInline(f"a size is {expression}")
     return [type(expression).__name__, *map(_described, expression.args)]
 
 
@@ -409,8 +384,8 @@ def _expression(described: Any, symbols: dict[str, Any]) -> Any:
     return private.sympy.Integer(described) if isinstance(described, int) else private.sympy.sympify(symbols[described])
 
 
-def _of_torch(name: str) -> Any:
-    return getattr(torch, name.removeprefix("torch."))
+def _kind_of(described: dict[str, Any]) -> dict[str, Any]:
+    return {"dtype": pkgutil.resolve_name(described["dtype"]), "device": torch.device(described["device"])}
 
 
 @functools.cache
@@ -426,55 +401,29 @@ def digest_of(module: str | None) -> str | None:
         return None
 
 
-def name_of_function(function: Any) -> str:
-    """The name under which `find_function` finds a function; an operator as `torch.ops.NAMESPACE.NAME.OVERLOAD`."""
-    name = private.pretty_print_target(function).removeprefix("_")
-    if "." not in name:
-        name = f"builtins.{name}"
-    try:
-        same = find_function(name)
-    except (AttributeError, ImportError):
-        same = None
-    if same is not function and getattr(same, "__wrapped__", None) is not function:
-        raise CannotTravel(f"it calls {name}, which cannot be found by that name")
-    return name
+def name_of(named: Any) -> str:
+    """The name under which `pkgutil.resolve_name` finds a function, a class or a constant, here and in another process."""
+    for name in _names_of(named):
+        with suppress(AttributeError, ImportError, ValueError):
+            value = pkgutil.resolve_name(name)
+            if value == named or getattr(value, "__wrapped__", None) is named:
+                return name
+    raise LowerInline(f"it holds {repr(named)[:200]}, which cannot be found by a name")
 
 
-def _find(target: Any) -> Any:
-    root, _, kernel = target.partition(".") if isinstance(target, str) else ("", "", "")
-    if root == _ATTENTION:
-        return attention.KERNELS[kernel]
-    return find_class(target) if isinstance(target, list) else find_function(target)
-
-
-def find_function(name: str) -> Any:
-    """Raises ImportError or AttributeError where there is none."""
-    root, _, rest = name.partition(".")
-    value: Any = _ROOTS.get(root) or importlib.import_module(root)
-    path = root
-    for part in rest.split("."):
-        path = f"{path}.{part}"
-        if not hasattr(value, part) and isinstance(value, type(sys)) and not path.startswith("torch.ops"):
-            importlib.import_module(path)
-        value = getattr(value, part)
-    return value
-
-
-def name_of_class(cls: type) -> list[str]:
-    """[module, name in it]. A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias."""
-    module = sys.modules.get(cls.__module__)
-    outer = [f"{name}.{cls.__name__}" for name, value in vars(module).items() if isinstance(value, type)] if module else []
-    for path in (cls.__qualname__, cls.__name__, *outer):
-        try:
-            if find_class([cls.__module__, path]) is cls:
-                return [cls.__module__, path]
-        except (AttributeError, ImportError):
-            continue
-    raise CannotTravel(f"it holds the class {cls.__qualname__}, which cannot be found by that name")
-
-
-def find_class(name: list[str]) -> Any:
-    value: Any = importlib.import_module(name[0])
-    for part in name[1].split("."):
-        value = getattr(value, part)
-    return value
+def _names_of(named: Any) -> Iterator[str]:
+    if isinstance(named, type):
+        module, outer = named.__module__, vars(sys.modules.get(named.__module__, sys))
+        yield from (f"{module}:{path}" for path in (named.__qualname__, named.__name__))
+        # A dataclass made anew for slots lost the name of the class around it; SDPBackend is an alias.
+        yield from [f"{module}:{name}.{named.__name__}" for name, value in list(outer.items()) if isinstance(value, type)]
+    elif isinstance(named, _OF_TORCH):
+        yield str(named).replace(".", ":")
+    elif named is ...:
+        yield "builtins.Ellipsis"
+    elif isinstance(named, enum.Enum) or (type(named).__module__.startswith("torch") and hasattr(type(named), "__members__")):
+        yield from (f"{name}.{named.name}" for name in _names_of(type(named)))
+    elif callable(named):
+        name = private.pretty_print_target(named).removeprefix("_")
+        # The loader of modules would take `torch.ops` for a package.
+        yield name.replace("torch.ops.", "torch:ops.") if "." in name else f"builtins.{name}"

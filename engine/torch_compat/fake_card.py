@@ -69,12 +69,10 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # one function is put in the place of another
-        stand_in([card])
+        stand_in([card], functools.partial(_fake, mode))
         for name, answer in answers.items():
             setattr(torch.cuda, name, functools.partial(answer))
         torch.cuda.Stream, torch.nn.Module._apply = _Stream, _apply
-        for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
-            _aten.impl(name, functools.partial(_fake, mode, make), "CUDA", allow_override=True)
         _aten.impl("scaled_dot_product_attention", _attend, "AutogradCUDA", allow_override=True)
     torch._C._set_only_lift_cpu_tensors(True)  # `torch.tensor` would copy where no fake tensor sees it
     torch.ops.aten.scaled_dot_product_attention.default.py_impl(torch._C.DispatchKey.CompositeImplicitAutograd)(_attend)
@@ -82,9 +80,9 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
     return mode
 
 
-def _fake(mode: FakeTensorMode, make: Callable, size: Any, *strides: Any, dtype=None, memory_format=None, **_kwargs: Any):
+def _fake(mode: FakeTensorMode, empty: Callable, size: Any, *strides: Any, dtype=None, memory_format=None, **_kwargs: Any):
     layout = {} if memory_format is None else {"memory_format": memory_format}
-    return FakeTensor(mode, make(size, *strides, dtype=dtype, device="meta", **layout), CARD)
+    return FakeTensor(mode, empty(size, *strides, dtype=dtype, device="meta", **layout), CARD)
 
 
 def _apply(self, fn, recurse=True):

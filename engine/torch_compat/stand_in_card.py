@@ -8,6 +8,7 @@ where the cards are. Nothing can be launched, so nothing can be measured. Consta
 import functools
 import math
 import struct
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -32,11 +33,12 @@ def _described(card: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if isinstance(value, int | str)}
 
 
-def stand_in(cards: list[dict[str, Any]]) -> None:
+def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | None = None) -> None:
     """Answer for these cards until the process ends. To be called before inductor is imported.
 
     Args:
         cards: of `describe`.
+        make: makes a tensor on a card by a function of PyTorch's; without it there are constants alone, on the CPU.
     """
     properties = [SimpleNamespace(**card) for card in cards]
 
@@ -83,8 +85,8 @@ def stand_in(cards: list[dict[str, Any]]) -> None:
         for name, function in functions.items():
             setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each, so they must differ
     # All that makes tensors ends in these two. Folding looks at the values of constants, not at where they are.
-    for name, make in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
-        _aten.impl(name, functools.partial(_constant, make), "CUDA")
+    for name, empty in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
+        _aten.impl(name, functools.partial(make or _constant, empty), "CUDA")
     _stand_in_for_compiler(of)
 
 
@@ -92,10 +94,10 @@ _aten = torch.library.Library("aten", "IMPL")  # what is registered holds as lon
 _NO_CARD = "there is no card here"
 
 
-def _constant(make: Any, size: Any, *strides: Any, **kwargs: Any) -> torch.Tensor:
+def _constant(empty: Any, size: Any, *strides: Any, **kwargs: Any) -> torch.Tensor:
     if math.prod(size) != 1:  # inductor folds what is one number all over; others are to run kernels on
         raise RuntimeError(_NO_CARD)
-    return make(size, *strides, **{name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")})
+    return empty(size, *strides, **{name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")})
 
 
 def _stand_in_for_compiler(of: Any) -> None:

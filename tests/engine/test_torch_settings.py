@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 import torch.utils._triton
-from support import CompiledNet, Net, torch_settings
+from support import CompiledNet, Net, torch_settings, without_compile_process
 
 SCOPES = {
     "sampling": lambda found: (found.sampling_scope, found.sampling_switches(True, True)),
@@ -221,7 +221,7 @@ def test_blocks_are_compiled_with_tritons_own_library(toolkit, engine, monkeypat
 
     seen = []
     monkeypatch.setattr(compile_fx, "compile_fx", lambda graph, *_args, **_options: seen.append(chosen()) or graph)
-    monkeypatch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for this test")
+    without_compile_process(engine, monkeypatch)
     CompiledNet(engine, Net(), backend="inductor").at_once(torch.randn(2, 4, 8))
     assert len(seen) == 1 and seen[0][0] == seen[0][1] and "triton" in seen[0][0] and chosen() == (None, None)
 

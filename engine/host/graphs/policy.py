@@ -140,7 +140,7 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
     payoff, cache = payoff_of(network), current()
     if not payoff.recalled and cache is not None:
-        payoff.recalled, kept = True, _KEPT.fullmatch(cache.recall(name_of(network), "graphs") or "")
+        payoff.recalled, kept = True, _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs", ""))
         if kept:
             payoff.pay_to, payoff.not_from = max(payoff.pay_to, float(kept[1])), min(payoff.not_from, float(kept[2]))
     if size >= payoff.not_from:
@@ -178,5 +178,5 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     )
     cache = current()
     if cache is not None:
-        cache.remember(name_of(network), "graphs", f"pay to {payoff.pay_to}, not from {payoff.not_from}")
+        cache.remember(name_of(network), {"graphs": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
     return result

@@ -95,7 +95,7 @@ def _recalled(wanted: str, network: nn.Module) -> str | None:
     if (measured := _measured.get((name_of(network), wanted))) is not None:
         return measured
     cache = current()
-    choice = cache.recall(name_of(network), "attention") if cache is not None and _is_kept(wanted) else None
+    choice = cache.choices(name_of(network)).get("attention") if cache is not None and _is_kept(wanted) else None
     return choice if isinstance(choice, str) and (choice == "comfyui" or override_for(choice) is not None) else None
 
 
@@ -138,7 +138,7 @@ def _choose(base_model, survey: AttentionSurvey) -> None:
         return
     _measured[name_of(network), survey.wanted] = best
     if cache is not None and _is_kept(survey.wanted):
-        cache.remember(name_of(network), "attention", best)
+        cache.remember(name_of(network), {"attention": best})
 
 
 def _keep(base_model, wanted: str, choice: str) -> None:

@@ -69,13 +69,13 @@ class Record:
         self._is_waiting = False
         sessions = self.sessions + 1, self.session_runs + self.runs_now
         numbers = json.dumps([self.seconds, self.runs, self.share, self.trace, *sessions])
-        store.add_choices(self.structure, {NUMBERS: numbers, **({CHOICE: YES} if self.is_kept else {})})
+        store.remember(self.structure, {NUMBERS: numbers, **({CHOICE: YES} if self.is_kept else {})})
 
     def ask(self) -> None:
         """The user wants it compiled. Under a name of its own, as another server on this store writes its own numbers."""
         self.is_decided = True
         if (store := current()) is not None:
-            store.remember(self.structure, ASKED, YES)
+            store.remember(self.structure, {ASKED: YES})
 
     def add_trace(self, seconds: float) -> None:
         """Later ones of a session are of other sizes or patches. Of sessions the shortest counts: a long one, on a busy

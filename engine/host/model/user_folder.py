@@ -53,7 +53,6 @@ def get_ready(settings: CompileSettings) -> None:
     then it may not be needed, and is started by the first graph that is missing."""
     _prompt_came.set()
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
-    compile_process.arguments = ["--cpu"]  # what such a module reads of ComfyUI's command line must make no CUDA context
     open_users_store()
     if settings.backend == "inductor":
         if compile_process.pid is None:  # a server that shares code may not answer

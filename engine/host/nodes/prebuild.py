@@ -33,6 +33,7 @@ from ...cache.structure import name_of
 from ...compile import traced_graph
 from ...compile.registry import live_models
 from ...compile_process import obtain, wire
+from ...compile_process.artefact import Code
 from ...errors import TorchCompileKitError
 from ...inductor import attention_kernels
 from ...messages.recompile_log import warming
@@ -101,7 +102,7 @@ def prebuild(
         if any(group.code.entries for group in groups):
             models.append(code.title or type(network).__name__)
             structures.add(name_of(network))
-            store.remember(name_of(network), structure_record.ASKED, structure_record.YES)
+            store.remember(name_of(network), {structure_record.ASKED: structure_record.YES})
     if not lowering.names:
         raise PrebuildError("\n".join(["nothing was compiled.", *failures]))
     if out is not None:
@@ -204,17 +205,17 @@ class _Lowering:
         self.names: dict[str, None] = {}  # of entries, in order
         self.failures: list[str] = []
 
-    def __call__(self, request: obtain.Request, block: str, _patient: bool) -> traced_graph.Lowered:
+    def __call__(self, request: obtain.Request, block: str, _patient: bool) -> tuple[Callable, Code]:
         graph, _inputs, _mode = wire.loads(json.loads(request.text)["graph"])
         began, number = time.perf_counter(), len(self.names) + 1
         try:
             if request.measures:
                 raise PrebuildError("this mode measures kernels on the card; set mode to auto.")
-            obtained = obtain.obtain(request, block, False)
+            code = obtain.obtain(request, block, False)
         except Exception as error:
             self.failures.append(f"{block}: {error}")
-            return traced_graph.Lowered(graph.forward)
-        self.names[obtained.name] = None
-        seconds = "was there" if obtained.was_kept else f"{time.perf_counter() - began:.1f} s"
-        self._tell(f"{number}. {block}: {len(obtained.code.artefact) / 2**20:.1f} MiB, {seconds}, {obtained.name[:12]}")
-        return traced_graph.Lowered(graph.forward, obtained.code.guards, obtained.name, obtained.was_kept)
+            return graph.forward, Code(b"")
+        self.names[str(code.name)] = None
+        seconds = "was there" if code.was_kept else f"{time.perf_counter() - began:.1f} s"
+        self._tell(f"{number}. {block}: {len(code.artefact) / 2**20:.1f} MiB, {seconds}, {str(code.name)[:12]}")
+        return graph.forward, code

@@ -40,7 +40,7 @@ def saved(files, store, tmp_path):
     """A small store, and the file that was made of it."""
     for name in NAMES:
         store.put(name, b"graph " + name.encode())
-    store.remember(STRUCTURE, "attention", "cudnn")
+    store.remember(STRUCTURE, {"attention": "cudnn"})
     path = tmp_path / "mine.tckcache"
     assert files.write_cache_file(path, store, NAMES, [STRUCTURE, "6" * 12], "0.1.0", ["Flux"], ["64x64 batch 1"]) == 2
     return path
@@ -108,7 +108,7 @@ def test_no_signature_of_this_user_is_in_it(saved, store):
 
 def test_what_is_there_already_stays(files, saved, empty):
     empty.put(NAMES[0], b"mine")
-    empty.remember(STRUCTURE, "attention", "mine")
+    empty.remember(STRUCTURE, {"attention": "mine"})
     files.load_cache_file(saved, empty)
     assert empty.get(NAMES[0]) == b"mine" and empty.get(NAMES[1]) is not None
     assert empty.choices(STRUCTURE) == {"attention": "mine"}

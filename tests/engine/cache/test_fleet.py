@@ -7,10 +7,8 @@ import sys
 import time
 
 import pytest
-from redis_servers import RedisServer
+from redis_servers import SECRET, RedisServer
 from support import ROOT
-
-SECRET = "a secret of more than sixteen characters"
 
 
 def start(folder, place, *arguments):

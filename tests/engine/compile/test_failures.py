@@ -239,7 +239,7 @@ def test_a_process_without_room_for_another_thread_gets_ready_without(engine, mo
         process.start()
         job = engine("background.thread").Job(weakref.ref(client), lambda: None, torch.device("cpu"))
         engine("background.thread").compiler.submit(job)
-    assert process.unavailable is None and process.pid is None, "a graph tries again"
+    assert process.refusal is None and process.pid is None, "a graph tries again"
     assert job.over and not engine("background.thread").compiler.busy
 
 

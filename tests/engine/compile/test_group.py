@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from support import Block, CompiledNet, Net, relative_error, torch_settings
+from support import Block, CompiledNet, Net, relative_error, torch_settings, without_compile_process
 from torch import nn
 from torch._dynamo import funcname_cache
 from torch.nn import functional
@@ -284,7 +284,7 @@ def test_inductor_gets_the_options_of_each_mode_but_cuda_graphs(engine, monkeypa
     monkeypatch.setattr(compile_fx, "compile_fx", compiler)
     net, x = Net(), torch.randn(2, 4, 8)
     with monkeypatch.context() as patch:
-        patch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for this test")
+        without_compile_process(engine, patch)
         step = CompiledNet(engine, net, backend="inductor", mode=mode)
         assert torch.equal(step.at_once(x), net(x)) and not step.failures
 

@@ -1,10 +1,11 @@
 """What the compile process imports in these tests: an operator that, while a graph with it is lowered, does as a file tells.
 
-The tests write one order a line into FOLDER/orders, and each graph that is lowered takes the first; FOLDER is the process's
-argument. The operator is the tests' own in their process.
+The tests write one order a line into $ORDERS/orders, and each graph that is lowered takes the first. The operator is the
+tests' own in their process.
 """
 
 import dataclasses
+import importlib
 import os
 import signal
 import sys
@@ -14,7 +15,7 @@ from pathlib import Path
 import torch
 
 main = sys.modules["__main__"]
-IS_COMPILE_PROCESS = hasattr(main, "Lowering") and hasattr(main, "PROTOCOL")
+IS_COMPILE_PROCESS = hasattr(main, "lowering_for")
 
 
 @torch.library.custom_op("torch_compile_kit_tests::told", mutates_args=())
@@ -41,7 +42,7 @@ class Told(torch.nn.Module):
 
 
 def next_order():
-    folder = Path(sys.argv[1])
+    folder = Path(os.environ["ORDERS"])
     first, _, rest = (folder / "orders").read_text().partition("\n")
     (folder / "orders").write_text(rest)
     return folder, first
@@ -85,7 +86,7 @@ obey.done = False
 
 def cut(stream, header, body=b""):
     """Of an answer the first half, and an end."""
-    if "artefact" not in header:
+    if "code" not in header:
         return as_it_is(stream, header, body)
     main.write = as_it_is
     middle = len(body) // 2
@@ -96,7 +97,7 @@ def cut(stream, header, body=b""):
 
 def changed(change):
     def write(stream, header, body=b""):
-        if "artefact" in header:
+        if "code" in header:
             main.write = as_it_is
             header, body = change(header, body)
         as_it_is(stream, header, body)
@@ -112,23 +113,32 @@ def as_it_is(stream, header, body=b""):
 
 def lengths(stream, header, body=b""):
     """Bytes that are no message."""
-    if "artefact" not in header:
+    if "code" not in header:
         return as_it_is(stream, header, body)
     stream.write(b"\xff" * 64)
     stream.flush()
     time.sleep(60)
 
 
+def changed_content(change):
+    def answer(header, body):
+        line, _, rest = body.partition(b"\n")
+        described, rest = change(main.json.loads(line), rest)
+        return header, main.json.dumps(described).encode() + b"\n" + rest
+
+    return changed(answer)
+
+
 ANSWERS = {
     "cut": cut,
     "lengths": lengths,
-    "lies": changed(lambda header, body: ({**header, "files": [["a.so", 10**9]]}, body)),
+    "lies": changed_content(lambda described, rest: ({**described, "files": [["a.so", 10**9]]}, rest)),
     "says nothing": changed(lambda header, body: ({"of": "another kind"}, body)),
-    "garbage": changed(lambda header, body: (header, bytes(len(body)))),
-    "leaves its folder": changed(
-        lambda header, body: (
-            {**header, "files": [["../outside.so", 4], *header["files"]]},
-            body[: header["artefact"]] + b"text" + body[header["artefact"] :],
+    "garbage": changed_content(lambda described, rest: (described, bytes(len(rest)))),
+    "leaves its folder": changed_content(
+        lambda described, rest: (
+            {**described, "files": [["../outside.so", 4], *described["files"]]},
+            rest[: described["artefact"]] + b"text" + rest[described["artefact"] :],
         )
     ),
 }
@@ -136,10 +146,8 @@ ANSWERS = {
 if IS_COMPILE_PROCESS:
     written = main.write
     main.write = as_it_is
-    if (Path(sys.argv[1]) / "protocol").exists():
-        main.PROTOCOL += 1
-    if (Path(sys.argv[1]) / "renamed").exists():
-        private = sys.modules[f"{main.PACKAGE}.engine.torch_compat.private"]
+    if Path(os.environ["ORDERS"], "renamed").exists():
+        private = importlib.import_module(f"{main.PACKAGE}.engine.torch_compat.private")
         for name, entry in private.NAMES.items():
             if entry.without == private._IN_CALL:
                 private.NAMES[name] = dataclasses.replace(entry, path="torch:_renamed")

@@ -54,7 +54,7 @@ class Process:
     def orders(self, *orders):
         """What it does while it lowers the next graphs, one after the other."""
         (self.folder / "orders").write_text("\n".join(orders))
-        for file in ("begun", "go_on", "protocol", "renamed"):
+        for file in ("begun", "go_on", "renamed"):
             (self.folder / file).unlink(missing_ok=True)
 
     def tell(self, name):
@@ -79,18 +79,18 @@ class Process:
 
     def forgive(self):
         """As if no process had ever failed to start."""
-        self.now.unavailable, self.now._unstarted, self.now._not_before = None, 0, 0.0
+        self.now.refusal, self.now._unstarted = None, 0
 
 
 @pytest.fixture(scope="module")
 def shared(engine, tmp_path_factory):
     process = Process(engine, tmp_path_factory.mktemp("orders"))
-    before = process.now.modules, process.now.arguments
-    process.now.modules, process.now.arguments = (lambda: ["misbehaving"]), [str(process.folder)]
     process.end()
-    yield process
-    process.end()
-    process.now.modules, process.now.arguments = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process.now, "modules", lambda: ["misbehaving"])
+        patch.setenv("ORDERS", str(process.folder))
+        yield process
+        process.end()
 
 
 @pytest.fixture
@@ -317,22 +317,18 @@ def test_after_it_was_idle_another_one_is_started(process, net):
     assert is_compiled(other) and process.now.pid != first
 
 
-@pytest.mark.parametrize("what", ["the pack", "a library"])
-def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(engine, process, net, monkeypatch, what):
+@pytest.mark.parametrize("what", ["code of the pack", "torch"])
+def test_after_an_update_nothing_is_compiled_until_comfyui_is_started_anew(process, net, monkeypatch, what):
     """Not in the call either: there modules of the old version would import those of the new one."""
     process.end()
-    if what == "the pack":
-        process.tell("protocol")
-    else:
-        client = engine("compile_process.client")
-        monkeypatch.setattr(client, "versions", lambda now=client.versions: now() | {"torch": "2.0"})
+    monkeypatch.setattr(process.client, "versions", lambda now=process.client.versions: now() | {what: "2.0"})
     first_call(net)
     net.wait()
     for _ in range(2):
         assert torch.equal(net(X)[0], net.net(X)) and why_inline(net) == [None]
         net.wait()
         (failure,) = net.failures
-        assert "updated while ComfyUI runs" in failure and "Start ComfyUI anew" in failure
+        assert f"updated while ComfyUI runs: {what} 2.0 to " in failure and "Start ComfyUI anew" in failure
         net.new_run()
     process.end()
 
@@ -358,7 +354,7 @@ def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, pro
         assert uncompiled and torch.equal(result, net.net(X))
     assert net.is_being_compiled and not net.failures and process.now.started == before + 2, "no process more"
     monkeypatch.setattr(sys, "executable", PYTHON)
-    process.now._not_before = 0.0  # a minute later
+    process.now.refusal = None  # a minute later
     assert net.wait() == 1 and is_compiled(net) and why_inline(net) == [None]
     assert process.now.started == before + 3 and process.now._unstarted == 0
     assert "does not start: it ended with 7 (no room)" in caplog.text and caplog.text.count("Blocks run uncompiled") == 1
@@ -380,15 +376,17 @@ def test_where_none_starts_for_graph_after_graph_they_are_lowered_in_the_call(pr
     process.refuse_to_start(monkeypatch)
     first_call(net)
     net.wait()
-    assert "ended with 7" in process.now.unavailable and is_compiled(net) and why_inline(net) == [process.now.unavailable]
+    why = process.now.refusal.reason
+    assert "ended with 7" in why and is_compiled(net) and why_inline(net) == [why]
     assert [r.levelno for r in caplog.records if "before the first image" in r.getMessage()] == [logging.WARNING]
     monkeypatch.setattr(sys, "executable", PYTHON)
-    process.now._until = 0.0  # ten minutes later
+    process.now.refusal = dataclasses.replace(process.now.refusal, until=0.0)  # ten minutes later
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     torch._dynamo.reset()
     first_call(other)
     other.wait()
-    assert process.now.unavailable is None and is_compiled(other)
+    process.now.check()
+    assert is_compiled(other)
 
 
 @pytest.mark.parametrize("executable", ["/opt/ComfyUI/ComfyUI.exe", "", None])
@@ -397,7 +395,7 @@ def test_without_a_python_graphs_are_lowered_in_the_call(process, net, caplog, m
     monkeypatch.setattr(sys, "executable", executable)
     net(X)
     net.wait()
-    assert process.now.unavailable and is_compiled(net) and why_inline(net) == [process.now.unavailable]
+    assert is_compiled(net) and why_inline(net) == [process.now.refusal.reason]
     other = CompiledNet(net.engine, Net(block=Told, width=8), backend="inductor")
     assert not other(X)[1]
     assert caplog.text.count("before the first image") == 1
@@ -409,7 +407,7 @@ def test_an_executable_that_cannot_be_run_is_a_process_that_does_not_start(proce
     with pytest.raises(process.client.NotStarted, match="no process can be started"):
         process.now.lower("")
     process.now.start()  # as when a prompt is queued
-    assert process.now.unavailable is None
+    process.now.check()
 
 
 @pytest.mark.parametrize("where", ["there", "sdpa_backends", "pretty_print_target", "AOTCompiledArtifact"])
@@ -424,7 +422,7 @@ def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the
         monkeypatch.delitem(vars(private), where, raising=False)
     net(X)
     net.wait()
-    assert is_compiled(net) and process.now.unavailable is None
+    assert is_compiled(net) and process.now.refusal is None
     (why,) = why_inline(net)
     assert "has no torch._renamed" in why
     if where == "there":
@@ -434,8 +432,8 @@ def test_without_a_private_name_that_the_process_needs_graphs_are_lowered_in_the
 @pytest.mark.parametrize("works", [True, False])
 def test_it_ends_with_its_parent(tmp_path, works):
     (tmp_path / "orders").write_text("hold" if works else "")
-    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2"}
-    script = [sys.executable, str(Path(__file__).with_name("parent_of_a_compile_process.py")), str(tmp_path)]
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "2", "ORDERS": str(tmp_path)}
+    script = [sys.executable, str(Path(__file__).with_name("parent_of_a_compile_process.py"))]
     parent = subprocess.Popen(script, env=environment, stdout=subprocess.PIPE, text=True)
     try:
         pid = int(parent.stdout.readline())

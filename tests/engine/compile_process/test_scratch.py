@@ -22,23 +22,22 @@ def test_a_library_is_written_where_temporary_files_lie_behind_a_link(engine, mo
     monkeypatch.setattr(loading, "compile_process", process)
     artefact = b"none"
     with pytest.raises(Exception) as error:  # PyTorch's: the artefact is none
-        loading.load(client.Code(artefact, None, {"ab/kernel.so": b"library"}))
+        loading.load(loading.Code(artefact, None, {"ab/kernel.so": b"library"}))
     assert "outside of its folder" not in str(error.value)
     assert (process.scratch / "ab" / "kernel.so").read_bytes() == b"library"
     assert not hasattr(os, "geteuid") or process.scratch.stat().st_mode & 0o777 == 0o700
     with pytest.raises(ValueError, match="outside of its folder"):
-        loading.load(client.Code(artefact, None, {"../kernel.so": b"library"}))
+        loading.load(loading.Code(artefact, None, {"../kernel.so": b"library"}))
 
 
 def test_libraries_for_another_cpu_are_not_loaded(engine, tmp_path):
     """Also those of a graph for a GPU: they are built with -march=native, and would end ComfyUI."""
-    code_store, client = engine("cache.code_store"), engine("compile_process.client")
-    obtain = engine("compile_process.obtain")
+    code_store, obtain = engine("cache.code_store"), engine("compile_process.obtain")
     store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
     request = obtain.Request("", "a" * 64, (), torch.device("cuda"))
     for cpu, files, is_used in (("another", {"ab/k.so": b"library"}, False), ("another", {}, True)):
-        store.put(request.key, client.Code(b"artefact", None, files, cpu).packed({}), None)
-        assert isinstance(obtain._kept(store, request, None), obtain.Obtained) is is_used
+        store.put(request.key, obtain.Code(b"artefact", None, files, cpu).packed({}))
+        assert isinstance(obtain._kept(store, request, None), obtain.Code) is is_used
 
 
 @pytest.mark.skipif(not hasattr(os, "statvfs"), reason="this system has no such places")

@@ -11,30 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from support import prebuild_command
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.append(str(Path(__file__).parent))
 from traced_graphs import ROOT, traced
 
-# Properties as PyTorch tells them (`torch.cuda.get_device_properties`).
-H100 = {
-    "name": "NVIDIA H100 80GB HBM3",
-    "major": 9,
-    "minor": 0,
-    "multi_processor_count": 132,
-    "total_memory": 84929347584,
-    "warp_size": 32,
-    "max_threads_per_multi_processor": 2048,
-    "max_threads_per_block": 1024,
-    "regs_per_multiprocessor": 65536,
-    "shared_memory_per_block": 49152,
-    "shared_memory_per_block_optin": 232448,
-    "shared_memory_per_multiprocessor": 233472,
-    "L2_cache_size": 52428800,
-    "is_integrated": 0,
-}
-RTX_4090 = H100 | {"name": "NVIDIA GeForce RTX 4090", "minor": 9, "major": 8, "multi_processor_count": 128}
+H100, RTX_4090 = (prebuild_command().known_cards()[name] for name in ("h100", "rtx4090"))
 pytestmark = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="PyTorch is built without CUDA")
 
 
@@ -43,7 +27,7 @@ def process(engine, monkeypatch):
     """The compile process, to which cards are described; and what is asked of the driver is answered."""
     client, stand_in_card = engine("compile_process.client"), engine("torch_compat.stand_in_card")
     client.compile_process.stop()
-    client.compile_process.unavailable = None
+    client.compile_process.refusal = None
     cards = []
     monkeypatch.setattr(stand_in_card, "describe", lambda: cards)
     # What lowering_settings notes of the card of a graph.
@@ -51,7 +35,7 @@ def process(engine, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device=None: (cards[0]["major"], cards[0]["minor"]))
     yield client.compile_process, cards
     client.compile_process.stop()
-    client.compile_process.unavailable = None
+    client.compile_process.refusal = None
 
 
 class Block(nn.Module):
@@ -132,8 +116,8 @@ LOADS = """
 import importlib, sys, types
 sys.modules["kit"] = package = types.ModuleType("kit")
 package.__path__ = [sys.argv[1]]
-obtain, client = (importlib.import_module(f"kit.engine.compile_process.{name}") for name in ("obtain", "client"))
-obtain.load(client.Code.unpacked(open(sys.argv[2], "rb").read()))
+obtain = importlib.import_module("kit.engine.compile_process.obtain")
+obtain.load(obtain.Code.unpacked(open(sys.argv[2], "rb").read()))
 """
 
 

@@ -3,14 +3,14 @@
 import pytest
 import torch
 import torch._inductor.compile_fx
-from support import Block, CompiledNet, Net
+from support import Block, CompiledNet, Net, without_compile_process
 
 pytestmark = pytest.mark.usefixtures("inference_mode")
 
 
 @pytest.fixture
 def lowered_in_the_call(engine, monkeypatch):
-    monkeypatch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for these tests")
+    without_compile_process(engine, monkeypatch)
 
 
 @pytest.mark.usefixtures("lowered_in_the_call")

@@ -139,9 +139,7 @@ def test_what_was_measured_outlives_a_restart(engine, monkeypatch):
     capture_again(engine, monkeypatch)
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", False)
     kept = {}
-    cache = types.SimpleNamespace(
-        remember=lambda _network, key, value: kept.update({key: value}), recall=lambda _network, key: kept.get(key)
-    )
+    cache = types.SimpleNamespace(remember=lambda _network, choices: kept.update(choices), choices=lambda _network: kept)
     machine = Machine(engine, monkeypatch, cache)
     first = machine.model(compile_when="before first image")
     machine.backlog = 9.0

@@ -44,11 +44,11 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         return {"cudnn": 0.5}.get(kernel, 1.0)
 
     class Cache:
-        def recall(self, *_):
-            return None
+        def choices(self, _structure):
+            return {}
 
-        def remember(self, *what):
-            remembered.append(what[-1])
+        def remember(self, _structure, choices):
+            remembered.extend(choices.values())
 
     monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", seconds)
     monkeypatch.setattr(choice, "current", Cache)
@@ -109,11 +109,12 @@ def test_what_was_measured_beside_another_attention_of_comfyui_is_not_remembered
     choice, remembered, asked = engine("host.model.attention_choice"), [], []
 
     class Cache:
-        def recall(self, *what):
-            asked.append(what)
+        def choices(self, structure):
+            asked.append(structure)
+            return {}
 
-        def remember(self, *what):
-            remembered.append(what[-1])
+        def remember(self, _structure, choices):
+            remembered.extend(choices.values())
 
     def optimized_attention(*args, **kwargs): ...
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from patch_kinds import weights
 from patching import Runs
-from support import relative_error, torch_settings
+from support import relative_error, torch_settings, without_compile_process
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
@@ -126,7 +126,7 @@ def test_nothing_is_lowered_in_this_process(case, tiny, engine, lowered_here, mo
         return
     torch._dynamo.reset()
     engine("compile.registry")._groups.clear()
-    monkeypatch.setattr(engine("compile_process.client").compile_process, "unavailable", "it is not for this model")
+    without_compile_process(engine, monkeypatch)
     here = model()
     image = here.run(here.attach(here.patcher, compile_when="in background", **chosen))
     assert set(lowered_here) == set(LOWERING) and torch.equal(image, result), "code that was lowered here"

@@ -371,7 +371,7 @@ def test_what_was_seen_to_be_saved_counts(flux, engine, a_call_takes):
 )
 def test_numbers_that_are_damaged_are_none(store, engine, text):
     record = engine("host.model.structure_record").Record
-    store.add_choices("a" * 12, {"payback": text})
+    store.remember("a" * 12, {"payback": text})
     assert record.recalled("a" * 12) == record("a" * 12)
 
 
@@ -443,7 +443,7 @@ def test_runs_are_written_together_on_another_thread(flux, engine, store, monkey
     """Of a loop over tiles each tile is a run, and the folder may be on a slow network."""
     records, waiting, written = engine("host.model.structure_record"), [], []
     monkeypatch.setattr(records, "call_later", lambda _seconds, write: waiting.append(write))
-    monkeypatch.setattr(store, "add_choices", lambda structure, choices: written.append(choices))
+    monkeypatch.setattr(store, "remember", lambda structure, choices: written.append(choices))
     flux.cost(1e6)
     for number in (1, 2):
         for _ in range(3):
@@ -457,7 +457,7 @@ def test_runs_are_written_together_on_another_thread(flux, engine, store, monkey
 def test_it_is_written_in_a_while(engine, monkeypatch):
     records, written = engine("host.model.structure_record"), threading.Event()
     monkeypatch.setattr(records, "KEEP_AFTER", 0.01)
-    store = types.SimpleNamespace(choices=lambda _structure: {}, add_choices=lambda *_: written.set())
+    store = types.SimpleNamespace(choices=lambda _structure: {}, remember=lambda *_: written.set())
     monkeypatch.setattr(records, "current", lambda: store)
     records.Record("s" * 12).keep()
     assert written.wait(60)

@@ -1,7 +1,6 @@
 """Code for a card that is not here: prebuild.py, a process of its own, with a real ComfyUI and a file without its weights."""
 
 import functools
-import importlib.util
 import json
 import os
 import re
@@ -12,7 +11,7 @@ import uuid
 
 import pytest
 import torch
-from support import TESTS
+from support import TESTS, prebuild_command
 from tiny_workflows import workflow
 
 from devtools import inprocess, prompts
@@ -134,10 +133,7 @@ def test_samplers_are_the_first_after_the_node(pack_module):
 
 @pytest.fixture(scope="module")
 def command():
-    spec = importlib.util.spec_from_file_location("prebuild", ROOT / "prebuild.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return prebuild_command()
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
         group = types.SimpleNamespace(code=code, settings=engine("settings").CompileSettings(), stats=stats)
         network = UNetModel()
         network.layer = nn.Linear(number, 1)
-        store.remember(engine("cache.structure").name_of(network), "attention", f"kernel {number}")
+        store.remember(engine("cache.structure").name_of(network), {"attention": f"kernel {number}"})
         models.append((network, types.SimpleNamespace(groups={"key": group}, title="")))
     monkeypatch.setattr(files, "live_models", lambda: models)
     assert files.save_all("mine").endswith(" MiB: UNetModel, UNetModel 2; kinds of blocks: 2")
@@ -72,7 +72,7 @@ def test_all_models_are_saved_though_two_are_of_one_class_and_a_file_without_siz
     assert files.load_cache("mine.tckcache") == "mine.tckcache, for UNetModel, UNetModel 2; kinds of blocks: 2"
     assert {*store.entries()} == set(NAMES)
     names = [engine("cache.structure").name_of(network) for network, _ in models]
-    assert [store.recall(name, "attention") for name in names] == ["kernel 1", "kernel 2"]
+    assert [store.choices(name) for name in names] == [{"attention": "kernel 1"}, {"attention": "kernel 2"}]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,76 @@
+"""Lower what comes over the wire; runs in the compile process (child.py), which imports this when it knows its cards."""
+
+import os
+import traceback
+from pathlib import Path
+from typing import Any
+
+from ..failures.describe import describe_failure
+from ..inductor import backend
+from ..torch_compat import private
+from . import lowering_settings, wire
+from .artefact import Code
+from .wire import LowerInline
+
+LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
+# PyTorch's, for a graph of which it makes no artefact.
+_BYPASS = {"BypassAOTAutogradCache", "BypassFxGraphCache"}
+# Libraries that tell what this CPU can, which are built with the first kernel.
+_probes: set[str] = set()
+
+
+def prepare() -> None:
+    private.switch("init_gpu_context")[1](lambda *_args: None)
+    lowering_settings.prepare_process()
+    private.maybe_warm_pool()
+    if private.compile_fx is None:  # for good: PyTorch's modules bear no second import
+        raise ImportError("PyTorch's compiler cannot be imported")
+
+
+def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    try:
+        return _lowered(request)
+    except Exception as error:
+        traceback.print_exc()
+        if isinstance(error, LowerInline | private.MissingName) or type(error).__name__ in _BYPASS:
+            return {"inline": f"{type(error).__name__}: {error}"[:1500]}, b""
+        failure = describe_failure("", error)
+        return {"failure": [failure.reason, failure.cure, failure.may_pass]}, b""
+
+
+def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
+    try:
+        graph, inputs, mode = wire.loads(request["graph"])
+    except (ImportError, AttributeError) as error:
+        raise LowerInline(f"the compile process does not find what it names ({error})") from error
+    before = _libraries()
+    private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
+    lowering_settings.set_for_process(request["settings"])
+    private.inductor_config.unsafe_marked_cacheable_functions = lowering_settings.cacheable_functions(graph)
+    with backend.replacements(inputs):
+        with lowering_settings.for_graph(request["settings"]), private.tracing(private.TracingContext(mode)):
+            code = backend.inductor(graph, list(inputs), options=request["options"])
+        if not hasattr(code, "serialize"):
+            raise LowerInline("PyTorch gives no artefact for it")
+        artefact = private.AOTCompiledArtifact(code).serialize()
+    files = {name: Path(_folder(), name).read_bytes() for name in _files_of_graph(before)}
+    return {"code": True}, Code(artefact, wire.guards_of(inputs, mode), files).packed({})
+
+
+def _files_of_graph(before: set[str]) -> list[str]:
+    """The libraries that the graph which was just lowered is loaded with."""
+    now = _libraries()
+    kernels = {file for file in now if Path(file).name.partition(".")[0] in private.cpp_kernels}
+    if kernels:
+        _probes.update(file for file in now - before - kernels if not file.startswith("triton/"))
+        kernels |= _probes
+    return sorted(now - before | kernels)
+
+
+def _folder() -> Path:
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+
+
+def _libraries() -> set[str]:
+    """Files that kernels for the CPU are loaded from, relative to inductor's folder."""
+    return {file.relative_to(_folder()).as_posix() for file in _folder().rglob("*") if file.suffix in LIBRARIES}
