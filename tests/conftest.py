@@ -94,6 +94,17 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in set(needing)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    """pytest lists all loggers after each test, to which the thread that imports the compiler adds some."""
+    try:
+        return (yield)
+    finally:
+        for thread in threading.enumerate():
+            if thread.name == "torch-compile-kit import":
+                thread.join()
+
+
 # The name under which the host's loader puts the pack (nodes.py, `load_custom_node`).
 PACKAGE = str(ROOT).replace(".", "_x_")
 
