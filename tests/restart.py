@@ -81,7 +81,7 @@ def main(base, actions):
             compiled = module("engine.host.model.attach").attach(patcher, settings)
             if "attention" in actions:
                 options = compiled.model_options["transformer_options"]
-                options["optimized_attention_override"] = module("engine.inductor.attention_kernels").override_for("cudnn")
+                options["optimized_attention_override"] = module("engine.attention_kernels").override_for("cudnn")
             positive, negative = tiny_models.conditioning("flux")
             size = module("engine.host.nodes.warmup_plan").Size
             began = time.perf_counter()

@@ -363,7 +363,7 @@ class TestInTheBackground:
 
 class TestAttention:
     def test_the_chosen_kernel_gives_what_the_host_does(self, engine):
-        attention = engine("inductor.attention_kernels")
+        attention = engine("attention_kernels")
 
         def attention_pytorch(q, k, v, heads, mask=None, *_args, **_kwargs):
             q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
@@ -387,11 +387,11 @@ class TestAttention:
         from comfy.ldm.modules.attention import attention_pytorch
 
         q = torch.randn(70_000, 2, 128, device="cuda", dtype=torch.half)
-        result = engine("inductor.attention_kernels").override_for(kernel)(attention_pytorch, q, q, q, 2)
+        result = engine("attention_kernels").override_for(kernel)(attention_pytorch, q, q, q, 2)
         assert relative_error(result, attention_pytorch(q, q, q, 2)) < 5e-3
 
     def test_what_a_kernel_cannot_run_is_not_measured_and_refused(self, engine):
-        attention, q = engine("inductor.attention_kernels"), torch.randn(1, 8, 64, 64, device="cuda")  # float32
+        attention, q = engine("attention_kernels"), torch.randn(1, 8, 64, 64, device="cuda")  # float32
         spec = engine("tensor_spec").TensorSpec.of(q)
         assert attention._measure("flash", (spec, spec, spec, None, None)) == float("inf")
         assert 0 < attention._measure("efficient", (spec, spec, spec, None, None)) < 1
@@ -400,7 +400,7 @@ class TestAttention:
 
     def test_a_measured_time_is_a_number(self, engine):
         x = torch.randn(512, 512, device="cuda", dtype=torch.half)
-        seconds = engine("inductor.attention_kernels")._seconds_on_gpu(lambda: x @ x)
+        seconds = engine("attention_kernels")._seconds_on_gpu(lambda: x @ x)
         assert seconds is not None and seconds > 0
 
 

@@ -136,7 +136,7 @@ class OptionsFilter:
         if not self.is_whole:
             replacements = _only_here(replacements, options)
         override = options.get(OVERRIDE)
-        if override is not None and getattr(override, "reads_no_options", False):  # ours: inductor/attention_kernels.py
+        if override is not None and getattr(override, "reads_no_options", False):  # ours: attention_kernels.py
             override = None
         if self.is_whole and not patches and not replacements and override is None:
             return options, []

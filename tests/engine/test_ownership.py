@@ -222,7 +222,7 @@ def test_what_the_hosts_code_holds_is_told_by_value(engine):
 
 def test_options_are_foreign_by_what_they_hold(engine):
     in_options = engine("ownership").foreign_in_options
-    ours = engine("inductor.attention_kernels").override_for("flash")
+    ours = engine("attention_kernels").override_for("flash")
     host = torch.nn.functional.silu
     assert (
         in_options({"sigmas": torch.ones(1), "cond_or_uncond": [0], "optimized_attention_override": ours, "x": {"y": host}})

@@ -9,13 +9,13 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
+from ... import attention_kernels
 from ...background.thread import compiler
 from ...blocks.discovery import BlockPlan
 from ...compile.binding import plan_for
 from ...compile.eager import Eager
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
-from ...inductor import attention_kernels
 from ...log import logger
 from ...messages.status import Line, Status, forget_line, tell_all
 from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words, told

@@ -8,12 +8,12 @@ import comfy.ldm.modules.attention as host_attention
 import torch
 from torch import nn
 
+from ...attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...background.thread import Job, compiler
 from ...cache.code_store import current
 from ...cache.structure import name_of
 from ...devices import gpu_locks
 from ...errors import InvalidSetting
-from ...inductor.attention_kernels import CHECKPOINT, HOST_FUNCTION, AttentionSurvey, in_words, override_for
 from ...log import logger
 from ...options.outside import OVERRIDE
 from ...per_model import PerModel

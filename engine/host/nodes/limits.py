@@ -5,13 +5,13 @@ from __future__ import annotations
 import comfy.ldm.modules.attention as host_attention
 from comfy.patcher_extension import WrappersMP
 
+from ...attention_kernels import KERNELS, in_words
 from ...benchmark import step_profile as profiling
 from ...benchmark.figures import duration
 from ...benchmark.step_profile import StepProfile
 from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
-from ...inductor.attention_kernels import KERNELS, in_words
 from ...messages.recompile_log import watch_of
 from ...messages.report import given_in_words, groups_for
 from ...messages.words import say

@@ -27,6 +27,7 @@ import comfy.utils
 import torch
 from comfy.patcher_extension import WrappersMP
 
+from ... import attention_kernels
 from ...cache.archive import write_cache_file
 from ...cache.environment import environment
 from ...cache.structure import name_of
@@ -35,7 +36,6 @@ from ...compile.registry import live_models
 from ...compile_process import obtain, wire
 from ...compile_process.artefact import Code
 from ...errors import TorchCompileKitError
-from ...inductor import attention_kernels
 from ...messages.recompile_log import warming
 from ...torch_compat import fake_card
 from ..model import structure_record

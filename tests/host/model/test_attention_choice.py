@@ -50,7 +50,7 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
         def remember(self, _structure, choices):
             remembered.extend(choices.values())
 
-    monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", seconds)
+    monkeypatch.setattr(engine("attention_kernels"), "_measure", seconds)
     monkeypatch.setattr(choice, "current", Cache)
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     model, args = Model(), (torch.zeros(1), 0, None, None, None, {})
@@ -72,7 +72,7 @@ def test_the_measurement_is_made_once_and_remembered_when_complete(engine, monke
 def test_kernels_are_made_ready_beside_uncompiled_calls(engine, monkeypatch):
     """Loading cuDNN's took 1.8 s of the first image of Flux, on the sampler's thread."""
     choice, begun, ready = engine("host.model.attention_choice"), threading.Event(), threading.Event()
-    kernels = engine("inductor.attention_kernels")
+    kernels = engine("attention_kernels")
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     monkeypatch.setattr(choice, "_must_prepare", lambda _device: True)
     monkeypatch.setattr(choice, "current", lambda: None)
@@ -123,7 +123,7 @@ def test_what_was_measured_beside_another_attention_of_comfyui_is_not_remembered
     else:
         optimized_attention.__name__ = f"attention_{flag}"
     monkeypatch.setattr(choice.host_attention, "optimized_attention", optimized_attention)
-    monkeypatch.setattr(engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: 0.5 + (kernel != "cudnn"))
+    monkeypatch.setattr(engine("attention_kernels"), "_measure", lambda kernel, _call: 0.5 + (kernel != "cudnn"))
     monkeypatch.setattr(choice, "current", Cache)
     monkeypatch.setattr(choice, "_can_measure", lambda _device: True)
     model = Model()
@@ -150,9 +150,7 @@ def flux(tiny, engine, monkeypatch):
     """A model whose kernels are as if measured: `efficient` is the fastest. No other test's choice is recalled."""
     monkeypatch.setattr(engine("host.model.attention_choice"), "current", lambda: None)
     monkeypatch.setattr(engine("host.model.attention_choice"), "_can_measure", lambda _device: True)
-    monkeypatch.setattr(
-        engine("inductor.attention_kernels"), "_measure", lambda kernel, _call: {"efficient": 0.5}.get(kernel, 1.0)
-    )
+    monkeypatch.setattr(engine("attention_kernels"), "_measure", lambda kernel, _call: {"efficient": 0.5}.get(kernel, 1.0))
     runs = Runs(tiny, engine, "flux", cfg=1.0, steps=2)
     runs.attach = functools.partial(runs.attach, only_blocks="single_blocks.*")  # what is compiled is not what these tests see
     return runs
@@ -235,7 +233,7 @@ def test_an_attention_that_the_checkpoint_asks_for_is_the_hosts(flux, engine, ca
 def test_a_kernel_that_the_user_asks_for_comes_before_the_checkpoints(flux, engine, monkeypatch):
     settings = engine("settings").CompileSettings
     monkeypatch.setattr(settings, "check_backend", lambda _self: None)  # which wants an NVIDIA GPU
-    monkeypatch.setattr(engine("inductor.attention_kernels").AttentionSurvey, "_check", lambda *_: None)
+    monkeypatch.setattr(engine("attention_kernels").AttentionSurvey, "_check", lambda *_: None)
     flux.patcher.model.diffusion_model.double_blocks[0].comfy_attention = ComfyAttention(attention_pytorch)
     found = overrides(flux, flux.attach(flux.patcher, attention="cudnn"))
     assert names(found) == ["AttentionSurvey", "attention_cudnn"]
@@ -283,7 +281,7 @@ def test_the_survey_sees_what_is_in_containers(engine, monkeypatch):
     if container is not None:
         take = container.take
         monkeypatch.setattr(container, "take", lambda self: taken.append(self) or take(self))
-    survey = engine("inductor.attention_kernels").AttentionSurvey("auto")
+    survey = engine("attention_kernels").AttentionSurvey("auto")
     result = called(model, setup, survey)
     calls = sum(survey.calls.values())
     assert calls == len(model.diffusion_model.blocks)  # the prompt was refined when the inputs were made
@@ -294,7 +292,7 @@ def test_the_survey_sees_what_is_in_containers(engine, monkeypatch):
 def test_our_kernels_take_what_is_in_containers(engine, monkeypatch):
     setup, model, _ = minimax()
     expected, asked = called(model, setup), []
-    attention = engine("inductor.attention_kernels")
+    attention = engine("attention_kernels")
     as_sdpa = attention._as_sdpa
     monkeypatch.setattr(attention, "_as_sdpa", lambda *args: asked.append(args[0].shape) or as_sdpa(*args))
     torch.testing.assert_close(called(model, setup, attention.override_for("efficient")), expected)
@@ -306,7 +304,7 @@ def test_containers_compile_with_our_kernel(engine):
     from comfy.ldm.modules import attention
 
     container = getattr(attention, "AttentionTensorContainer", lambda tensor: tensor)
-    override = engine("inductor.attention_kernels").override_for("efficient")
+    override = engine("attention_kernels").override_for("efficient")
 
     def block(x):
         q, k, v = (container(part) for part in x.chunk(3, -1))

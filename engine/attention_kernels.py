@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..errors import InvalidSetting
-from ..log import logger
-from ..tensor_spec import TensorSpec
-from ..torch_compat import attention, private
+from .errors import InvalidSetting
+from .log import logger
+from .tensor_spec import TensorSpec
+from .torch_compat import attention, private
 
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,

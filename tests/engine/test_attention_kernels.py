@@ -20,7 +20,7 @@ def tensors(tokens, keys=None, width=64, dtype=torch.float16):
 
 @pytest.fixture
 def survey(engine):
-    return engine("inductor.attention_kernels").AttentionSurvey("auto")
+    return engine("attention_kernels").AttentionSurvey("auto")
 
 
 def test_it_counts_calls_by_layout_and_keeps_no_tensor(engine, survey):
@@ -46,7 +46,7 @@ def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, surve
     for tokens, keys, count in ((4096, 4096, 5), (1024, 1024, 5), (4096, 77, 5), (64, 64, 1)):  # SD 1.5
         for _ in range(count):
             survey(attention_pytorch, *tensors(tokens, keys), 4)
-    chosen = engine("inductor.attention_kernels")._costliest(survey.calls)
+    chosen = engine("attention_kernels")._costliest(survey.calls)
     assert [(call[0].shape[2], call[1].shape[2], count) for call, count in chosen.items()] == [(4096, 4096, 5)]
 
 
@@ -60,7 +60,7 @@ def test_only_the_calls_that_make_up_most_of_the_work_are_measured(engine, surve
     ],
 )
 def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, seconds, best):
-    attention = engine("inductor.attention_kernels")
+    attention = engine("attention_kernels")
     monkeypatch.setattr(attention, "_measure", lambda kernel, _call: seconds[kernel])
     survey(attention_pytorch, *tensors(32, width=4 * 64), 4)
     assert survey.best() == best
@@ -69,7 +69,7 @@ def test_the_fastest_is_chosen_if_it_is_worth_it(engine, survey, monkeypatch, se
 @pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
 def test_no_kernel_is_off_while_another_is_tried(engine, monkeypatch, kernel):
     """That holds for the process: a graph with attention could not be lowered meanwhile, nor a text encoder run."""
-    attention, on = engine("inductor.attention_kernels"), []
+    attention, on = engine("attention_kernels"), []
     names = ("flash_sdp", "cudnn_sdp", "mem_efficient_sdp", "math_sdp")
 
     def can_run(*_):
@@ -87,7 +87,7 @@ def test_no_kernel_is_off_while_another_is_tried(engine, monkeypatch, kernel):
 
 def test_a_kernel_that_would_be_compiled_for_each_shape_is_not_even_tried(engine, survey, monkeypatch):
     """cuDNN's at 40, 80 and 160 channels a head: trying it takes longer than it will ever save."""
-    attention, tried = engine("inductor.attention_kernels"), []
+    attention, tried = engine("attention_kernels"), []
     seconds = {"flash": 1.0, "cudnn": 0.5, "efficient": 2.0}
     monkeypatch.setattr(attention, "_measure", lambda kernel, _call: tried.append(kernel) or seconds[kernel])
     for tokens, width in ((4096, 40), (4096, 40), (2048, 80), (16, 160)):
@@ -124,7 +124,7 @@ class Clock:
     ("late", "found", "sleeps"), [((), 2.0, [1, 1]), ((1, 3), 2.0, [1, 2, 2, 4]), (range(9), None, [1, 2, 4, 8, 16, 32, 64])]
 )
 def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monkeypatch, late, found, sleeps):
-    attention, clock = engine("inductor.attention_kernels"), Clock(late, 2.0)
+    attention, clock = engine("attention_kernels"), Clock(late, 2.0)
     monkeypatch.setattr(torch, "cuda", clock)
     monkeypatch.setattr(engine("torch_compat.private"), "sleep_on_gpu", clock.sleep)
     assert attention._seconds_on_gpu(lambda: None) == found
@@ -132,7 +132,7 @@ def test_a_kernel_is_timed_only_if_all_calls_were_launched_in_time(engine, monke
 
 
 def test_what_could_not_be_timed_is_no_choice_for_ever(engine, survey, monkeypatch, caplog):
-    attention = engine("inductor.attention_kernels")
+    attention = engine("attention_kernels")
     monkeypatch.setattr(attention, "_seconds_on_gpu", lambda _call: None)
     monkeypatch.setattr(attention, "_can_run", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "device", lambda _device: nullcontext())
@@ -156,7 +156,7 @@ def test_what_the_kernel_is_not_for_is_left_to_the_host(engine, gqa, another, ho
     shape = (lambda n: (2, 4, n, 32)) if reshaped else (lambda n: (2, n, 4 * 32))
     q, k, v = (torch.randn(shape(n)) for n in (8, 5, 5))
     function = attention_sage if another else attention_pytorch
-    engine("inductor.attention_kernels").override_for("cudnn")(
+    engine("attention_kernels").override_for("cudnn")(
         function, q, k, v, 4, skip_reshape=reshaped, **({"enable_gqa": True} if gqa else {})
     )
     assert len(left) == host
@@ -170,14 +170,14 @@ def test_a_batch_that_pytorchs_kernels_cannot_launch_is_left_to_the_host(engine,
         left.append(given)
 
     q = torch.zeros(batch, 1, 2)
-    engine("inductor.attention_kernels").override_for("efficient")(attention_pytorch, q, q, q, 1)
+    engine("attention_kernels").override_for("efficient")(attention_pytorch, q, q, q, 1)
     assert len(left) == host
     survey(attention_pytorch, q, q, q, 1)
     assert len(survey.calls) == 1 - host
 
 
 def test_compiled_code_asks_for_no_length(engine):
-    override = engine("inductor.attention_kernels").override_for("cudnn")
+    override = engine("attention_kernels").override_for("cudnn")
 
     def block(x, context):
         return override(attention_pytorch, x, x, x, 4) + override(attention_pytorch, x, context, context, 4)
@@ -193,7 +193,7 @@ def test_compiled_code_asks_for_no_length(engine):
 
 @pytest.mark.parametrize("choice", ["comfyui", "", "other", "cudnn 40 80", "CHECKPOINT"])
 def test_what_is_no_choice_has_no_override(engine, choice):
-    assert engine("inductor.attention_kernels").override_for(choice) is None
+    assert engine("attention_kernels").override_for(choice) is None
 
 
 def test_a_layout_makes_a_tensor_of_the_same_place_in_memory(engine):
