@@ -2,7 +2,8 @@
 
 A CUDA graph does again what code did once. It is known what ComfyUI's own code depends on. Of other code that cannot be told,
 as a closure, an object or a wrapper may keep anything anywhere. So no module of this pack looks into other code: what lies in
-a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`).
+a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`); but a function of which its bytecode
+shows that it hands its arguments on and does nothing else to them (`noted_for`).
 
 `foreign_code` names the first foreign thing in a call of a network:
 
@@ -16,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import collections
+import dis
 import functools
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -313,6 +316,8 @@ class Survey:
             if cls is functools.partial and is_ours(value):
                 return ()
             return [(getattr(value, name, None), depth) for name in _WRAPPERS[cls]]
+        if (inner := noted_for(value)) is not None:
+            return [(inner, depth), (value.__defaults__, depth)]
         file = file_of(value)
         self.pack = pack_of_file(file)
         if self.pack is not None or _is_our_file(file):
@@ -456,6 +461,36 @@ def callables_of(module: nn.Module) -> list[tuple[str, object]]:
 def forward_of_class(cls: type) -> object | None:
     """As it stands in the class: asking a class of `torch.jit` for its forward is an error."""
     return next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
+
+
+# What a function does in bytecode that hands its arguments on; beside `LOAD_FAST...` and one `CALL...`.
+_HANDING_ON = {
+    *("COPY_FREE_VARS", "KW_NAMES", "LOAD_CONST", "LOAD_DEREF", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_VALUE", "STORE_ATTR"),
+    *("BUILD_LIST", "BUILD_MAP", "BUILD_TUPLE", "DICT_MERGE", "LIST_EXTEND", "LIST_TO_TUPLE"),
+}
+
+
+def noted_for(function: Any) -> types.FunctionType | None:
+    """The function that one of another pack calls with its own arguments, whose result it returns, if all else that it does is
+    to keep arguments in classes of packs; else None.
+
+    Such functions are around methods of the host's as soon as ComfyUI-layerdiffuse or Easy-Use is installed. What a replay does
+    not keep there only code of packs would read, and that is foreign itself.
+    """
+    if not isinstance(function, types.FunctionType) or pack_of(function) is None:
+        return None
+    functions = [value for value in contents_of(function) if isinstance(value, types.FunctionType)]
+    others = [value for value in contents_of(function) if not isinstance(value, types.FunctionType)]
+    if len(functions) != 1 or any(not isinstance(value, type) or pack_of(value) is None for value in others):
+        return None
+    steps = [step.opname for step in dis.get_instructions(function)]
+    calls = [place for place, step in enumerate(steps) if step.startswith("CALL")]
+    if len(calls) != 1 or steps[calls[0] + 1 :] != ["RETURN_VALUE"]:
+        return None
+    is_handed_on = all(step in _HANDING_ON or step.startswith(("LOAD_FAST", "CALL")) for step in steps)
+    # An attribute of an argument, as of the module that is called, the host's code might read.
+    are_kept = all(before == "LOAD_DEREF" for before, step in itertools.pairwise(steps) if step == "STORE_ATTR")
+    return functions[0] if is_handed_on and are_kept else None
 
 
 Wrappers = list[tuple[types.FunctionType, int]]

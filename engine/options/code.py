@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
-from ..ownership import callables_of, codes_in, contents_of, forward_inside, given_forward, named_by
+from ..ownership import callables_of, codes_in, contents_of, forward_inside, given_forward, named_by, noted_for
 from ..per_model import SameObjects
 from ..torch_settings import original
 
@@ -61,6 +61,7 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
         for base in cls.__mro__:
             if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
                 members = {name: getattr(member, "__func__", member) for name, member in vars(base).items()}
+                members = {name: noted_for(member) or member for name, member in members.items()}
                 if issubclass(type(block), base):  # what is around its forward runs outside of its graphs (`BlockGroup`)
                     members["forward"] = forward_inside(base)[0]
                 functions += (member for member in members.values() if isinstance(member, types.FunctionType))

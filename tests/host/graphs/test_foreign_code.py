@@ -430,6 +430,57 @@ def test_a_sampler_of_another_pack_is_around_each_call(flux):
     assert comfy.samplers.ksampler is own and graphs_of(flux).captures == 0 and OFF in notes(flux, compiled)
 
 
+class Kept:
+    x = factor = None
+
+
+def keeping(own):
+    def forward(self, x):
+        Kept.x = x
+        return own(self, x)
+
+    return forward
+
+
+def noting(own, kept):
+    def forward(self, x):
+        kept.x = x
+        return own(self, x)
+
+    return forward
+
+
+def noting_there(own, _kept):
+    def forward(self, x):
+        self.noted = x
+        return own(self, x)
+
+    return forward
+
+
+def reading(own, kept):
+    def forward(self, x):
+        kept.x = x
+        return own(self, x if kept.factor is None else x * kept.factor)
+
+    return forward
+
+
+@pytest.mark.parametrize(
+    ("around", "captures"), [(noting, 1), (noting_there, 0), (reading, 0), (lambda own, _: keeping(own), 0)]
+)
+def test_a_function_around_a_method_that_only_notes_its_arguments_keeps_no_graph_off(flux, monkeypatch, around, captures):
+    """Two widely used packs put one around the forward of UNets' blocks when they are imported."""
+    kind = comfy.ldm.flux.layers.MLPEmbedder
+    monkeypatch.setattr(kind, "forward", around(around(kind.forward, Kept), Kept))
+    plain, compiled = flux.run(flux.patcher), flux.attach(flux.patcher)
+    for _ in range(2):
+        same(flux.run(compiled), plain)
+    assert graphs_of(flux).captures == captures and (OFF in notes(flux, compiled)) == (not captures)
+    for module in network_of(flux).modules():
+        vars(module).pop("noted", None)
+
+
 def test_what_another_pack_has_put_around_all_sampling_is_around_no_call(flux, monkeypatch):
     """Some wrap it when they are imported."""
     own = comfy.samplers.KSAMPLER.sample
