@@ -502,19 +502,21 @@ def forward_inside(cls: type) -> tuple[Any, Wrappers]:
 
     Some packs put a function there when they are imported, to note the arguments for nodes of theirs.
     """
+    forward = forward_of_class(cls)
+    if pack_of(forward) is None:
+        return forward, []
     methods = [(base.__module__, f"{base.__qualname__}.forward") for base in cls.__mro__]
 
     def search(function: object, depth: int = 8) -> tuple[Any, Wrappers] | None:
-        if not isinstance(function, types.FunctionType):
+        if not isinstance(function, types.FunctionType) or not depth:
             return None
         if pack_of(function) is None:
             return (function, []) if (function.__module__, function.__qualname__) in methods else None
-        for place, cell in enumerate(function.__closure__ or ()) if depth else ():
+        for place, cell in enumerate(function.__closure__ or ()):
             if (found := search(_content(cell), depth - 1)) is not None:
                 return found[0], [(function, place), *found[1]]
         return None
 
-    forward = forward_of_class(cls)
     return search(forward) or (forward, [])
 
 
