@@ -7,8 +7,9 @@ A model call, from the node's wrapper to the kernel:
 2. `Binding.bound` (compile/binding.py) gives each block a `forward` of ours until the call ends.
 3. `_run_block`, that forward, has `ModelCode.group_of` (compile/registry.py) look whether the block is what it was
    (blocks/state.py), puts weights in place (host/weights/) and calls the block's group.
-4. `BlockGroup.__call__` (compile/group.py) removes from `transformer_options` what the block does not read, wraps patches so
-   that no graph reaches them (options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
+4. `BlockGroup` (compile/group.py) calls what other packs have put around the forward of the block's class, and inside that
+   removes from `transformer_options` what the block does not read, wraps patches so that no graph reaches them
+   (options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
    whether the block runs eager.
 5. `BlockCode.call` (compile/compiled_code.py) calls `torch.compile` of a copy of the block's forward. If no graph fits, Dynamo
    traces one, in a `CompileSession` with settings of its own.

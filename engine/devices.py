@@ -15,9 +15,9 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def seconds_when_done(device: torch.device) -> float:
-    """Seconds on the clock when all work on the device is done."""
+    """Seconds on the clock when the work that this thread has given a device is done."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.current_stream(device).synchronize()
     elif hasattr(torch, device.type):
         getattr(torch, device.type).synchronize()
     return time.perf_counter()

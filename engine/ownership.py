@@ -8,7 +8,7 @@ shows that it hands its arguments on and does nothing else to them (`noted_for`)
 `foreign_code` names the first foreign thing in a call of a network:
 
 1. in what the prompt hands to the model: patches, overrides, wrappers, callbacks (`foreign_in_options`);
-2. on the stack, between ComfyUI's sampler and the call: wrappers of any kind, samplers, guiders (`foreign_around`);
+2. on the stack, between ComfyUI's `KSAMPLER.sample` and the call: wrappers of any kind, samplers, guiders (`foreign_around`);
 3. in the network (`Survey`): classes, methods replaced in a class or on an object, hooks, attributes, and the functions that
    the network's code names in Python modules.
 """
@@ -252,8 +252,9 @@ def pack_or_file(value: Any) -> str:
 def foreign_around() -> str | None:
     """The first pack with a function on the stack between ComfyUI's sampler and here.
 
-    What is around `KSAMPLER.sample`, or comes before it, acts before the first call of the model and after the last: some packs
-    wrap it when they are imported, whether or not the workflow has a node of theirs.
+    What is around `KSAMPLER.sample` acts before the first call of the model and after the last: some packs wrap it when they
+    are imported, whether or not the workflow has a node of theirs. Not seen, there and in a node before it, is a callback that
+    changes numbers in layers between two steps: only checks of replays see that.
     """
     samplers, packs = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), list[str]()
     frame: types.FrameType | None = inspect.currentframe()
@@ -493,43 +494,39 @@ def noted_for(function: Any) -> types.FunctionType | None:
     return functions[0] if is_handed_on and are_kept else None
 
 
-Wrappers = list[tuple[types.FunctionType, int]]
-
-
-def forward_inside(cls: type) -> tuple[Any, Wrappers]:
-    """The host's forward of a class, and the functions of other packs around it, outermost first, each with the place of the
-    next in its closure; another forward as it is.
+def forward_inside(cls: type) -> Any:
+    """The host's forward of a class, inside functions that other packs have put around it; another forward as it is.
 
     Some packs put a function there when they are imported, to note the arguments for nodes of theirs.
     """
-    forward = forward_of_class(cls)
-    if pack_of(forward) is None:
-        return forward, []
     methods = [(base.__module__, f"{base.__qualname__}.forward") for base in cls.__mro__]
 
-    def search(function: object, depth: int = 8) -> tuple[Any, Wrappers] | None:
+    def search(function: object, depth: int = 8) -> types.FunctionType | None:
         if not isinstance(function, types.FunctionType) or not depth:
             return None
         if pack_of(function) is None:
-            return (function, []) if (function.__module__, function.__qualname__) in methods else None
-        for place, cell in enumerate(function.__closure__ or ()):
-            if (found := search(_content(cell), depth - 1)) is not None:
-                return found[0], [(function, place), *found[1]]
+            return function if (function.__module__, function.__qualname__) in methods else None
+        return next(filter(None, (search(value, depth - 1) for value in contents_of(function))), None)
+
+    forward = forward_of_class(cls)
+    return forward if pack_of(forward) is None else search(forward) or forward
+
+
+def rewrapped(function: Any, inner: object, replacement: Callable, depth: int = 8) -> Any:
+    """`replacement` for `inner`; for a function that leads there by closures of other packs' functions a copy that leads to
+    `replacement`; else None."""
+    if function is inner:
+        return replacement
+    if not isinstance(function, types.FunctionType) or not depth or pack_of(function) is None:
         return None
-
-    return search(forward) or (forward, [])
-
-
-def rewrapped(function: object, wrappers: Wrappers) -> Any:
-    """`function` inside copies of the wrappers."""
-    for wrapper, place in reversed(wrappers):
-        closure = list(wrapper.__closure__ or ())
-        closure[place] = types.CellType(function)
-        function = types.FunctionType(
-            wrapper.__code__, wrapper.__globals__, wrapper.__name__, wrapper.__defaults__, tuple(closure)
-        )
-        function.__kwdefaults__ = wrapper.__kwdefaults__
-    return function
+    others = [rewrapped(_content(cell), inner, replacement, depth - 1) for cell in function.__closure__ or ()]
+    if not any(others):
+        return None
+    cells = zip(function.__closure__ or (), others, strict=True)
+    closure = tuple(cell if other is None else types.CellType(other) for cell, other in cells)
+    copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
 
 
 def given_forward(module: nn.Module) -> object | None:
@@ -581,6 +578,25 @@ def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> 
                 module.__dict__.pop(name, None)
             else:
                 module.__dict__[name] = forward
+
+
+_MARK = "torch_compile_kit_foreign"
+
+
+@contextmanager
+def errors_marked() -> Iterator[None]:
+    """A context for calls of other packs' code outside of graphs; see `is_of_another`."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(Exception):
+            error.__dict__[_MARK] = True
+        raise
+
+
+def is_of_another(error: BaseException) -> bool:
+    """Whether code of another pack raised the error within `errors_marked`: it is no error of compiling."""
+    return _MARK in getattr(error, "__dict__", ())
 
 
 def contents_of(function: types.FunctionType) -> list[object]:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ownership import OF_PAGES, callables_of, contents_of, given_forward, is_of_class
+from ..ownership import OF_PAGES, callables_of, contents_of, errors_marked, given_forward, is_of_class
 from ..per_model import Key, Same, SameObjects
 
 # In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
@@ -34,7 +34,7 @@ def shared_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> S
     """The modules of another class than the one in `first` with the same code and closure, each with that one."""
     pairs, kept = [], []
     for module in block.modules():
-        if _is_made_anew(type(module)):
+        if is_made_anew(type(module)):
             kept.append(shared := first.setdefault(class_key(type(module)), type(module)))
             if type(module) is not shared:
                 pairs.append((weakref.ref(module), weakref.ref(shared)))
@@ -69,14 +69,16 @@ def forwards_outside(layers: Iterable[weakref.ref]) -> Iterator[None]:
     """While a block runs, the layers' forwards run outside of its graphs: objects that another node has made for each layer, or
     for each call (`functools.partial`), would each need a graph of their own."""
     present = [layer for reference in layers if (layer := reference()) is not None and _runs_an_object(layer)]
-    for layer in present:
-        entries = vars(layer)
-        entries[_OUTSIDE], entries["forward"] = entries["forward"], types.MethodType(_run_outside, layer)
+    ours = {layer: types.MethodType(_run_outside, layer) for layer in present}
+    for layer, forward in ours.items():
+        vars(layer)[_OUTSIDE], vars(layer)["forward"] = vars(layer)["forward"], forward
     try:
         yield
     finally:
-        for layer in present:
-            vars(layer)["forward"] = vars(layer).pop(_OUTSIDE)
+        for layer, forward in ours.items():
+            before = vars(layer).pop(_OUTSIDE)
+            if vars(layer).get("forward") is forward:  # else the object has taken itself back, or put another there
+                vars(layer)["forward"] = before
 
 
 def _runs_an_object(layer: nn.Module) -> bool:
@@ -86,10 +88,11 @@ def _runs_an_object(layer: nn.Module) -> bool:
 
 @torch.compiler.disable(reason="another node's objects are called outside of the graphs")
 def _run_outside(layer: nn.Module, *args: object, **kwargs: object) -> object:
-    return vars(layer)[_OUTSIDE](*args, **kwargs)
+    with errors_marked():
+        return vars(layer)[_OUTSIDE](*args, **kwargs)
 
 
-def _is_made_anew(cls: type) -> bool:
+def is_made_anew(cls: type) -> bool:
     """Whether a class is not the one that its module has under its name: it was made by a function, or by `type`."""
     place: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
@@ -103,7 +106,7 @@ def class_key(cls: type) -> Hashable:
     A method that is made anew for each call, of the same code and over the same values, is the same.
     """
     methods = tuple((name, _method_key(member, cls)) for name, member in sorted(_methods_in(cls).items()))
-    if not _is_made_anew(cls):
+    if not is_made_anew(cls):
         return Same(cls), methods
     others = ((n, Same(v)) for n, v in sorted(vars(cls).items()) if not n.startswith("__") and not _functions_in(v))
     return cls.__module__, cls.__qualname__, cls.__bases__, methods, tuple(others)

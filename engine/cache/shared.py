@@ -59,8 +59,8 @@ class SharedCache:
         self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
         self._store: RedisStore | FolderStore | None = None
-        self._answer: Future[Any] = Future()  # to the last request
-        self._answer.set_result(None)
+        self._over = threading.Event()  # the last request is
+        self._over.set()
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
         self._asking = threading.Lock()
@@ -118,18 +118,20 @@ class SharedCache:
 
     def _within_limit(self, action: Callable[[], Any]) -> Any:
         """The result of `action`, on a thread of its own: the caller holds a lock that the sampler may wait for."""
-        if not self._answer.done():
+        if not self._over.is_set():
             raise TimeoutError(errno.ETIMEDOUT, "an earlier request is not over")
         answer: Future[Any] = Future()
+        self._over = over = threading.Event()
 
         def run() -> None:
             try:
                 answer.set_result(action())
-            except Exception as error:
+            except BaseException as error:
                 answer.set_exception(error)
+            finally:
+                over.set()
 
         threading.Thread(target=run, name="torch-compile-kit shared cache", daemon=True).start()
-        self._answer = answer
         wait([answer], ANSWER_SECONDS)
         if not answer.done():
             raise TimeoutError(errno.ETIMEDOUT, f"no answer within {ANSWER_SECONDS} s")

@@ -186,12 +186,12 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
     with nullcontext() if run.weights is None else _placed(run.weights):
         if group is None or state is None:
             return type(block).forward(block, *args, **kwargs)
-        return group(block, state, run.call, args, kwargs, run.effort, _may_begin(run, group, block))
+        return group(block, state, run.call, args, kwargs, run.effort, functools.partial(_may_begin, run, group, block))
 
 
 def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
     """Whether the group's first trace may begin with `block`, as no other block of the group is to be traced."""
-    if group.code.has_code or run.code is None or run.traced is None or run.traced is block:
+    if run.code is None or run.traced is None or run.traced is block:
         return True
     return run.code.group_of(run.traced, run.settings)[0] is not group
 

@@ -18,7 +18,7 @@ from ..background.thread import Job
 from ..errors import BlockCompileError
 from ..failures.describe import Failure, describe_failure, is_limit_hit, never_swallowed
 from ..log import logger
-from ..options.outside import is_of_a_patch
+from ..ownership import is_of_another
 from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
@@ -162,7 +162,7 @@ class BlockCode:
             result = compiled(block, *args, **kwargs)
         except Exception as error:
             session.release()
-            if not is_limit_hit(error) and (not session.started or never_swallowed(error) or is_of_a_patch(error)):
+            if not is_limit_hit(error) and (not session.started or never_swallowed(error) or is_of_another(error)):
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise

@@ -6,6 +6,7 @@ Before a call of the model, `Binding` leaves out blocks that another node has gi
 """
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -64,14 +65,14 @@ def why_eager(
     kwargs: dict,
     shapes: tuple,
     effort: Effort | None,
-    may_begin: bool,
+    may_begin: Callable[[], bool],
 ) -> Eager | None:
     """Why a call of `block` runs eager; None: it runs the code of `group`, or is compiled.
 
     Args:
         group: the `BlockGroup` (group.py imports this module).
         effort: of the call of the model; None where all groups are worth a graph.
-        may_begin: the group's first trace may begin with this block, see `Binding`.
+        may_begin: whether the group's first trace may begin with this block (binding.py, `_may_begin`).
     """
     if effort is not None and effort.is_too_small(block, args):
         return Eager.SMALL
@@ -90,7 +91,7 @@ def why_eager(
         return None
     if not call.may_trace:
         return Eager.TRACE_TIME
-    if not may_begin and group.put_off_in in (None, call.began):  # once: the last block may never be called
+    if group.put_off_in in (None, call.began) and not may_begin():  # once: the last block may never be called
         group.put_off_in = call.began
         return Eager.NOT_LAST
     return None

@@ -17,7 +17,7 @@ from ..channels_last import function_mode
 from ..failures.describe import Failure
 from ..log import logger
 from ..options.filter import OptionsFilter
-from ..ownership import forward_inside, rewrapped
+from ..ownership import forward_inside, forward_of_class, named_origin, rewrapped
 from ..settings import CompileSettings
 from .call_shapes import in_usual_layout, shapes_of
 from .compiled_code import BlockCode, first_call_lock
@@ -36,6 +36,7 @@ class BlockGroup:
         numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
+        bypassed: why the last call of a block did not come to its code, as another pack's forward runs in its place.
         put_off_in: when the call of the model began in which the first trace was left to a later block.
     """
 
@@ -47,6 +48,7 @@ class BlockGroup:
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
+    bypassed: Failure | None = None
     put_off_in: int | None = None
     _seen: set[tuple] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
@@ -64,7 +66,7 @@ class BlockGroup:
     @property
     def failure(self) -> Failure | None:
         """Why calls run eager, all or those with some patches."""
-        return self.code.failure or self.patched or next(iter(self.code.failed_with.values()), None)
+        return self.code.failure or self.patched or self.bypassed or next(iter(self.code.failed_with.values()), None)
 
     @property
     def failure_now(self) -> Failure | None:
@@ -87,17 +89,28 @@ class BlockGroup:
         args: tuple,
         kwargs: dict,
         effort: Effort | None = None,
-        may_begin: bool = True,
+        may_begin: Callable[[], bool] = lambda: True,
     ) -> object:
-        """Call `block`: what other packs have put around the forward of its class, and inside that the code."""
-        forward, wrappers = forward_inside(type(block))
+        """Call `block`: what other packs have put around the forward of its class, and inside that the code.
+
+        Args:
+            may_begin: see `why_eager`.
+        """
+        forward, outer, has_run = forward_inside(type(block)), forward_of_class(type(block)), False
 
         def run(module: nn.Module, *args: object, **kwargs: object) -> object:
+            nonlocal has_run
             if module is not block:
                 return forward(module, *args, **kwargs)
+            has_run, self.bypassed = True, None
             return self._call(functools.partial(forward, block), block, state, call, args, kwargs, effort, may_begin)
 
-        return rewrapped(run, wrappers)(block, *args, **kwargs)
+        result = (rewrapped(outer, forward, run) or run)(block, *args, **kwargs)
+        if not has_run:
+            call.uncompiled = True
+            reason = f"another node has replaced its forward by {named_origin(outer)}."
+            self.bypassed = self.bypassed or Failure(self.class_name, reason, "Other blocks stay compiled.")
+        return result
 
     def _call(
         self,
@@ -108,7 +121,7 @@ class BlockGroup:
         args: tuple,
         kwargs: dict,
         effort: Effort | None,
-        may_begin: bool,
+        may_begin: Callable[[], bool],
     ) -> object:
         at = None
         all_options: Any = kwargs.get("transformer_options")
@@ -136,8 +149,9 @@ class BlockGroup:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])
         elif all_options:
             kwargs = {**kwargs, "transformer_options": options}
+        outside = forwards_outside(state.outside if not self.settings.fullgraph else ())
         try:
-            with function_mode.paused(), sharing_classes(state.shared), forwards_outside(state.outside):
+            with function_mode.paused(), sharing_classes(state.shared), outside:
                 result = self._run(block, call, with_options, kwargs, shapes)
         finally:
             if options is not all_options:

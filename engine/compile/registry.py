@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from ..blocks.convolutions import kind_of
-from ..blocks.state import BlockState, sharing_classes
+from ..blocks.state import BlockState, is_made_anew, sharing_classes
 from ..cache.structure import short_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
@@ -74,6 +74,7 @@ class ModelCode:
         self._over_limit: list[tuple[BlockState, tuple]] = []
         self._generation = 0, False
         self._said_taken: set[Taken] = set()
+        self._classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
         self._of_block: weakref.WeakKeyDictionary[nn.Module, BlockState] = weakref.WeakKeyDictionary()
         self._filters: defaultdict[tuple, list[OptionsFilter]] = defaultdict(list)
 
@@ -105,7 +106,7 @@ class ModelCode:
         settings_key = settings.settings_key()
         state = self._of_block.get(block)
         if state is None or not state.holds(block):
-            state = self._of_block[block] = BlockState(block, _classes)
+            state = self._of_block[block] = BlockState(block, self._classes)
         if state.options is None or not state.options.is_current():
             state.options = self._filter_for(block, state)
         if settings_key not in state.groups:
@@ -201,13 +202,14 @@ class ModelCode:
             code.reset_failure()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:
-        forward = forward_inside(type(block))[0]
+        forward = forward_inside(type(block))
         if not isinstance(forward, types.FunctionType):
             return None
         structure = structure_of(block)
         key = (structure, state.methods, state.forwards, state.hooked, settings.settings_key())
         group = self._groups.get(key)
-        other = _groups.get(key)
+        # The forward of a class that is made for each model may name its class (`super()`).
+        other = _groups.get(key) if not is_made_anew(type(block)) else None
         if group is None and other is not None and other.code.failure is None and not other.limit_reached:
             group = other  # of another model, which may be gone
         if group is None:
@@ -285,8 +287,6 @@ def _outlive_models(key: tuple, group: BlockGroup) -> None:
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; no weight is in it.
 _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
-# For `sharing_classes`: a class that is gone is in no group's code.
-_classes: weakref.WeakValueDictionary[Hashable, type] = weakref.WeakValueDictionary()
 # Those used last, newest last.
 _recent: dict[tuple, BlockGroup] = {}
 MOST_RECENT = 24

@@ -69,7 +69,7 @@ class CompileReport:
         seconds, done = f"{added.seconds:.0f}", say("nothingToDo")
         if added.from_disk >= added.graphs > 0:
             done = say("readFromDisk", seconds)
-        elif added.from_disk:
+        elif added.graphs and added.from_disk:
             done = say("compiledInSome", seconds, added.from_disk, added.graphs)
         elif added.graphs:
             done = say("compiledIn", seconds)

@@ -63,7 +63,7 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
                 members = {name: getattr(member, "__func__", member) for name, member in vars(base).items()}
                 members = {name: noted_for(member) or member for name, member in members.items()}
                 if issubclass(type(block), base):  # what is around its forward runs outside of its graphs (`BlockGroup`)
-                    members["forward"] = forward_inside(base)[0]
+                    members["forward"] = forward_inside(base)
                 functions += (member for member in members.values() if isinstance(member, types.FunctionType))
     # Only what the code names: a trainer keeps there, unnamed, the forward that it has replaced.
     attributes: dict[str, dict[int, object]] = {}

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from typing import Any
 
 import torch
+
+from ..ownership import errors_marked
 
 OVERRIDE = "optimized_attention_override"
 # Under this key a block's options hold their `HostOptions`, also in the copy that a UNet's block makes for its patches.
@@ -92,12 +93,8 @@ class Patch:
     @torch.compiler.disable(reason="patches are called outside of the graphs")
     def __call__(self, *args: object, **kwargs: object) -> object:
         options = self._options()
-        try:
+        with errors_marked():
             return self._patch(*args, **kwargs) if options is None else options.call(self._patch, args, kwargs)
-        except BaseException as error:
-            with suppress(Exception):
-                error.__dict__[_OF_A_PATCH] = True
-            raise
 
     def __getattr__(self, name: str) -> Any:
         if "_patch" not in self.__dict__:  # of a copy that is being made
@@ -106,11 +103,3 @@ class Patch:
 
     def __deepcopy__(self, _memo: dict) -> Patch:
         return self
-
-
-_OF_A_PATCH = "torch_compile_kit_patch"
-
-
-def is_of_a_patch(error: BaseException) -> bool:
-    """Whether a patch raised the error: it is no error of compiling."""
-    return _OF_A_PATCH in getattr(error, "__dict__", ())

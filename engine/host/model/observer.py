@@ -17,7 +17,7 @@ from ...messages.report import stats_for
 from ...messages.status import Status
 from ...settings import CompileSettings
 from .attention_choice import OPTIONS_AT, is_being_prepared
-from .network_calls import is_synchronous
+from .network_calls import are_training, is_synchronous
 
 
 @contextmanager
@@ -32,7 +32,7 @@ def observed(settings: CompileSettings, status: Status | None, base_model, args:
         except BaseException:  # code of a stopped run is not reported in the next run
             watch.added(key, stats_for(network, settings))
             raise
-        if monitor.compilations != compilations or is_warming():
+        if (monitor.compilations != compilations or is_warming()) and not are_training(network, args[0]):
             added = watch.added(key, stats_for(network, settings))
             if is_synchronous(settings):  # else the sampler has not waited
                 info, node = call_info_of(base_model, settings, args, kwargs), status.node if status is not None else None

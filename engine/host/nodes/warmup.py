@@ -76,10 +76,10 @@ def _sample(
     run()
     if code.eager_calls != uncompiled:  # the attention was measured
         run()
-    may_join = cfg != 1.0 or len(conditioning[0]) > 1
+    joined = any(call.prompts_per_call > 1 for call in watch_of(network).compiled_for.get(settings.settings_key(), ()))
     kind = settings.settings_key(), latent["samples"].shape[0] == 1
     # With code for all sizes, one stands for all where nothing was compiled.
-    if may_join and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
+    if joined and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
         run(each_prompt_alone=True)
         if settings.dynamic != "false":
             code.ran_apart.add(kind)

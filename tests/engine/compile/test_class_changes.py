@@ -305,3 +305,36 @@ def test_layers_whose_forward_another_node_has_made_an_object_of_share_graphs(ch
         graphs |= {check(net), check(net)}
     assert len(graphs) == 1
     assert not any(isinstance(block.inner.forward, types.MethodType) for block in net.blocks), "put back after each call"
+
+
+class Once(Scaled):
+    """An object that takes itself back in its first call."""
+
+    def __call__(self, x):
+        vars(self.layer).pop("forward", None)
+        return super().__call__(x)
+
+
+def test_an_object_that_takes_itself_back_is_gone(engine):
+    net, x = Net(), torch.randn(2, 4, 8)
+    plain, step = net(x), CompiledNet(engine, net)
+    for block in net.blocks:
+        block.inner.forward = Once(block.inner, 2.0)
+    assert not torch.equal(step.at_once(x), plain)
+    assert torch.equal(step.at_once(x), plain)
+
+
+class Refusing(Scaled):
+    def __call__(self, x):
+        raise ZeroDivisionError("of another pack")
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "run uncompiled"])
+def test_an_error_of_such_an_object_is_its_own(engine, on_failure):
+    net, x = Net(), torch.randn(2, 4, 8)
+    step = CompiledNet(engine, net, on_failure=on_failure)
+    net.blocks[0].inner.forward = Refusing(net.blocks[0].inner, 1.0)
+    with pytest.raises(ZeroDivisionError, match="of another pack"):
+        step.at_once(x)
+    del net.blocks[0].inner.forward
+    assert torch.equal(step.at_once(x), net(x)) and not step.failures

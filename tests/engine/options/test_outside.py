@@ -126,5 +126,5 @@ def test_an_error_of_a_patch_is_told_from_errors_of_compiling(engine, block):
     (outside,) = put(attn1_patch=[fails])["patches"]["attn1_patch"]
     with pytest.raises(ZeroDivisionError) as raised:
         outside(1)
-    assert engine("options.outside").is_of_a_patch(raised.value)
-    assert not engine("options.outside").is_of_a_patch(ZeroDivisionError())
+    assert engine("ownership").is_of_another(raised.value)
+    assert not engine("ownership").is_of_another(ZeroDivisionError())

@@ -147,6 +147,31 @@ def test_what_packs_have_put_around_the_forward_of_a_class_runs_around_its_code(
     assert relative_error(flux.run(compiled), plain) < 1e-5
 
 
+def test_a_forward_that_calls_the_hosts_at_times_is_told(flux, engine, monkeypatch):
+    """By two ways, and in some runs not at all."""
+    kind, uses_own = layers.SingleStreamBlock, []
+    hosts = kind.forward
+
+    def direct(self, *args, **kwargs):
+        return hosts(self, *args, **kwargs)
+
+    def forward(self, img, *args, **kwargs):
+        if uses_own:
+            return img * 0.9
+        return (direct if self is network.single_blocks[0] else hosts)(self, img, *args, **kwargs)
+
+    network = flux.patcher.model.diffusion_model
+    plain, compiled = flux.plain(), flux.attach(flux.patcher, compile_when="before first image")
+    monkeypatch.setattr(kind, "forward", forward)
+    assert relative_error(flux.run(compiled), plain) < 1e-5 and flux.graphs == 1 and not flux.failures and flux.eager == 0
+    uses_own.append(True)
+    expected = flux.run(flux.patcher)
+    assert relative_error(flux.run(compiled), expected) < 1e-5 and flux.eager > 0
+    assert [failure for failure in flux.failures if "replaced its forward" in failure]
+    uses_own.clear()
+    assert relative_error(flux.run(compiled), plain) < 1e-5 and flux.eager == 0 and not flux.failures
+
+
 def test_a_patched_model_gets_code_around_the_patch_and_the_plain_one_keeps_its(flux):
     change = options.patched_with(options.scaled_output, "attn1_output_patch")
     compiled, expected = flux.attach(flux.patcher), flux.run(patched(flux.patcher, change))
