@@ -46,7 +46,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Not by `tempfile`, whose files other users cannot read."""
+    """Write a new file in the same folder, and rename it to `file`. Files of `tempfile` would be for their owner alone."""
     unfinished = file.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         unfinished.write_bytes(content)

@@ -90,7 +90,7 @@ def unit_for(device: torch.device) -> str:
 
 
 def events_of(path: Path) -> list[dict]:
-    """The events of a trace that last."""
+    """The events of a Chrome trace file that have a duration."""
     with open(path, encoding="utf-8") as file:
         return [event for event in json.load(file)["traceEvents"] if event.get("ph") == "X"]
 

@@ -18,7 +18,7 @@ from torch import nn
 from ..errors import InvalidSetting
 from ..ownership import forward_of_class
 
-# A list of fewer parameters than this share of the model is not worth a graph of its own.
+# A ModuleList with less than this share of the model's parameters is not worth a graph of its own.
 MINIMUM_SHARE = 0.002
 
 

@@ -32,7 +32,7 @@ def shapes_of(args: tuple, kwargs: dict) -> tuple:
 
 
 def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
-    """All but numbers on which the code of a call depends: arguments, weights, settings of PyTorch."""
+    """What the code of a call depends on, except the values of numbers: arguments, weights, settings of PyTorch."""
     tensors = (*module.parameters(), *module.buffers())
     weights = ((type(t), t.dtype, t.device, t.layout is torch.strided and t.stride()) for t in tensors)
     inputs = ((t.dtype, t.device, t.is_inference()) for t in tensors_in(args, kwargs))

@@ -9,14 +9,15 @@ ComfyUI or another node swaps. So:
 2. The first run makes a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
    exact and as slow as uncompiled code. The job is queued when the model's call is over.
 3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
-4. It loads the code, and loads and tunes the kernels on zeros, while it holds one of `gpu_locks`: a CUDA graph capture bears
-   neither.
-5. The code is published, and runs from then on wherever the guards hold that lowering added to those of Dynamo. A call with
-   other sizes has Dynamo trace the graph once more, as it would have traced the block.
+4. It loads the code, then loads and tunes the kernels on zeros. It holds the device's lock of `gpu_locks` meanwhile, since
+   either would break a CUDA graph capture on another thread.
+5. The code is published, and runs from then on wherever Dynamo's guards and those added by lowering hold. A call with other
+   sizes has Dynamo trace the graph once more, as it would have traced the block.
 
-A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. Lowered in the call that
-traced them (`lowered_inline`) are graphs that cannot be written down, such as those with a backward, graphs with numbers that
-vary (PyTorch restarts the trace for some of them), all backends but inductor, and all graphs where no process can be started.
+A graph that cannot be lowered goes on as in 2, and `BlockCode` decides what becomes of its group. These are
+lowered in the call that traced them (`lowered_inline`): graphs that cannot be written down, such as those with a backward;
+graphs with numbers that vary (PyTorch restarts the trace for some); graphs of other backends than inductor; and all graphs
+where no process can be started.
 
 The `owner` of a graph is its `BlockCode`, whose module imports this one: hence `Any`.
 """
@@ -52,14 +53,14 @@ from ..torch_compat import private
 from .call_shapes import Changed
 from .session import monitor, tracing_scope
 
-# Inductor keeps its options for the process up to PyTorch 2.11, so one graph is lowered in a call at a time.
+# Up to PyTorch 2.11 inductor's options are the process's, so only one thread at a time may lower inline.
 _inline_lock = threading.Lock()
 
 
 # By backend, what makes the code of a request on the worker thread: a function, and what is known of it. Graphs of other
 # backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
-# Of memory that stays free beside the tensors on which kernels are tuned.
+# Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
 MARGIN = 512 * 2**20
 # Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
 INTERMEDIATES = 8

@@ -1,12 +1,12 @@
 """Lower graphs in this process, started by client.py: `python child.py`, with requests on stdin and answers on stdout.
 
 1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
-   tells the versions of what lowers here (lowering.py).
+   tells the versions of PyTorch, Triton and others in this process (lowering.py).
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
    lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): it holds no weight, and takes no
-   memory of the card. Only where kernels are measured, or it failed so, does a process see the cards.
+   memory of the card. A process sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
 3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
-   the guards that hold for its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to
+   the guards on its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to
    lower it may work.
 4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
 

@@ -344,7 +344,7 @@ class CompileProcess:
                 answer = running.answers.get(timeout=1.0)
             except queue.Empty:
                 now = time.monotonic()
-                # A worker may keep the pipe open when the process has crashed.
+                # After a crash of the process its own workers (inductor's) may keep the pipe open.
                 if running.process.poll() is None and now - heard < silent and now - began < LONGEST_SECONDS:
                     continue
                 answer = None

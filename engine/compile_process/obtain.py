@@ -55,10 +55,10 @@ class Request:
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
-    """Called where the graph is traced.
+    """Write down a graph that has just been traced, in the call that traced it.
 
     Raises:
-        LowerInline: what of the graph has no form for another process.
+        LowerInline: a part of the graph cannot be written down; the message says which.
     """
     if any(isinstance(fake, torch.Tensor) and fake.requires_grad for fake in fakes) and torch.is_grad_enabled():
         raise LowerInline("it has a backward")

@@ -4,8 +4,8 @@ PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and c
 outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay needs no Python and
 launches no kernels one by one. Small models are bound by those; large ones gain little.
 
-1. `drop_if_stale` has `ModelState.look_at` note, once a sampling run and after changes, where the weights are and what the
-   layers hold; graphs of a model that has changed are dropped. All code in a call is the host's (ownership.py).
+1. `drop_if_stale` has `ModelState.check_unchanged` note, once a sampling run and after changes, where the weights are and what
+   the layers hold; graphs of a model that has changed are dropped. All code in a call is the host's (ownership.py).
 2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
    the call counts as none: that code has never run, and a capture can neither trace nor load kernels. Shapes of the result
    are noted.
@@ -350,8 +350,8 @@ class ModelGraphs:
     def drop_if_stale(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None = None
     ) -> None:
-        """Once a run: drop the graphs if weights, layers or functions have changed, see `ModelState.look_at`."""
-        self.model.look_at(model, device, places, self._changed)
+        """Once a run: drop the graphs if weights, layers or functions have changed, see `ModelState.check_unchanged`."""
+        self.model.check_unchanged(model, device, places, self._changed)
 
     def _changed(self) -> None:
         if self.graphs:

@@ -50,7 +50,7 @@ class ModelState:
         self._known = None
         self._copies.clear()
 
-    def look_at(
+    def check_unchanged(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
         """Before each call; all is looked at once a sampling run, and again where a glance shows a change.

@@ -50,7 +50,7 @@ class _Stream:
 
 
 def begin(card: dict[str, Any]) -> _NoNumbers:
-    """Answer for a card, of which there is nothing else here, until the process ends. To be called before ComfyUI is imported.
+    """Have this process see `card`, without a GPU or driver, until it ends. To be called before ComfyUI is imported.
 
     Args:
         card: as `stand_in_card.describe` lists it.

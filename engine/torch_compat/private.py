@@ -19,7 +19,8 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("torch-compile-kit")
-# The versions of PyTorch with which the tests have passed, oldest first: those in the table of docs/compatibility.md.
+# The versions of PyTorch with which the tests have passed, oldest first: those in the table of docs/compatibility.md; with
+# what goes with each in devtools/venvs.py (`TORCH`).
 TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.

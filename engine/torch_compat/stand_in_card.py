@@ -76,7 +76,7 @@ def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | No
             "_cuda_getCurrentRawStream": first,
             "_accelerator_getDeviceIndex": first,
         },
-        # Dynamo would ask for its stream.
+        # Of an accelerator Dynamo would ask the current stream.
         torch.accelerator: {"is_available": lambda: False, "current_accelerator": nothing, "current_device_index": first},
     }
     # As PyTorch itself does where it sees no card, so that entering the device of a fake tensor does nothing.

@@ -13,14 +13,16 @@ pytestmark = MARKS
 # What stays as it is in Japanese: products, technical names, units, models. A token with "_", "." or "/" is a name in code.
 KEPT = """
     Torch Compile Kit torch compile torch-compile-kit ComfyUI TorchCompileModel PyTorch Triton CUDA cuDNN TF fp NVIDIA RTX AMD
-    Apple Linux Windows macOS OS PC Python Visual Studio Build Tools Redis redis GPU CPU VRAM RAM GB GiB MB MiB ms zip
+    Apple Linux Windows macOS OS PC Python Visual Studio Build Tools Redis redis GPU CPU VRAM RAM GB GiB MB MiB ms JSON
     VAE CLIP LoRA ControlNet Control UNet Transformer GGUF SD SDXL Flux cfg channels last Channels Last NAME sage xformers
     cudaMallocAsync InvalidCxxCompiler CppCompileError TritonMissing DoubleStreamBlock SingleStreamBlock KSampler true false
     safetensors sha Ctrl
 """
 IN_ENGLISH = "\uff08英語\uff09"  # what is said to be
-NOT_READ = re.compile(  # code, quotes with their translation, tags, addresses, flags, names in code
-    rf"{IN_ENGLISH}.*|`[^`]*`|\*[^*\n]+\*(?=\uff08)|<[^>]*>|\w+://\S*|--[\w-]+|%\d|(?<=x)\d+x?\d*|[\w-]*[_./][\w./-]+", re.ASCII
+NOT_READ = re.compile(  # code, quotes with their translation, tags, addresses, flags, names in code, lines of extra_sizes
+    rf"{IN_ENGLISH}.*|`[^`]*`|\*[^*\n]+\*(?=\uff08)|<[^>]*>|\w+://\S*|--[\w-]+|%\d|batch(?= \d)"
+    r"|(?<=x)\d+x?\d*|[\w-]*[_./][\w./-]+",
+    re.ASCII,
 )
 
 

@@ -95,8 +95,8 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         # Part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
 
-        def look():
-            foreign = _foreign_beside(options, model_options, wrapped)
+        def why_no_graphs():
+            foreign = _foreign_outside_network(options, model_options, wrapped)
             if foreign is None:
                 graphs.drop_if_stale(network, device, address_of if state.pages else None)
                 foreign = graphs.model.foreign
@@ -109,7 +109,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
                 return None, f"the call depends on {error}, which may change unseen", None
             return None, None, (binding.settings, modes(), numerics(), fast, options_key, inputs_key)
 
-        foreign, reason, key = code.look(network, look, (None, "the model cannot be looked at", None))
+        foreign, reason, key = code.look(network, why_no_graphs, (None, "the model cannot be looked at", None))
         if key is None:
             _say_off(network, foreign, reason, notes)
             if graphs.graphs and is_short_of_memory(device):
@@ -150,7 +150,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         calls.clear()
 
 
-def _foreign_beside(options: Mapping, model_options: Mapping, wrapped: bool) -> str | None:
+def _foreign_outside_network(options: Mapping, model_options: Mapping, wrapped: bool) -> str | None:
     """The first pack whose code is in a call but not in the network; `wrapped`: the network's wrappers make the call."""
     around = [] if wrapped else _wrappers(options)
     return (

@@ -30,7 +30,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import KEY, BlockCompiler, install_apply, is_left, uninstall_apply
+from .wrapper import KEY, BlockCompiler, install_apply_model, is_left, uninstall_apply_model
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):
@@ -121,7 +121,7 @@ def eager_clone(patcher):
 
 
 def _clean_up(patcher) -> None:
-    uninstall_apply(patcher)
+    uninstall_apply_model(patcher)
     end_run(patcher.model)
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         if wrapper.status is not None:  # it may begin in some runs
@@ -133,7 +133,7 @@ def _begin_run(patcher, *_: object) -> None:
     for wrapper in wrappers:
         wrapper.notes.clear()  # another pack's code may be gone
     begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in wrappers))
-    install_apply(patcher)
+    install_apply_model(patcher)
 
 
 def _on_load(patcher, *_: object) -> None:

@@ -113,20 +113,20 @@ def is_left(network: object, wrappers: Mapping[str, Mapping]) -> bool:
     return is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
 
 
-APPLY = "apply_model"
+APPLY_MODEL = "apply_model"
 # Our functions in the place of the method, with what they replaced on the instance (None: nothing).
 _installed: weakref.WeakKeyDictionary[Callable, Any] = weakref.WeakKeyDictionary()
 
 
-def install_apply(patcher: Any) -> None:
-    """Until `uninstall_apply`, bring the patcher's own wrapper to calls of its model that lack it.
+def install_apply_model(patcher: Any) -> None:
+    """Until `uninstall_apply_model`, bring the patcher's own wrapper to calls of its model that lack it.
 
     The host's guider of two models calls both with the options of the first (comfy_extras/nodes_custom_sampler.py,
     `Guider_DualModel`). Wrappers of other packs get this method, and ask it for its model (`__self__`).
     """
-    uninstall_apply(patcher)
+    uninstall_apply_model(patcher)
     base_model, ours = patcher.model, patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
-    original = base_model.__dict__.get(APPLY)
+    original = base_model.__dict__.get(APPLY_MODEL)
 
     @functools.wraps(type(base_model).apply_model)
     def apply_model(self: Any, *args: object, **kwargs: Any) -> object:
@@ -142,13 +142,13 @@ def install_apply(patcher: Any) -> None:
         return type(self).apply_model(self, *args, **kwargs) if original is None else original(*args, **kwargs)
 
     _installed[apply_model] = original
-    base_model.__dict__[APPLY] = types.MethodType(apply_model, base_model)
+    base_model.__dict__[APPLY_MODEL] = types.MethodType(apply_model, base_model)
 
 
-def uninstall_apply(patcher: Any) -> None:
+def uninstall_apply_model(patcher: Any) -> None:
     attributes = patcher.model.__dict__
-    function = getattr(attributes.get(APPLY), "__func__", None)
+    function = getattr(attributes.get(APPLY_MODEL), "__func__", None)
     if function is not None and function in _installed:
-        del attributes[APPLY]
+        del attributes[APPLY_MODEL]
         if (original := _installed.pop(function)) is not None:
-            attributes[APPLY] = original
+            attributes[APPLY_MODEL] = original

@@ -88,7 +88,7 @@ class BlockWeights:
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]
         # Whether weights are transferred for each call; else they are on the device.
         self.moves = bool(self._fetched) or self._packed.move
-        # Whether nothing is transferred as long as the pages are in memory.
+        # Whether all weights are on the device once their pages of dynamic VRAM are.
         self.in_pages = not tensors and self._eager is None and not self._packed.move
         placing = self._recast or self._packed.unpacked or self._packed.plain
         self.needed = self.moves or bool(placing) or self._eager is not None
@@ -241,7 +241,7 @@ def weights_of(loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module
 
 
 def forget_weights(base_model) -> None:
-    """A sampling run is over: leave the model as the host made it."""
+    """After a sampling run: take off the layers what `_settle` has set, and have `ModelWeights` made anew."""
     weights = _weights.get(base_model)
     if weights is not None:
         weights.undo_settling()

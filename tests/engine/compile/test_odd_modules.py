@@ -96,7 +96,7 @@ def test_a_cuda_graph_of_a_model_with_a_module_of_torch_jit(engine, monkeypatch)
     trust(engine, monkeypatch, "support.py", "test_odd_modules.py")
     state = engine("cuda_graphs.model_state").ModelState()
     for _ in range(2):
-        state.look_at(net, torch.device("cpu"), None, lambda: dropped.append(1))
+        state.check_unchanged(net, torch.device("cpu"), None, lambda: dropped.append(1))
     assert state.obstacle is state.foreign is None and len(dropped) == 1
 
 

@@ -185,5 +185,5 @@ def test_what_is_on_meta_does_not_travel(engine):
     assert [item.name for item in found] == ["weight", "bias"]
     assert not streaming.tensors_elsewhere(torch.nn.Sequential(block), torch.device("cpu"))
     state = engine("cuda_graphs.model_state").ModelState()
-    state.look_at(block, torch.device("cpu"), None, lambda: None)
+    state.check_unchanged(block, torch.device("cpu"), None, lambda: None)
     assert state.obstacle is None
