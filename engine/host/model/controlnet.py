@@ -72,9 +72,12 @@ class StandIn:
 
     __slots__ = ("torch_compile_kit",)
     torch_compile_kit: CompiledControl
-    # What `torch.compile` takes in its place (torch/_dynamo/eval_frame.py, `innermost_fn`).
-    _torchdynamo_orig_callable = property(lambda self: self.torch_compile_kit.network)
-    _torchdynamo_wrapper_id = property(id)
+
+    def __getattr__(self, name: str) -> Any:
+        """With these two `torch.compile` takes the network in its place (torch/_dynamo/eval_frame.py, `innermost_fn`)."""
+        if name == "_torchdynamo_orig_callable":
+            return self.torch_compile_kit.network
+        return id(self) if name == "_torchdynamo_wrapper_id" else super().__getattr__(name)  # type: ignore[misc]
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         return self.torch_compile_kit(*args, **kwargs)
