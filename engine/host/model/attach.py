@@ -51,7 +51,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     prepare_compiling(settings)
     clone = eager_clone(patcher)
     status = Status(node, settings) if node is not None else None
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(clone.model, settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from comfy.patcher_extension import WrappersMP
+from torch import nn
 
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
@@ -33,11 +34,12 @@ COMPILE_KEY = "torch.compile"
 class BlockCompiler:
     """The APPLY_MODEL wrapper: compiles the blocks of the model that `executor` runs.
 
-    A BlockCompiler keeps no model: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
+    A BlockCompiler keeps no model alive: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
     `apply_model`).
     """
 
-    def __init__(self, settings: CompileSettings, status: Status | None = None):
+    def __init__(self, base_model: nn.Module, settings: CompileSettings, status: Status | None = None):
+        self._attached_to = weakref.ref(base_model)
         self.settings = settings
         self.status = status
         self._calls = NetworkCalls(settings)
@@ -56,9 +58,15 @@ class BlockCompiler:
             return self._call(executor, *args, **kwargs)
 
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
-        """That patcher's wrapper: the host calls a guider's second model with the first one's options."""
+        """That patcher's wrapper: the host calls a guider's second model with the first one's options.
+
+        Other packs call a model that no patcher runs with the options of one that does: no node is connected to it, and nothing
+        would tell when its run is over.
+        """
         patcher = getattr(base_model, "current_patcher", None)
-        return self if patcher is None else next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
+        if patcher is None:
+            return self if base_model is self._attached_to() else None
+        return next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
     def _is_left(self, base_model, args: tuple) -> bool:
         """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
