@@ -229,6 +229,7 @@ HOST = {
     "comfy.patcher_extension.CallbacksMP.ON_DETACH": READ,
     "comfy.patcher_extension.CallbacksMP.ON_LOAD": READ,
     "comfy.patcher_extension.CallbacksMP.ON_PRE_RUN": READ,
+    "comfy.patcher_extension.CallbacksMP.ON_PREPARE_STATE": READ,
     "comfy.patcher_extension.WrappersMP.APPLY_MODEL": READ,
     "comfy.patcher_extension.WrappersMP.CALC_COND_BATCH": READ,
     "comfy.patcher_extension.WrappersMP.DIFFUSION_MODEL": READ,

@@ -59,6 +59,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     callbacks = {
         CallbacksMP.ON_CLEANUP: _clean_up,
         CallbacksMP.ON_PRE_RUN: _begin_run,
+        CallbacksMP.ON_PREPARE_STATE: _begin_step,
         CallbacksMP.ON_LOAD: _on_load,
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
@@ -124,16 +125,21 @@ def _clean_up(patcher) -> None:
     uninstall_apply(patcher)
     end_run(patcher.model)
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-        if wrapper.status is not None:  # it may begin in some runs
-            wrapper.status.tell()
+        wrapper.end_run()
 
 
 def _begin_run(patcher, *_: object) -> None:
     wrappers = patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
     for wrapper in wrappers:
-        wrapper.notes.clear()  # another pack's code may be gone
+        wrapper.begin_run()
     begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in wrappers))
     install_apply(patcher)
+
+
+def _begin_step(patcher, *_: object) -> None:
+    """Called before the conditions of a step are given to the model, or to what another pack has put around it."""
+    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+        wrapper.is_sampled = True
 
 
 def _on_load(patcher, *_: object) -> None:

@@ -1,6 +1,7 @@
 """Wrap the host's `apply_model`: tell whose call of a diffusion model this is, and whether it is compiled yet."""
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from ...compile.registry import WaitsFor, code_of
 from ...log import logger
 from ...messages.recompile_log import watch_of
 from ...messages.status import Status
-from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words
+from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ..graphs.policy import always_replays
@@ -36,6 +37,9 @@ class BlockCompiler:
 
     A BlockCompiler keeps no model alive: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
     `apply_model`).
+
+    Attributes:
+        is_sampled: the sampler has begun a step of this run.
     """
 
     def __init__(self, base_model: nn.Module, settings: CompileSettings, status: Status | None = None):
@@ -44,6 +48,20 @@ class BlockCompiler:
         self.status = status
         self._calls = NetworkCalls(settings)
         self.notes = self._calls.notes
+        self.is_sampled = self._is_called = False
+
+    def begin_run(self) -> None:
+        self.notes.clear()  # another pack's code may be gone
+        self.is_sampled = self._is_called = False
+
+    def end_run(self) -> None:
+        """Called by the host also in a `finally`, after an error, which may have come before the first call of the model."""
+        if self.is_sampled and not self._is_called and sys.exc_info()[0] is None:
+            self.notes.add(in_words(NOT_CALLED, ENGLISH))
+            if self.status is not None:
+                self.status.left = NOT_CALLED
+        if self.status is not None:  # it may begin in some runs
+            self.status.tell()
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         """Parameters have the host's names: a wrapper of another pack may pass each of them by name."""
@@ -52,6 +70,7 @@ class BlockCompiler:
             return executor(*args, **kwargs)
         if compiler_of_model is not self:
             return compiler_of_model(executor, *args, **kwargs)
+        self._is_called = True
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         with observed(self.settings, self.status, executor.class_obj, args, kwargs):
@@ -77,7 +96,7 @@ class BlockCompiler:
         if watch.left and not before:
             logger.warning("%s is %s", type(base_model).__name__, in_words(COMPILED_ELSEWHERE, ENGLISH))
         if self.status is not None:
-            self.status.is_left = watch.left
+            self.status.left = COMPILED_ELSEWHERE if watch.left else None
         if watch.left and self.status is not None and not is_copy_for_another_device(base_model):
             self.status.begins(network, None, None)
             self.status.stopped()
