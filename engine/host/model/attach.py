@@ -1,12 +1,10 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import comfy.utils
-import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ...background.thread import compiler
@@ -18,9 +16,8 @@ from ...cuda_graphs.capture import graphs_of
 from ...inductor import attention_kernels
 from ...log import logger
 from ...messages.status import Line, Status, forget_line, tell_all
-from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words, told
+from ...messages.words import ENGLISH, in_words
 from ...settings import CompileSettings
-from ...torch_compat import private
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights.blocks import notes_on
@@ -30,7 +27,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import KEY, BlockCompiler, install_apply, is_left, uninstall_apply
+from .wrapper import KEY, BlockCompiler, install_apply, obstacle, uninstall_apply
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):
@@ -67,22 +64,6 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     code_of(diffusion_model(patcher)).title = model_name(patcher)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
-
-
-def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
-    """Why nothing of a network is compiled (see `words.told`); None: it can be.
-
-    Args:
-        network: None if there is none yet.
-        wrappers: those of the patcher.
-    """
-    if (lacking := private.unsupported()) is not None:
-        return told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
-    if (switch := private.switched_off()) is not None:
-        return told("leftAsIs", switch)
-    if network is not None and is_left(network, wrappers):
-        return COMPILED_ELSEWHERE
-    return None
 
 
 def _obstacle_of(patcher) -> list | None:

@@ -21,8 +21,9 @@ from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
 from ..weights.blocks import Loaded
 from ..weights.placement import overridden, override_methods
-from .attach import KEY, obstacle, prepare_compiling
+from .attach import KEY, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
+from .wrapper import obstacle
 
 # Networks whose sampling run has begun, until the host cleans up after the run.
 _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -45,9 +46,13 @@ class CompiledControl:
             _running.add(network)
             begin_run(network, self._status)
         with ExitStack() as scopes:
+            left = obstacle(network)
             if self._status is not None:
+                self._status.left = left
                 self._status.begins(network, None, x.shape)  # steps are not timed: they are parts of the model's
                 scopes.callback(self._status.stopped)
+            if left is not None:
+                return eager(network, run)
             call = scopes.enter_context(self._calls.prepared())
             result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, x.numel(), run)
         return result

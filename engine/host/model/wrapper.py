@@ -5,8 +5,10 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from comfy.patcher_extension import WrappersMP
 from torch import nn
 
@@ -15,9 +17,10 @@ from ...compile.registry import WaitsFor, code_of
 from ...log import logger
 from ...messages.recompile_log import watch_of
 from ...messages.status import Status
-from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words
+from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words, told
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
@@ -88,19 +91,18 @@ class BlockCompiler:
         return next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
     def _is_left(self, base_model, args: tuple) -> bool:
-        """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
-        forwards, up to its limit."""
-        options = args[OPTIONS_AT]
+        """Whether the model is left as it is, as another node compiles it or has switched off PyTorch's compiler meanwhile;
+        says so. PyTorch would compile the other node's code anew in each call with our forwards, up to its limit."""
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
-        before, watch.left = watch.left, is_left(base_model.diffusion_model, options.get("wrappers", {}))
-        if watch.left and not before:
-            logger.warning("%s is %s", type(base_model).__name__, in_words(COMPILED_ELSEWHERE, ENGLISH))
+        before, watch.left = watch.left, obstacle(base_model.diffusion_model, args[OPTIONS_AT].get("wrappers", {}))
+        if watch.left is not None and not before:
+            logger.warning("%s is %s", type(base_model).__name__, in_words(watch.left, ENGLISH))
         if self.status is not None:
-            self.status.left = COMPILED_ELSEWHERE if watch.left else None
-        if watch.left and self.status is not None and not is_copy_for_another_device(base_model):
+            self.status.left = watch.left
+        if watch.left is not None and self.status is not None and not is_copy_for_another_device(base_model):
             self.status.begins(network, None, None)
             self.status.stopped()
-        return watch.left
+        return watch.left is not None
 
     def _call(self, executor, *args, **kwargs):
         base_model = executor.class_obj
@@ -135,9 +137,21 @@ class BlockCompiler:
             return self._calls.run(loaded, call, args[0].numel(), run)
 
 
-def is_left(network: object, wrappers: Mapping[str, Mapping]) -> bool:
-    """Whether another node compiles the network or some of its blocks; `wrappers` by kind and key."""
-    return is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
+def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
+    """Why nothing of a network is compiled (see `words.told`); None: it can be.
+
+    Args:
+        network: None if there is none yet.
+        wrappers: those of the patcher.
+    """
+    if (lacking := private.unsupported()) is not None:
+        return told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
+    if (switch := private.switched_off()) is not None:
+        return told("leftAsIs", switch)
+    if network is None:
+        return None
+    is_left = is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
+    return COMPILED_ELSEWHERE if is_left else None
 
 
 APPLY = "apply_model"
