@@ -129,7 +129,8 @@ def lower_here(engine, name):
         described = json.loads(request.text)
         with engine("inductor.kitchen").products_as_operators():
             graph, inputs, mode = wire.loads(described["graph"])
-            with torch._inductor.config.patch(unsafe_marked_cacheable_functions=settings.cacheable_functions(graph)):
+            functions = settings.cacheable_functions(graph)
+            with torch._inductor.config.patch(unsafe_marked_cacheable_functions=functions, freezing=False):
                 torch._functorch._aot_autograd.autograd_cache.check_cacheable(graph)  # else it could not be sent back
             with settings.for_graph(described["settings"]), torch._guards.tracing(torch._guards.TracingContext(mode)):
                 code = torch._dynamo.lookup_backend(name)(graph, list(inputs))

@@ -126,7 +126,7 @@ def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) 
     outcome = Outcome(setup.name, len(plan.blocks), share=round(plan.covered_share, 3), whole_model=plan.whole_model)
     for block in plan.blocks:
         outcome.classes[block.class_name] = outcome.classes.get(block.class_name, 0) + 1
-    compiler = engine("host.model.wrapper").BlockCompiler(chosen)
+    compiler = engine("host.model.wrapper").BlockCompiler(model, chosen)
 
     def graphs() -> int:
         return report.stats_for(network, chosen).graphs

@@ -26,6 +26,7 @@ class ModelCall:
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
         traced: for how long blocks have been traced; `lowered`: of it, for how long graphs were lowered inside.
         put_off: a block ran uncompiled since no trace might begin.
+        settings_changed: of PyTorch's, by another pack (compile/session.py); None: not known yet.
         packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
     """
 
@@ -38,6 +39,7 @@ class ModelCall:
     traced: float = 0.0
     lowered: float = 0.0
     put_off: bool = False
+    settings_changed: bool | None = None
     packings: set[Any] = field(default_factory=set)
     when_over: list[Callable[[], object]] = field(default_factory=list)
     began: int = field(default_factory=next_moment)

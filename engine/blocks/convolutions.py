@@ -12,10 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from ..ownership import given_forward
 from ..per_model import PerModel
 from ..settings import CompileSettings
-from .discovery import can_be_block, size_of
+from .discovery import can_be_block, foreign_forward, size_of
 
 # Blocks of a kind that process fewer elements than this share of the largest kind's, in a call of the model, are not compiled.
 SHARE = 0.4
@@ -43,12 +42,11 @@ _parts_of = PerModel(_parts)
 
 
 def parts_of(block: nn.Module) -> list[nn.Module]:
-    """The transformers in a block of convolutions; none where another node has replaced one."""
+    """The transformers in a block of images; none where another node has taken one away."""
     try:
-        parts = [block.get_submodule(path) for path in _parts_of(block)]
-    except AttributeError:  # another node has taken one away
+        return [block.get_submodule(path) for path in _parts_of(block)]
+    except AttributeError:
         return []
-    return parts if all(given_forward(part) is None for part in parts) else []
 
 
 class Choice(NamedTuple):
@@ -60,15 +58,20 @@ class Choice(NamedTuple):
 
 
 def choose(blocks: list[nn.Module], settings: CompileSettings) -> Choice:
-    """Leave out blocks of convolutions, unless the settings want them compiled or there are no others."""
-    if settings.compiles_convolutions or all(map(is_convolutional, blocks)):
-        return Choice(blocks, [], [])
-    compiled, parts = [], []
+    """Leave out blocks of convolutions, unless the settings want them compiled or there are no others.
+
+    A part that another node has given a forward is left out, and its block is not compiled whole.
+    """
+    choice, compiles_all = Choice([], [], []), settings.compiles_convolutions or all(map(is_convolutional, blocks))
     for block in blocks:
         inside = parts_of(block)
-        parts += inside
-        compiled += inside or ([] if is_convolutional(block) else [block])
-    return Choice(compiled, parts, [block for block in blocks if is_convolutional(block)])
+        free = [part for part in inside if foreign_forward(part) is None]
+        if inside and (len(free) < len(inside) or not compiles_all):
+            choice.parts.extend(free)
+            choice.compiled.extend(free)
+        else:
+            (choice.compiled if compiles_all or not is_convolutional(block) else choice.left_out).append(block)
+    return choice
 
 
 # Class and size of a block: blocks of one kind share graphs.

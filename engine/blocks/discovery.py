@@ -16,7 +16,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from ..errors import InvalidSetting
-from ..ownership import forward_of_class
+from ..ownership import forward_of_class, given_forward
 
 # A ModuleList with less than this share of the model's parameters is not worth a graph of its own.
 MINIMUM_SHARE = 0.002
@@ -127,6 +127,11 @@ def _outermost(module: nn.Module, path: str, wanted: Callable) -> Iterator[tuple
 def unwrapped(module: nn.Module) -> nn.Module:
     """Without PyTorch's wrapper, which another node's compiling leaves around a module until the host loads the model again."""
     return getattr(module, "_orig_mod", module)
+
+
+def foreign_forward(block: nn.Module) -> object | None:
+    """What another node has put in the place of the class's forward, or has made of it (`Module.compile`); None: nothing."""
+    return given_forward(block) or block._compiled_call_impl
 
 
 def can_be_block(module: nn.Module) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -13,8 +14,8 @@ import torch
 from torch import nn
 
 from ..background.model_call import ModelCall
-from ..blocks.convolutions import Effort, choose, kind_of
-from ..blocks.discovery import BlockPlan, find_blocks, size_of, unwrapped
+from ..blocks.convolutions import Effort, choose, kind_of, parts_of
+from ..blocks.discovery import BlockPlan, find_blocks, foreign_forward, size_of, unwrapped
 from ..channels_last import function_mode
 from ..ownership import exchanged, given_forward, named_origin
 from ..per_model import PerModel, SameObjects
@@ -81,14 +82,18 @@ class Binding:
     ):
         self._model, self.settings, self.call = model, settings, call or ModelCall()
         self._blocks = blocks_of(model, settings)
-        forwards = {block: given_forward(block) or block._compiled_call_impl for block in self._blocks}
-        # Blocks that run the forward of their class, and that no other node compiles (`Module.compile`).
-        self._free = [block for block, forward in forwards.items() if forward is None]
-        code, taken = code_of(model), [(block, forward) for block, forward in forwards.items() if forward is not None]
-        code.look(model, lambda: code.note_taken((type(unwrapped(b)).__name__, named_origin(f)) for b, f in taken), None)
+        self._free = [block for block in self._blocks if foreign_forward(block) is None]
+        code = code_of(model)
+        code.look(model, lambda: code.note_taken(self._taken()), None)
         self._weights: Any = None
         if weights_of is not None:
             self._weights = code.look(model, lambda: weights_of(self._free), None)
+
+    def _taken(self) -> Iterator[tuple[str, str]]:
+        """Blocks, and parts of others, that run another node's forward: (class, the forward's name)."""
+        for block in (*self._blocks, *itertools.chain.from_iterable(map(parts_of, self._free))):
+            if (forward := foreign_forward(block)) is not None:
+                yield type(unwrapped(block)).__name__, named_origin(forward)
 
     @property
     def plain(self) -> bool:

@@ -23,7 +23,16 @@ from ..settings import CompileSettings
 from ..torch_compat import private
 from ..torch_settings import compile_scope
 from .call_shapes import Changed, traced_state
-from .session import DYNAMIC, STATIC, CompileSession, CompileStats, monitor
+from .session import (
+    CALL_SWITCHES,
+    DYNAMIC,
+    STATIC,
+    USUAL_LIMIT,
+    CompileSession,
+    CompileStats,
+    are_settings_changed,
+    monitor,
+)
 from .traced_graph import backend_for, current, dead_code, with_own_code
 
 # PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
@@ -150,11 +159,14 @@ class BlockCode:
             functools.partial(self._switches, block, args, kwargs, traces_for),
             (args, kwargs),
         )
-        limited = self.stats.graphs >= min(self.settings.variant_limit, 8)
+        if call.settings_changed is None:
+            call.settings_changed = are_settings_changed()
+        limited = call.settings_changed or self.stats.graphs >= min(self.settings.variant_limit, USUAL_LIMIT)
         if limited:
             limit = self.settings.variant_limit
             process_wide = {} if TAKES_LIMIT else {"recompile_limit": limit}
-            compile_scope.enter(accumulated_recompile_limit=4 * limit, fail_on_recompile_limit_hit=True, **process_wide)
+            limits = {"accumulated_recompile_limit": 4 * limit, "fail_on_recompile_limit_hit": True}
+            compile_scope.enter(**CALL_SWITCHES, **limits, **process_wide)
         monitor.calls.append(session)
         outer, current.call = current.call, call
         try:

@@ -81,7 +81,27 @@ COMPILE_SWITCHES = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
+    # PyTorch's defaults, which another pack may have changed: weights would become constants, each block would need a graph of
+    # its own, or a number that varies would have the graph lowered in the call.
+    "freezing": False,
+    "prepare_freezing": False,
+    "install_free_tensors": False,
+    "inline_inbuilt_nn_modules": True,
+    "allow_unspec_int_on_nn_module": False,
 }
+# PyTorch reads them also before a trace begins and after it has failed. To set them around each call of a block takes 40 µs.
+CALL_SWITCHES = {"suppress_errors": False, "error_on_recompile": False}
+USUAL_LIMIT = 8  # of PyTorch's `recompile_limit`
+
+
+def are_settings_changed() -> bool:
+    """Whether another pack has changed `CALL_SWITCHES`, or lowered a limit of graphs, for the process."""
+    config = private.dynamo_config
+    limits = getattr(config, "recompile_limit", USUAL_LIMIT), getattr(config, "accumulated_recompile_limit", USUAL_LIMIT)
+    changed = getattr(config, "suppress_errors", False) or getattr(config, "error_on_recompile", False)
+    return changed or min(limits) < USUAL_LIMIT
+
+
 # What torch.compile(dynamic=...) sets around each call (torch/_dynamo/eval_frame.py, make_set_enable_dynamic), and leaves
 # behind where two threads are in compiled code at once. Here it holds only while something is compiled.
 STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}

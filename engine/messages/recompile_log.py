@@ -47,7 +47,7 @@ class Watch:
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
     limits: Sequence[str] = ()  # what limited the model in its last benchmark (host/nodes/limits.py), a line each
-    left: bool = False  # another node compiles the model (host/model/wrapper.py)
+    left: list | None = None  # why the model is left as it is (host/model/wrapper.py), see `words.told`
     foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
     # In about how many runs of the sampler compiling begins, and the name by which the page can begin it now
     # (host/model/payback.py).

@@ -151,7 +151,7 @@ class Status(Line):
         if (former := lines.get((owner_now(), node))) is not None:
             self._told = former._told  # until the model runs
         self._settings = settings
-        self.is_left = False  # to another node, which compiles the model
+        self.left: list | None = None  # why nothing of the model is compiled, see `words.told`
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -166,7 +166,7 @@ class Status(Line):
     def new_run(self) -> None:
         """Forget the last step, as the time between two runs is no step, and send the line to pages that were opened since."""
         self._register()
-        self._step = self._told = None
+        self._step = self._told = self.left = None
 
     def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
         """Note the begin of a call of the model.
@@ -218,6 +218,8 @@ class Status(Line):
         return (self._told or News()).state == "compiling"
 
     def now(self) -> News | None:
+        if (left := self.left) is not None:
+            return News("unclear", left)
         network = self._network() if self._network is not None else None
         if network is None:  # not run yet, or freed: nobody compiles for it
             return News() if self._was_compiling() else self._told
@@ -239,7 +241,7 @@ class Status(Line):
         if self.in_call and self._was_compiling():
             return self._told
         self._compiling_since = None
-        if self.is_left or any(taken.is_compiled for taken in code.taken):
+        if any(taken.is_compiled for taken in code.taken):
             return News("unclear", COMPILED_ELSEWHERE)
         failed = dict.fromkeys(group.class_name for group in groups if group.failure)
         failed |= dict.fromkeys(failure.block for failure in code.failures)

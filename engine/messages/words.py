@@ -67,6 +67,7 @@ def in_words(text: object, language: str | None = None) -> str:
 
 
 COMPILED_ELSEWHERE = told("leftAsIs", told("compiledElsewhere"))
+NOT_CALLED = told("leftAsIs", told("notCalled"))
 
 
 @functools.cache

@@ -1,12 +1,10 @@
 """Attach compile settings to a ComfyUI model patcher."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 
 import comfy.utils
-import torch
 from comfy.patcher_extension import CallbacksMP, WrappersMP
 
 from ... import attention_kernels
@@ -18,9 +16,8 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...log import logger
 from ...messages.status import Line, Status, forget_line, tell_all
-from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words, told
+from ...messages.words import ENGLISH, in_words
 from ...settings import CompileSettings
-from ...torch_compat import private
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights.blocks import notes_on
@@ -30,7 +27,7 @@ from .network_calls import begin_run, end_run
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
-from .wrapper import KEY, BlockCompiler, install_apply_model, is_left, uninstall_apply_model
+from .wrapper import KEY, BlockCompiler, install_apply_model, obstacle, uninstall_apply_model
 
 
 def attach(patcher, settings: CompileSettings, node: str | None = None):
@@ -51,7 +48,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     prepare_compiling(settings)
     clone = eager_clone(patcher)
     status = Status(node, settings) if node is not None else None
-    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(settings, status))
+    clone.add_wrapper_with_key(WrappersMP.APPLY_MODEL, KEY, BlockCompiler(clone.model, settings, status))
     clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)
     if settings.block_swap == "auto":
         clone.add_wrapper_with_key(WrappersMP.PREPARE_SAMPLING, KEY, spread_weights)
@@ -59,6 +56,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     callbacks = {
         CallbacksMP.ON_CLEANUP: _clean_up,
         CallbacksMP.ON_PRE_RUN: _begin_run,
+        CallbacksMP.ON_PREPARE_STATE: _begin_step,
         CallbacksMP.ON_LOAD: _on_load,
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
@@ -66,22 +64,6 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
     code_of(diffusion_model(patcher)).title = model_name(patcher)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone
-
-
-def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
-    """Why nothing of a network is compiled (see `words.told`); None: it can be.
-
-    Args:
-        network: None if there is none yet.
-        wrappers: those of the patcher.
-    """
-    if (lacking := private.unsupported()) is not None:
-        return told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
-    if (switch := private.switched_off()) is not None:
-        return told("leftAsIs", switch)
-    if network is not None and is_left(network, wrappers):
-        return COMPILED_ELSEWHERE
-    return None
 
 
 def _obstacle_of(patcher) -> list | None:
@@ -124,16 +106,21 @@ def _clean_up(patcher) -> None:
     uninstall_apply_model(patcher)
     end_run(patcher.model)
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
-        if wrapper.status is not None:  # it may begin in some runs
-            wrapper.status.tell()
+        wrapper.end_run()
 
 
 def _begin_run(patcher, *_: object) -> None:
     wrappers = patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)
     for wrapper in wrappers:
-        wrapper.notes.clear()  # another pack's code may be gone
+        wrapper.begin_run()
     begin_run(diffusion_model(patcher), *(wrapper.status for wrapper in wrappers))
     install_apply_model(patcher)
+
+
+def _begin_step(patcher, *_: object) -> None:
+    """Called before the conditions of a step are given to the model, or to what another pack has put around it."""
+    for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
+        wrapper.is_sampled = True
 
 
 def _on_load(patcher, *_: object) -> None:

@@ -1,6 +1,5 @@
 """Attach compile settings to a ControlNet of the host."""
 
-import copy
 import functools
 import weakref
 from contextlib import ExitStack
@@ -21,36 +20,22 @@ from ...settings import CompileSettings
 from ..adapter import set_callbacks
 from ..graphs.replay import graphs_summary
 from ..weights.blocks import Loaded
-from ..weights.placement import override_methods
-from .attach import KEY, obstacle, prepare_compiling
+from ..weights.placement import overridden, override_methods
+from .attach import KEY, prepare_compiling
 from .network_calls import NetworkCalls, are_training, begin_run, eager, end_run
+from .wrapper import obstacle
 
 # Networks whose sampling run has begun, until the host cleans up after the run.
 _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class CompiledControl:
-    """In place of a ControlNet's network: calls run compiled, attributes are the network's.
-
-    The host's copies of a ControlNet take a CompiledControl along (comfy/controlnet.py, `copy`), its deep copies for other GPUs
-    do not.
-    """
+    """The calls of a ControlNet's network under the settings of one node."""
 
     def __init__(self, network: nn.Module, settings: CompileSettings, status: Status | None):
         self.network = network
         self._status = status
         self._calls = NetworkCalls(settings)
-        # What `torch.compile` takes in place of a CompiledControl (torch/_dynamo/eval_frame.py, `innermost_fn`), of which
-        # another node would make a function without the network's attributes.
-        vars(self).update({"_torchdynamo_orig_callable": network, "_torchdynamo_wrapper_id": id(self)})
-
-    def __getattr__(self, name: str) -> Any:
-        if "network" not in self.__dict__:
-            raise AttributeError(name)
-        return getattr(self.network, name)
-
-    def __deepcopy__(self, memo: dict) -> nn.Module:
-        return copy.deepcopy(self.network, memo)
 
     def __call__(self, x, *more: Any, **inputs: Any) -> object:
         network = self.network
@@ -61,9 +46,13 @@ class CompiledControl:
             _running.add(network)
             begin_run(network, self._status)
         with ExitStack() as scopes:
+            left = obstacle(network)
             if self._status is not None:
+                self._status.left = left
                 self._status.begins(network, None, x.shape)  # steps are not timed: they are parts of the model's
                 scopes.callback(self._status.stopped)
+            if left is not None:
+                return eager(network, run)
             call = scopes.enter_context(self._calls.prepared())
             result = self._calls.run(Loaded(network, network, x.dtype, x.device), call, x.numel(), run)
         return result
@@ -77,6 +66,45 @@ class CompiledControl:
         return [f"ControlNet ({type(self.network).__name__}): {line}" for line in lines]
 
 
+class StandIn:
+    """In place of a ControlNet's network: only calls differ.
+
+    Other packs ask for the class of the network and its name, and set attributes or a forward. So a StandIn has the network's
+    `__dict__`, and a class that inherits from the network's, see `stand_in_for`. The host's copies of a ControlNet take it
+    along (comfy/controlnet.py, `copy`); its deep copies for other GPUs, as any copies of a StandIn itself, are copies of the
+    network.
+    """
+
+    __slots__ = ("torch_compile_kit",)
+    torch_compile_kit: CompiledControl
+
+    def __getattr__(self, name: str) -> Any:
+        """With these two `torch.compile` takes the network in its place (torch/_dynamo/eval_frame.py, `innermost_fn`)."""
+        if name == "_torchdynamo_orig_callable":
+            return self.torch_compile_kit.network
+        return id(self) if name == "_torchdynamo_wrapper_id" else super().__getattr__(name)  # type: ignore[misc]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> object:
+        return self.torch_compile_kit(*args, **kwargs)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "__class__":
+            self.torch_compile_kit.network.__class__ = value
+            value = overridden(value, StandIn)
+        super().__setattr__(name, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.torch_compile_kit.network.__reduce_ex__(protocol)
+
+
+def stand_in_for(network: nn.Module, control: CompiledControl) -> Any:
+    kind: Any = type(network)
+    stand_in: Any = object.__new__(overridden(kind, StandIn))
+    object.__setattr__(stand_in, "__dict__", vars(network))
+    object.__setattr__(stand_in, "torch_compile_kit", control)
+    return stand_in
+
+
 def attach_control(control: Any, settings: CompileSettings, node: str | None = None) -> Any:
     """A copy of `control` (comfy.controlnet.ControlBase) whose blocks run compiled; weights are shared.
 
@@ -88,8 +116,8 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if not isinstance(control, comfy.controlnet.ControlBase):
         raise InvalidSetting("control_net", control, "connect a ControlNet, such as that of Load ControlNet Model.")
     network = getattr(control, "control_model", None)
-    if isinstance(network, CompiledControl):  # of a node before
-        network = network.network
+    if isinstance(network, StandIn):  # of a node before
+        network = network.torch_compile_kit.network
     compiled = control.copy()
     if not settings.enabled:
         return compiled
@@ -100,7 +128,8 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
         logger.info("%s is %s", kind, in_words(why, ENGLISH))
         return compiled
     prepare_compiling(settings)
-    compiled.control_model = CompiledControl(network, settings, Status(node, settings) if node is not None else None)
+    status = Status(node, settings) if node is not None else None
+    compiled.control_model = stand_in_for(network, CompiledControl(network, settings, status))
     compiled.control_model_wrapped = patcher = control.control_model_wrapped.clone()
     set_callbacks(patcher, KEY, {CallbacksMP.ON_CLEANUP: _end_run})
     override_methods(patcher, EndRunAtLoad)
@@ -115,8 +144,8 @@ def controls_in(conditioning: list) -> list[CompiledControl]:
         control = options.get("control")
         while control is not None:
             network = getattr(control, "control_model", None)
-            if isinstance(network, CompiledControl):
-                controls[id(network.network)] = network
+            if isinstance(network, StandIn):
+                controls[id(network.torch_compile_kit.network)] = network.torch_compile_kit
             control = getattr(control, "previous_controlnet", None)
     return list(controls.values())
 

@@ -1,21 +1,26 @@
 """Wrap the host's `apply_model`: tell whose call of a diffusion model this is, and whether it is compiled yet."""
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
+import torch
 from comfy.patcher_extension import WrappersMP
+from torch import nn
 
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
 from ...log import logger
 from ...messages.recompile_log import watch_of
 from ...messages.status import Status
-from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, in_words
+from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words, told
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
+from ...torch_compat import private
 from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
@@ -33,15 +38,33 @@ COMPILE_KEY = "torch.compile"
 class BlockCompiler:
     """The APPLY_MODEL wrapper: compiles the blocks of the model that `executor` runs.
 
-    A BlockCompiler keeps no model: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
+    A BlockCompiler keeps no model alive: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
     `apply_model`).
+
+    Attributes:
+        is_sampled: the sampler has begun a step of this run.
     """
 
-    def __init__(self, settings: CompileSettings, status: Status | None = None):
+    def __init__(self, base_model: nn.Module, settings: CompileSettings, status: Status | None = None):
+        self._attached_to = weakref.ref(base_model)
         self.settings = settings
         self.status = status
         self._calls = NetworkCalls(settings)
         self.notes = self._calls.notes
+        self.is_sampled = self._is_called = False
+
+    def begin_run(self) -> None:
+        self.notes.clear()  # another pack's code may be gone
+        self.is_sampled = self._is_called = False
+
+    def end_run(self) -> None:
+        """Called by the host also in a `finally`, after an error, which may have come before the first call of the model."""
+        if self.is_sampled and not self._is_called and sys.exc_info()[0] is None:
+            self.notes.add(in_words(NOT_CALLED, ENGLISH))
+            if self.status is not None:
+                self.status.left = NOT_CALLED
+        if self.status is not None:  # it may begin in some runs
+            self.status.tell()
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
         """Parameters have the host's names: a wrapper of another pack may pass each of them by name."""
@@ -50,30 +73,36 @@ class BlockCompiler:
             return executor(*args, **kwargs)
         if compiler_of_model is not self:
             return compiler_of_model(executor, *args, **kwargs)
+        self._is_called = True
         if self._is_left(executor.class_obj, args):
             return executor(*args, **kwargs)
         with observed(self.settings, self.status, executor.class_obj, args, kwargs):
             return self._call(executor, *args, **kwargs)
 
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
-        """That patcher's wrapper: the host calls a guider's second model with the first one's options."""
+        """That patcher's wrapper: the host calls a guider's second model with the first one's options.
+
+        Other packs call a model that no patcher runs with the options of one that does: no node is connected to it, and nothing
+        would tell when its run is over.
+        """
         patcher = getattr(base_model, "current_patcher", None)
-        return self if patcher is None else next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
+        if patcher is None:
+            return self if base_model is self._attached_to() else None
+        return next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
     def _is_left(self, base_model, args: tuple) -> bool:
-        """Whether another node compiles the model; says so. PyTorch would compile that node's code anew in each call with our
-        forwards, up to its limit."""
-        options = args[OPTIONS_AT]
+        """Whether the model is left as it is, as another node compiles it or has switched off PyTorch's compiler meanwhile;
+        says so. PyTorch would compile the other node's code anew in each call with our forwards, up to its limit."""
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
-        before, watch.left = watch.left, is_left(base_model.diffusion_model, options.get("wrappers", {}))
-        if watch.left and not before:
-            logger.warning("%s is %s", type(base_model).__name__, in_words(COMPILED_ELSEWHERE, ENGLISH))
+        before, watch.left = watch.left, obstacle(base_model.diffusion_model, args[OPTIONS_AT].get("wrappers", {}))
+        if watch.left is not None and not before:
+            logger.warning("%s is %s", type(base_model).__name__, in_words(watch.left, ENGLISH))
         if self.status is not None:
-            self.status.is_left = watch.left
-        if watch.left and self.status is not None and not is_copy_for_another_device(base_model):
+            self.status.left = watch.left
+        if watch.left is not None and self.status is not None and not is_copy_for_another_device(base_model):
             self.status.begins(network, None, None)
             self.status.stopped()
-        return watch.left
+        return watch.left is not None
 
     def _call(self, executor, *args, **kwargs):
         base_model = executor.class_obj
@@ -108,9 +137,21 @@ class BlockCompiler:
             return self._calls.run(loaded, call, args[0].numel(), run)
 
 
-def is_left(network: object, wrappers: Mapping[str, Mapping]) -> bool:
-    """Whether another node compiles the network or some of its blocks; `wrappers` by kind and key."""
-    return is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
+def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
+    """Why nothing of a network is compiled (see `words.told`); None: it can be.
+
+    Args:
+        network: None if there is none yet.
+        wrappers: those of the patcher.
+    """
+    if (lacking := private.unsupported()) is not None:
+        return told("pytorchLacks", torch.__version__, lacking, private.TESTED[0], private.TESTED[-1])
+    if (switch := private.switched_off()) is not None:
+        return told("leftAsIs", switch)
+    if network is None:
+        return None
+    is_left = is_compiled_elsewhere(network) or COMPILE_KEY in wrappers.get(WrappersMP.APPLY_MODEL, {})
+    return COMPILED_ELSEWHERE if is_left else None
 
 
 APPLY_MODEL = "apply_model"

@@ -45,12 +45,13 @@ def override_methods(patcher: Any, methods: type) -> None:
     """
     kind: Any = type(patcher)
     if not issubclass(kind, methods):
-        patcher.__class__ = _overridden(kind, methods)
+        patcher.__class__ = overridden(kind, methods)
 
 
 @functools.cache
-def _overridden(kind: Any, methods: type) -> type:
-    return type(kind.__name__, (methods, kind), {"__module__": kind.__module__})
+def overridden(kind: Any, methods: type) -> type:
+    """A class that inherits from `methods` and from `kind`, and is named like that one."""
+    return type(kind.__name__, (methods, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
 class EvenLoad:

@@ -83,11 +83,24 @@ def test_in_a_unet_only_large_transformers_are_compiled(engine):
     assert eager_blocks(code) == {"CONVOLUTIONS": {"ConvolutionBlock": 2}, "SMALL": {"Block": 2}}
 
 
-def test_a_part_that_somebody_replaced_leaves_its_block_whole(engine):
+@pytest.mark.parametrize("mode", ["auto", "max-autotune"])
+def test_a_part_with_another_nodes_forward_is_left_out(engine, mode):
+    """Its block was compiled in one piece, with that node's code inside."""
     net, x = SmallUNet().requires_grad_(False), torch.randn(1, 16, 16, 16)
-    net.levels[0][0].blocks[0].forward = lambda tokens: tokens + 1
-    assert torch.equal(CompiledNet(engine, net).at_once(x), net(x))
-    assert dict(engine("compile.registry").code_of(net).parts) == {"Block": 3}
+    part, seen = net.levels[0][0].blocks[0], []
+
+    def forward(tokens):
+        seen.append(torch.compiler.is_compiling())
+        return tokens + 1
+
+    part.forward = forward
+    expected = net(x)
+    assert torch.equal(CompiledNet(engine, net, mode=mode).at_once(x), expected)
+    code = engine("compile.registry").code_of(net)
+    assert seen == [False] * 2 and dict(code.parts) == ({"Block": 3} if mode == "auto" else {})
+    assert [taken.message().partition(" by ")[0] for taken in code.taken] == [
+        "1 Block run uncompiled: another node has replaced their forward"
+    ]
 
 
 def test_another_size_compiles_no_other_kinds(engine):

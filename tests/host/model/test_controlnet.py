@@ -1,6 +1,8 @@
 """A ControlNet whose blocks run compiled: the host's own, with a tiny model beside it."""
 
+import copy
 import time
+import types
 
 import pytest
 import torch
@@ -121,8 +123,68 @@ def test_what_another_node_compiles_is_left_to_it(tiny, engine, order):
 def test_a_second_node_replaces_the_first(tiny, engine):
     runs = Controlled(tiny, engine, "flux")
     twice = runs.compiled(runs.compiled(runs.control), dynamic="false")
-    assert twice.control_model.network is runs.control.control_model
+    assert twice.control_model.torch_compile_kit.network is runs.control.control_model
     same(runs.with_control(twice), runs.with_control(runs.control))
+
+
+def scaled(control):
+    """As a pack that replaces the forward of a ControlNet's network (Easy-Use's Kolors)."""
+    network, calls = control.control_model, []
+    kind = next(cls for cls in type(network).__mro__ if "forward" in vars(cls))
+
+    def forward(self, x, hint, timesteps, context, **more):
+        calls.append(self)
+        return kind.forward(self, x, hint, timesteps, context * self.gain, **more)
+
+    network.gain = 0.1
+    network.forward = types.MethodType(forward, network)
+    return calls
+
+
+def test_what_another_pack_sets_on_it_reaches_the_network(tiny, engine):
+    runs, plain = Controlled(tiny, engine, "sdxl"), Controlled(tiny, engine, "sdxl")
+    without = plain.with_control(plain.control)
+    scaled(plain.control)
+    expected = plain.with_control(plain.control)
+    assert not torch.allclose(without, expected, rtol=1e-3, atol=1e-4), "the forward does nothing; this proves nothing"
+    control = runs.compiled(runs.control)
+    same(runs.with_control(control), without)
+    calls = scaled(control)
+    same(runs.with_control(control), expected, "set on it")
+    assert calls and any(kind.stats.graphs for kind in runs.of_control())
+    same(runs.with_control(runs.control), expected, "without the node")
+    del control.control_model.forward
+    control.control_model.gain = torch.nn.Linear(1, 1)
+    assert runs.control.control_model.gain in set(runs.control.control_model.modules())
+    del control.control_model.gain
+    same(runs.with_control(control), without, "deleted")
+    assert not hasattr(runs.control.control_model, "gain")
+
+
+def test_other_packs_take_it_for_the_network(tiny, engine):
+    """Advanced-ControlNet asks for the name of the class, and made a wrong image of another one."""
+    import comfy.model_patcher
+
+    runs = Controlled(tiny, engine, "flux")
+    network, cpu = runs.control.control_model, torch.device("cpu")
+    control = runs.compiled(runs.control).control_model
+    assert isinstance(control, type(network)) and type(control).__name__ == type(network).__name__
+    assert control.to(torch.float32) is control and repr(control) == repr(network)
+    assert [*map(id, control.parameters())] == [*map(id, network.parameters())]
+    assert [*control.state_dict()] == [*network.state_dict()]
+    assert [name for name, _ in control.named_modules()] == [name for name, _ in network.named_modules()]
+    for patcher in (comfy.model_patcher.ModelPatcher, comfy.model_patcher.CoreModelPatcher):
+        assert patcher(control, load_device=cpu, offload_device=cpu).model_size() == control_size(network)
+    assert all(type(copied) is type(network) for copied in (copy.copy(control), copy.deepcopy(control)))
+    kind = type(network)
+    control.__class__ = other = type("Other", (kind,), {})
+    assert type(network) is other and isinstance(control, other) and type(control).__name__ == "Other"
+
+
+def control_size(network):
+    import comfy.model_management
+
+    return comfy.model_management.module_size(network)
 
 
 def test_weights_that_are_elsewhere_are_streamed(tiny, engine):

@@ -217,7 +217,7 @@ def test_a_function_among_the_attributes_of_a_layer_sees_all_that_it_reads(engin
     layers = [block.self_attn for block in model.diffusion_model.blocks]
     hosts = layers[0].attn_op
     compiler = engine("host.model.wrapper").BlockCompiler(
-        engine("settings").CompileSettings(backend="eager", compile_when=mode)
+        model, engine("settings").CompileSettings(backend="eager", compile_when=mode)
     )
 
     def run(percent, *compiler):

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from patching import Runs, same
+from patching import Runs, patched, same
 from patching import shares_code as fresh_dynamo  # noqa: F401
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -44,6 +44,28 @@ def test_two_models_in_turn(flux, second):
         same(flux.run(first_compiled), expected)
         same(flux.run(second_compiled), other)
     assert flux.graphs == 1, "one architecture shares its code"
+
+
+def test_a_model_that_another_pack_calls_with_the_options_of_the_first_runs_as_without(flux, second):
+    """As ComfyUI-bleh's refiner: the host knows of no run of it, which would end."""
+    calls = []
+
+    def refined(m):
+        def refine(apply_model, given):
+            calls.append(given)
+            other = len(calls) % 2 == 0
+            return (second.patcher.model.apply_model if other else apply_model)(given["input"], given["timestep"], **given["c"])
+
+        m.set_model_unet_function_wrapper(refine)
+
+    flux.steps = 4
+    expected, network = flux.run(patched(flux.patcher, refined)), second.patcher.model.diffusion_model
+    before = {module: dict(vars(module)) for module in network.modules()}
+    compiled = flux.attach(flux.patcher)
+    for _ in range(2):
+        same(flux.run(patched(compiled, refined)), expected)
+    assert flux.graphs and not second.groups
+    assert {module: set(vars(module)) for module in network.modules()} == {m: set(v) for m, v in before.items()}
 
 
 def test_two_architectures_in_turn(flux, tiny, engine):

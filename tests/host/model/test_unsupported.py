@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from patch_kinds.conditions import controlnet
+from patch_kinds.conditions import controlnet, with_options
 from patching import Runs, same
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -70,6 +70,21 @@ def test_pytorchs_compiler_is_switched_off(tiny, engine, monkeypatch, variable):
         assert left is not None
         assert lines["7"].says == lines["8"].says == [["leftAsIs", switch]]
         assert switch in engine("failures.machine").preflight_here(False)[1][0]
+
+
+def test_pytorchs_compiler_is_switched_off_meanwhile(tiny, engine):
+    """Nothing was compiled from then on, without a word."""
+    runs, settings = Runs(tiny, engine, "flux", cfg=1.0), engine("settings").CompileSettings(backend="eager")
+    control = engine("host.model.controlnet").attach_control(controlnet(tiny, "flux", 1), settings, "8")
+    attached = engine("host.model.attach").attach(runs.patcher, settings, "7")
+    hint = torch.full((1, 3, 64, 64), 0.5)
+    positive = with_options(runs.positive, control=control.copy().set_cond_hint(hint, 0.8, (0.0, 1.0)))
+    lines, switch = engine("messages.status").lines_of, "torch._dynamo.config.disable"
+    with torch._dynamo.config.patch(disable=True):
+        runs.run(attached, positive)
+        assert lines()["7"].says == lines()["8"].says == ["leftAsIs", switch] and not runs.graphs
+    runs.run(attached, positive)
+    assert switch not in str(lines())
 
 
 @pytest.mark.parametrize("compile_when", ["in background", "before first image"])

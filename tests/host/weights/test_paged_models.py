@@ -25,7 +25,9 @@ def test_weights_that_come_through_shared_buffers(name, engine, monkeypatch):
     plan = engine("compile.binding").plan_for(network)
     inside = {layer for block in engine("compile.binding").modules_at(network, plan) for layer in block.modules()}
     wrapper = engine("host.model.wrapper")
-    compiler = wrapper.BlockCompiler(engine("settings").CompileSettings(backend="eager", compile_when="before first image"))
+    compiler = wrapper.BlockCompiler(
+        model, engine("settings").CompileSettings(backend="eager", compile_when="before first image")
+    )
     first = {"size": 0, "batch": setup.max_batch or 2}
 
     def run(*compiler):
