@@ -14,7 +14,7 @@ FLOORS = [
     {"engine/host/weights", "engine/cuda_graphs", "engine/messages"},
     {"engine/host", "engine/compile"},
     {"engine/compile_process", "engine/channels_last"},
-    {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/options"},
+    {"engine/background", "engine/blocks", "engine/cache", "engine/inductor", "engine/transformer_options"},
     {"engine", "engine/failures"},
     {"engine/torch_compat"},
 ]

@@ -58,7 +58,7 @@ PYTORCH = ["tests/canaries", "tests/engine/compile", "tests/engine/inductor", "t
 # Windows in CI has no C++ compiler on its path, no Triton, and PyTorch's build for CPUs: rooms that need none of these, ...
 WINDOWS = [
     *("tests/engine/background", "tests/engine/benchmark", "tests/engine/blocks", "tests/engine/cache", "tests/engine/compile"),
-    *("tests/engine/failures", "tests/engine/messages", "tests/engine/options"),
+    *("tests/engine/failures", "tests/engine/messages", "tests/engine/transformer_options"),
     "tests/engine/test_files.py",
     "tests/engine/test_settings.py",
     "tests/engine/test_user_input.py",

@@ -9,7 +9,7 @@ A model call, from the node's wrapper to the kernel:
    (blocks/state.py), puts weights in place (host/weights/) and calls the block's group.
 4. `BlockGroup` (compile/group.py) calls what other packs have put around the forward of the block's class, and inside that
    removes from `transformer_options` what the block does not read, wraps patches so that no graph reaches them
-   (options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
+   (transformer_options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
    whether the block runs eager.
 5. `BlockCode.call` (compile/compiled_code.py) calls `torch.compile` of a copy of the block's forward. If no graph fits, Dynamo
    traces one, in a `CompileSession` with settings of its own.

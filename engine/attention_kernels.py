@@ -64,7 +64,7 @@ def override_with(priority: list[SDPBackend]) -> Callable:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=kwargs.get("scale"))
         return out if skip_output_reshape else out.transpose(1, 2).reshape(out.shape[0], -1, heads * out.shape[-1])
 
-    override.__dict__["reads_no_options"] = True  # for options/filter.py
+    override.__dict__["reads_no_options"] = True  # for transformer_options/filter.py
     override.__name__ = f"attention_{priority[0].name.removesuffix('_ATTENTION').lower()}"
     return override
 

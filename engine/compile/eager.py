@@ -15,8 +15,8 @@ from torch import nn
 from ..background.model_call import ModelCall
 from ..blocks.convolutions import Effort
 from ..devices import is_capturing
-from ..options.arguments import changes_an_object
 from ..ownership import TORCH_COMPILE
+from ..transformer_options.arguments import changes_an_object
 
 # After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a
 # step is so much longer at most, and one trace (LTX-AV's block: 13 s on two slow cores). Flux takes 2.3 s in all.

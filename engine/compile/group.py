@@ -16,9 +16,9 @@ from ..blocks.state import BlockState, forwards_outside, sharing_classes
 from ..channels_last import function_mode
 from ..failures.describe import Failure
 from ..log import logger
-from ..options.filter import OptionsFilter
 from ..ownership import forward_inside, forward_of_class, named_origin, rewrapped
 from ..settings import CompileSettings
+from ..transformer_options.filter import OptionsFilter
 from .call_shapes import in_usual_layout, shapes_of
 from .compiled_code import BlockCode, first_call_lock
 from .eager import Eager, why_eager

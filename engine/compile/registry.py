@@ -16,10 +16,10 @@ from ..cache.structure import short_name, structure_of
 from ..errors import TorchCompileKitError
 from ..failures.describe import Failure, in_one_line, never_swallowed
 from ..log import logger
-from ..options.filter import OptionsFilter
 from ..ownership import forward_inside
 from ..per_model import PerModel
 from ..settings import CompileSettings
+from ..transformer_options.filter import OptionsFilter
 from .compiled_code import BlockCode, free_unused
 from .eager import CALL_SECONDS, RUN_SECONDS, Eager, Taken
 from .group import BlockGroup

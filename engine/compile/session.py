@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from ..log import logger
-from ..options.outside import HOLDER
 from ..torch_compat import private
 from ..torch_settings import SharedScope, compile_scope
+from ..transformer_options.outside import HOLDER
 from .call_shapes import static_heads
 
 

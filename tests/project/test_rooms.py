@@ -14,8 +14,8 @@ from devtools import rooms
         ("engine/cache/disk.py", "from ..compile.compiled_code import BlockCode", "engine/cache/disk imports engine/compile/"),
         (
             "engine/cache/places.py",
-            "from ..options.filter import OptionsFilter",
-            "engine/cache/places imports engine/options/",
+            "from ..transformer_options.filter import OptionsFilter",
+            "engine/cache/places imports engine/transformer_options/",
         ),
         ("engine/errors.py", "if TYPE_CHECKING:\n    from .settings import CompileSettings", "imports itself through others"),
         ("engine/more/module.py", "", "engine/more is a room without a floor"),
@@ -35,4 +35,4 @@ def test_a_room_without_its_rule_is_found(tmp_path):
     for room in ("nodes", "engine"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "engine" / "options" / "__init__.py").write_text('"""Options."""\n')
-    assert "engine/options/__init__.py does not say what may be imported there" in rooms.check(tmp_path)
+    assert "engine/transformer_options/__init__.py does not say what may be imported there" in rooms.check(tmp_path)

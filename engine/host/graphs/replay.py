@@ -40,7 +40,6 @@ from ...failures.describe import in_one_line, never_swallowed
 from ...log import logger
 from ...messages.recompile_log import watch_of
 from ...messages.words import ENGLISH, in_words, told
-from ...options.filter import BOOKKEEPING, keys_read
 from ...ownership import (
     OwnForward,
     exchanged,
@@ -53,6 +52,7 @@ from ...ownership import (
 )
 from ...per_model import PerModel
 from ...torch_settings import modes, numerics
+from ...transformer_options.filter import BOOKKEEPING, keys_read
 from ..adapter import without_prefetch
 from ..weights.blocks import Loaded
 from ..weights.dynamic_vram import AllPages, address_of

@@ -15,9 +15,9 @@ from ...cache.structure import name_of
 from ...devices import gpu_locks
 from ...errors import InvalidSetting
 from ...log import logger
-from ...options.outside import OVERRIDE
 from ...per_model import PerModel
 from ...settings import CompileSettings
+from ...transformer_options.outside import OVERRIDE
 
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5

@@ -15,9 +15,9 @@ from ...failures.machine import preflight_here
 from ...messages.recompile_log import watch_of
 from ...messages.report import given_in_words, groups_for
 from ...messages.words import say
-from ...options.outside import OVERRIDE
 from ...ownership import named_origin, pack_of
 from ...settings import CompileSettings
+from ...transformer_options.outside import OVERRIDE
 from ..model.attach import KEY, diffusion_model, notes_about
 from ..model.attention_choice import chosen_kernel
 

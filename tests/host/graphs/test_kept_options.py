@@ -18,7 +18,7 @@ def folder(tmp_path_factory):
 def test_options_that_a_model_can_tell_apart_share_no_graph(engine, folder, ways, one, other, same):
     graphing, keys = engine("host.graphs.replay"), engine("cuda_graphs.keys")
     network = chain(load(folder, next(numbers), ways))
-    graphing.state_of(network).keys = engine("options.filter").keys_read(network)
+    graphing.state_of(network).keys = engine("transformer_options.filter").keys_read(network)
     other = {**one, **{name: value for name, value in other.items() if name not in same}}
     one, other = ({"patches": {}, "patches_replace": {}, **options} for options in (one, other))
     if keys.value_key(graphing.kept_options(network, one)) == keys.value_key(graphing.kept_options(network, other)):

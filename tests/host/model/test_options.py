@@ -30,7 +30,7 @@ def compiled_in(engine, network):
 @pytest.mark.parametrize("name", [n if n in FIRST else pytest.param(n, marks=pytest.mark.rest) for n in READ])
 def test_code_of_the_host_reads_by_literal_keys(engine, name):
     """A key is left out where no code names it: what this finds is all that the host's code reads."""
-    options_filter = engine("options.filter")
+    options_filter = engine("transformer_options.filter")
     network = zoo.SETUPS[name].build().diffusion_model
     for block in compiled_in(engine, network):
         assert options_filter.keys_read(block) == ({"block_index"} if name.startswith("krea2") else set()), type(block)
@@ -50,7 +50,7 @@ def unet_block():
 
 def given_to(engine, block, **more):
     given = {"sigmas": 1, "uuids": [2], "block": ("input", 3), "block_index": 3, "rope_options": {"scale": 2}, **more}
-    filtered, _ = engine("options.filter").OptionsFilter(block)(given)
+    filtered, _ = engine("transformer_options.filter").OptionsFilter(block)(given)
     return "all" if filtered is given else filtered
 
 

@@ -43,7 +43,7 @@ IN_BLOCKS = {
 @pytest.mark.parametrize("name, patch", first_and_others(IN_BLOCKS))
 def test_options_that_lose_what_is_in_them(runs, engine, monkeypatch, name, patch):
     empty = {"patches": {}, "patches_replace": {}}
-    monkeypatch.setattr(engine("options.filter").OptionsFilter, "__call__", lambda self, given: (empty, []))
+    monkeypatch.setattr(engine("transformer_options.filter").OptionsFilter, "__call__", lambda self, given: (empty, []))
     with pytest.raises(Differs, match=WRONG):
         runs(name).check(patch)
 
@@ -61,7 +61,7 @@ READ = {
 
 @pytest.mark.parametrize("name, patch, error", first_and_others(READ))
 def test_patches_that_are_not_told_what_they_read(runs, engine, monkeypatch, name, patch, error):
-    monkeypatch.setattr(engine("options.outside").HostOptions, "whole", lambda self, given: given)
+    monkeypatch.setattr(engine("transformer_options.outside").HostOptions, "whole", lambda self, given: given)
     with pytest.raises(error, match=WRONG if error is Differs else None):
         runs(name).check(patch)
 

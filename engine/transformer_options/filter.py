@@ -5,7 +5,7 @@ of the block. Dynamo guards on what the traced code reads, and on every entry wh
 `BasicTransformerBlock` does: a graph for each block and step. Hiding the dict from the guards (as core and other packs do)
 makes patches that are added later silently ineffective. So:
 
-1. Patches and overrides are never traced. They are called outside of the graphs (`options/outside.py`), with the host's own
+1. Patches and overrides are never traced. They are called outside of the graphs (`outside.py`), with the host's own
    options, complete. Only the attention that this pack has chosen stays in the graph.
 2. Blocks of the host get what some code inside the block names: what it does not name it does not read.
 3. Blocks with code of other packs that may be given the dict get all that the host's dict holds: such code may read anything.

@@ -31,7 +31,7 @@ def block(engine):
 
     def put(**patches):
         kept = {"patches": {}, "patches_replace": {}, "block": ("block", 0), "shared": 1}
-        engine("options.outside").HostOptions(host).put_into(kept, patches, patch)
+        engine("transformer_options.outside").HostOptions(host).put_into(kept, patches, patch)
         return kept
 
     return host, put, patch
@@ -45,7 +45,7 @@ def test_it_gets_the_hosts_own_options(engine, block):
     assert got is host and patch.options["block"] == ("input", 4) and patch.options["sigmas"] == 3
     assert patch.options["of the block"] == 2 and patch.options["optimized_attention_override"] is patch
     assert kept["written"] == "by a patch" and "torch_compile_kit" not in host
-    engine("options.filter").OptionsFilter.write_back(host, kept)
+    engine("transformer_options.filter").OptionsFilter.write_back(host, kept)
     assert host["optimized_attention_override"] is patch and "torch_compile_kit" not in host
 
 
@@ -54,7 +54,7 @@ def test_what_it_removes_is_gone(engine, block):
     patch.__class__ = Removes
     kept = put()
     kept["optimized_attention_override"](1, transformer_options=kept)
-    engine("options.filter").OptionsFilter.write_back(host, kept)
+    engine("transformer_options.filter").OptionsFilter.write_back(host, kept)
     assert "shared" not in host and "shared" not in kept
 
 

@@ -192,7 +192,7 @@ def test_a_function_in_the_place_of_an_attribute_or_of_a_method(check, host, nam
 
 def test_a_function_that_no_code_calls_is_not_read(engine, host):
     """ComfyUI's trainer keeps the block's forward, then this pack's, in `org_forward`."""
-    block, keys_read = host.Holding(8), engine("options.filter").keys_read
+    block, keys_read = host.Holding(8), engine("transformer_options.filter").keys_read
     block.org_forward = needs_the_step
     assert not keys_read(block)
     block.attention = needs_the_step

@@ -180,7 +180,7 @@ class Constant:
 
 
 def test_a_function_that_changes_an_object_is_told_from_others(engine):
-    changes, tensor, options = engine("options.arguments").changes_an_object, torch.zeros(2), {"uuids": [object()]}
+    changes, tensor, options = engine("transformer_options.arguments").changes_an_object, torch.zeros(2), {"uuids": [object()]}
     fill, unset = causal(((0, 2),), options, PrefixCache(), 1, 2), [lambda: later]
     assert changes((tensor, 3, fill), {}) and changes((), {"attn_fn": functools.partial(lambda f, q: f(q), fill)})
     assert changes((tensor,), {"attn_fn": PrefixCache().put}) and changes((lambda q: [f(q) for f in [fill]],), {})

@@ -65,7 +65,7 @@ class Writer(nn.Module):
 
 
 def test_blocks_of_other_packs_may_read_anything(engine):
-    options_filter = engine("options.filter")
+    options_filter = engine("transformer_options.filter")
     for block in (Block(), Reader(), Writer()):
         assert options_filter.keys_read(block) == options_filter.BOOKKEEPING
 
@@ -76,7 +76,7 @@ def test_blocks_of_other_packs_may_read_anything(engine):
 def test_filtered_options_give_what_all_of_them_give(engine, folder, ways, options):
     block = chain(load(folder, next(numbers), ways))
     options = {"patches": {}, "patches_replace": {}, **options}
-    filtered, patched = engine("options.filter").OptionsFilter(block)(copy.deepcopy(options))
+    filtered, patched = engine("transformer_options.filter").OptionsFilter(block)(copy.deepcopy(options))
     assert not patched and run(block, filtered) == run(block, options)
 
 
@@ -98,11 +98,11 @@ def test_a_block_that_also_looks_up_a_patch_is_told_its_place(engine, inference_
 def test_patches_are_wrapped_and_named(engine):
     """Of a pack's block, which gets all that the host's dict holds; without patches the dict itself."""
     options = {"sigmas": 1, "patches": {"attn1_patch": [print]}}
-    options_filter = engine("options.filter").OptionsFilter(Block())
+    options_filter = engine("transformer_options.filter").OptionsFilter(Block())
     given, patched = options_filter(options)
     assert patched == ["attn1_patch builtins.print"] and given["sigmas"] == 1
     (patch,) = given["patches"]["attn1_patch"]
-    assert type(patch) is engine("options.outside").Patch and options["patches"] == {"attn1_patch": [print]}
+    assert type(patch) is engine("transformer_options.outside").Patch and options["patches"] == {"attn1_patch": [print]}
     plain = {"sigmas": 1, "patches": {"attn1_patch": []}}
     assert options_filter(plain) == (plain, []) and options_filter(plain)[0] is plain
 
@@ -118,10 +118,10 @@ def test_patches_and_place_as_a_block_of_the_host_gets_them(engine):
         "patches": {"output_block_patch": [print], "attn1_output_patch": [print]},
         "patches_replace": {"attn1": {("input", 4): len, ("input", 5): print}, "dit": {("double_block", 0): print}},
     }
-    filtered = engine("options.filter").OptionsFilter(BasicTransformerBlock(8, 1, 8))
+    filtered = engine("transformer_options.filter").OptionsFilter(BasicTransformerBlock(8, 1, 8))
     given, names = filtered(options)
     assert names == ["attn1_output_patch builtins.print", "attn1 builtins.len"]
-    assert set(given) == {"patches", "patches_replace", "block", engine("options.outside").HOLDER}
+    assert set(given) == {"patches", "patches_replace", "block", engine("transformer_options.outside").HOLDER}
     assert list(given["patches"]) == ["attn1_output_patch"] and given["block"] == ("block", 0)
     assert list(given["patches_replace"]) == ["attn1"] and list(given["patches_replace"]["attn1"]) == [("block", 0)]
     options["patches"] = {"output_block_patch": [print]}
@@ -132,5 +132,5 @@ def test_patches_and_place_as_a_block_of_the_host_gets_them(engine):
 def test_what_a_block_leaves_for_others_goes_back(engine):
     options = {"sigmas": 1, "kept": 2}
     given = {"kept": 2, "left": 3, "patches": {}, "patches_replace": {}}
-    engine("options.filter").OptionsFilter.write_back(options, given)
+    engine("transformer_options.filter").OptionsFilter.write_back(options, given)
     assert options == {"sigmas": 1, "kept": 2, "left": 3}
