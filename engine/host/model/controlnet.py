@@ -78,12 +78,6 @@ class StandIn:
     __slots__ = ("torch_compile_kit",)
     torch_compile_kit: CompiledControl
 
-    def __getattr__(self, name: str) -> Any:
-        """With these two `torch.compile` takes the network in its place (torch/_dynamo/eval_frame.py, `innermost_fn`)."""
-        if name == "_torchdynamo_orig_callable":
-            return self.torch_compile_kit.network
-        return id(self) if name == "_torchdynamo_wrapper_id" else super().__getattr__(name)  # type: ignore[misc]
-
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         return self.torch_compile_kit(*args, **kwargs)
 
@@ -95,6 +89,15 @@ class StandIn:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.torch_compile_kit.network.__reduce_ex__(protocol)
+
+
+# With these `torch.compile` takes the network in its place (torch/_dynamo/eval_frame.py, `innermost_fn`).
+_OF_COMPILE = {
+    "_torchdynamo_orig_callable": property(lambda self: self.torch_compile_kit.network),
+    "_torchdynamo_wrapper_id": property(id),
+}
+for _name, _value in _OF_COMPILE.items():
+    setattr(StandIn, _name, _value)
 
 
 def stand_in_for(network: nn.Module, control: CompiledControl) -> Any:

@@ -113,7 +113,7 @@ def test_the_error_is_that_of_the_samplers_result(benchmarked):
     def scaled(executor, *args, **kwargs):
         return executor(*args, **kwargs) * 1.5
 
-    scaled.notes, scaled.status = [], None
+    scaled.notes, scaled.status, scaled.begin_run, scaled.end_run = [], None, list, list
     runs.compiled.add_wrapper_with_key("apply_model", runs.engine("host.model.attach").KEY, scaled)
     changed = runs.benchmark(steps=2)
     assert changed.error > 0.1 and changed.repeat_error == 0.0
