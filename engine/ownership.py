@@ -38,7 +38,7 @@ from torch import nn
 
 from .per_model import Same
 from .torch_compat import private
-from .torch_settings import original
+from .torch_settings import compile_scope, original
 
 # Packages beside ComfyUI whose code counts as the host's, and why.
 TRUSTED = {
@@ -501,32 +501,40 @@ def forward_inside(cls: type) -> Any:
     """
     methods = [(base.__module__, f"{base.__qualname__}.forward") for base in cls.__mro__]
 
-    def search(function: object, depth: int = 8) -> types.FunctionType | None:
-        if not isinstance(function, types.FunctionType) or not depth:
+    def search(function: object, depth: int = DEPTH) -> types.FunctionType | None:
+        if not isinstance(function, types.FunctionType) or depth < 0:
             return None
         if pack_of(function) is None:
             return function if (function.__module__, function.__qualname__) in methods else None
+        if _sets_closure(function):  # which a copy would not share
+            return None
         return next(filter(None, (search(value, depth - 1) for value in contents_of(function))), None)
 
     forward = forward_of_class(cls)
     return forward if pack_of(forward) is None else search(forward) or forward
 
 
-def rewrapped(function: Any, inner: object, replacement: Callable, depth: int = 8) -> Any:
+def rewrapped(function: Any, inner: object, replacement: Callable, path: tuple = ()) -> Any:
     """`replacement` for `inner`; for a function that leads there by closures of other packs' functions a copy that leads to
-    `replacement`; else None."""
+    `replacement`; else None. `path`: the functions whose closures led to this one, which may name themselves."""
     if function is inner:
         return replacement
-    if not isinstance(function, types.FunctionType) or not depth or pack_of(function) is None:
+    if not isinstance(function, types.FunctionType) or function in path or len(path) > DEPTH or pack_of(function) is None:
         return None
-    others = [rewrapped(_content(cell), inner, replacement, depth - 1) for cell in function.__closure__ or ()]
+    cells = function.__closure__ or ()
+    others = [rewrapped(_content(cell), inner, replacement, (*path, function)) for cell in cells]
     if not any(others):
         return None
-    cells = zip(function.__closure__ or (), others, strict=True)
-    closure = tuple(cell if other is None else types.CellType(other) for cell, other in cells)
+    closure = tuple(cell if other is None else types.CellType(other) for cell, other in zip(cells, others, strict=True))
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, closure)
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__, copy.__dict__ = function.__kwdefaults__, function.__dict__
     return copy
+
+
+def _sets_closure(function: types.FunctionType) -> bool:
+    """Whether a function sets variables of the function around it."""
+    steps = dis.get_instructions(function)
+    return any(step.opname == "STORE_DEREF" and step.argval in function.__code__.co_freevars for step in steps)
 
 
 def given_forward(module: nn.Module) -> object | None:
@@ -585,9 +593,10 @@ _MARK = "torch_compile_kit_foreign"
 
 @contextmanager
 def errors_marked() -> Iterator[None]:
-    """A context for calls of other packs' code outside of graphs; see `is_of_another`."""
+    """A context for calls of other packs' code outside of graphs, under their own settings; see `is_of_another`."""
     try:
-        yield
+        with compile_scope.suspended():
+            yield
     except BaseException as error:
         with suppress(Exception):
             error.__dict__[_MARK] = True

@@ -69,6 +69,22 @@ class SharedScope:
         finally:
             self.exit()
 
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """While it lasts, a user's thread has the values from before."""
+        with _lock:
+            scope = self._scope()
+            saved = dict(self._saved.get(scope, {}))
+            now = {name: self._switches[name][0]() for name in saved}
+            for name, value in saved.items():
+                self._switches[name][1](value)
+        try:
+            yield
+        finally:
+            with _lock:
+                for name, value in now.items() if self._users.get(scope) else ():
+                    self._switches[name][1](value)
+
     def _scope(self) -> int:
         return threading.get_ident() if self._of_thread else 0
 

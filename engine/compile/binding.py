@@ -130,6 +130,8 @@ class Binding:
         finally:
             runs.clear()  # what another node has kept of our forwards runs uncompiled
             code.bound = []
+            called = (group for group in code.groups.values() if group.called_in == self.call.began)
+            self.call.uncompiled |= any(group.bypassed is not None for group in called)
             code.traced += self.call.traced
             code.lowered += self.call.lowered
             code.put_off += self.call.put_off

@@ -174,7 +174,7 @@ class BlockCode:
             result = compiled(block, *args, **kwargs)
         except Exception as error:
             session.release()
-            if not is_limit_hit(error) and (not session.started or never_swallowed(error) or is_of_another(error)):
+            if is_of_another(error) or (not is_limit_hit(error) and (not session.started or never_swallowed(error))):
                 raise
             if isinstance(error, BlockCompileError) or not changed.put_back():
                 raise

@@ -36,7 +36,8 @@ class BlockGroup:
         numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
-        bypassed: why the last call of a block did not come to its code, as another pack's forward runs in its place.
+        called_in: when the call of the model began in which a block was called last.
+        _came_in: the same, of a block that came to its code inside `_outer`, what packs have put around its class's forward.
         put_off_in: when the call of the model began in which the first trace was left to a later block.
     """
 
@@ -48,8 +49,10 @@ class BlockGroup:
     varying: set[str] = field(default_factory=set)
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
-    bypassed: Failure | None = None
     put_off_in: int | None = None
+    _outer: object = None
+    called_in: int = 0
+    _came_in: int = 0
     _seen: set[tuple] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
 
@@ -96,21 +99,27 @@ class BlockGroup:
         Args:
             may_begin: see `why_eager`.
         """
-        forward, outer, has_run = forward_inside(type(block)), forward_of_class(type(block)), False
+        forward, self._outer, self.called_in = forward_inside(type(block)), forward_of_class(type(block)), call.began
 
         def run(module: nn.Module, *args: object, **kwargs: object) -> object:
-            nonlocal has_run
             if module is not block:
                 return forward(module, *args, **kwargs)
-            has_run, self.bypassed = True, None
+            self._came_in = call.began
             return self._call(functools.partial(forward, block), block, state, call, args, kwargs, effort, may_begin)
 
-        result = (rewrapped(outer, forward, run) or run)(block, *args, **kwargs)
-        if not has_run:
-            call.uncompiled = True
-            reason = f"another node has replaced its forward by {named_origin(outer)}."
-            self.bypassed = self.bypassed or Failure(self.class_name, reason, "Other blocks stay compiled.")
-        return result
+        return (rewrapped(self._outer, forward, run) or run)(block, *args, **kwargs)
+
+    @property
+    def bypassed(self) -> Failure | None:
+        """Why no block came to its code in the last call of the model in which some were called."""
+        if self.called_in == self._came_in:
+            return None
+        reason = f"another node has replaced its forward by {named_origin(self._outer)}."
+        return Failure(self.class_name, reason, "Other blocks stay compiled.")
+
+    def new_run(self) -> None:
+        self.called_in = self._came_in
+        self.code.reset_failure()
 
     def _call(
         self,

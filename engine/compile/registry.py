@@ -198,7 +198,9 @@ class ModelCode:
         self._over_limit.clear()
         self._filters.clear()
         free_unused()
-        for code in self._codes():
+        for group in self._groups.values():
+            group.new_run()
+        for code in self.packings:
             code.reset_failure()
 
     def _find_group(self, block: nn.Module, state: BlockState, settings: CompileSettings) -> BlockGroup | None:

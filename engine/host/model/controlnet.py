@@ -1,5 +1,6 @@
 """Attach compile settings to a ControlNet of the host."""
 
+import copy
 import functools
 import weakref
 from contextlib import ExitStack
@@ -80,6 +81,9 @@ class StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
         return self.torch_compile_kit(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict) -> nn.Module:
+        return copy.deepcopy(self.torch_compile_kit.network, memo)  # one for all that hold the network
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":

@@ -80,9 +80,9 @@ class NetworkCalls:
                 if way is Way.MEASURED:
                     run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
-                code.eager_calls += call.uncompiled
-                if call.ran and not call.waits:
-                    code.waits_for = None
+            code.eager_calls += call.uncompiled
+            if call.ran and not call.waits:
+                code.waits_for = None
             return result
 
     def _must_import(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:

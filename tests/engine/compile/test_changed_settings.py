@@ -80,3 +80,19 @@ def test_a_block_that_cannot_be_traced_is_told(engine, monkeypatch, no_code_of_o
         else:
             assert torch.equal(step.at_once(x), step.net(x))
     assert len(step.failures) == 1
+
+
+def test_another_packs_code_is_called_under_its_own_settings(engine, no_code_of_others):
+    """Its function that cannot be compiled runs uncompiled, as it has chosen; with a limit of its own."""
+    net, x, seen = Net(), torch.randn(2, 4, 8), []
+
+    def patch(y, _options):
+        seen.append((torch._dynamo.config.suppress_errors, torch._dynamo.config.recompile_limit))
+        return y * 2
+
+    options = {"patches": {"attn1_output_patch": [patch]}}
+    step = CompiledNet(engine, net)
+    with torch._dynamo.config.patch(suppress_errors=True, recompile_limit=5):
+        for _ in range(2):
+            assert torch.equal(step.at_once(x, transformer_options=dict(options)), net(x, transformer_options=dict(options)))
+    assert set(seen) == {(True, 5)} and not step.failures

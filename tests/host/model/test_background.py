@@ -156,14 +156,18 @@ def test_a_forward_that_calls_the_hosts_at_times_is_told(flux, engine, monkeypat
         return hosts(self, *args, **kwargs)
 
     def forward(self, img, *args, **kwargs):
+        forward.calls += 1  # it names itself
         if uses_own:
             return img * 0.9
         return (direct if self is network.single_blocks[0] else hosts)(self, img, *args, **kwargs)
+
+    forward.calls = 0
 
     network = flux.patcher.model.diffusion_model
     plain, compiled = flux.plain(), flux.attach(flux.patcher, compile_when="before first image")
     monkeypatch.setattr(kind, "forward", forward)
     assert relative_error(flux.run(compiled), plain) < 1e-5 and flux.graphs == 1 and not flux.failures and flux.eager == 0
+    assert forward.calls == flux.steps * len(network.single_blocks)
     uses_own.append(True)
     expected = flux.run(flux.patcher)
     assert relative_error(flux.run(compiled), expected) < 1e-5 and flux.eager > 0
