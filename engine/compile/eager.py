@@ -17,6 +17,7 @@ from ..blocks.convolutions import Effort
 from ..devices import is_capturing
 from ..ownership import TORCH_COMPILE
 from ..transformer_options.arguments import changes_an_object
+from .call_shapes import have_offsets
 
 # After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a
 # step is so much longer at most, and one trace (LTX-AV's block: 13 s on two slow cores). Flux takes 2.3 s in all.
@@ -91,7 +92,11 @@ def why_eager(
         return None
     if not call.may_trace:
         return Eager.TRACE_TIME
-    if group.put_off_in in (None, call.began) and not may_begin():  # once: the last block may never be called
+    # Once: the last block may never be called. If its arguments are parts of tensors (Chroma's modulations), the first block is
+    # traced in the next call: its code fits parts at any place, that of others none at the beginning.
+    if group.put_off_in not in (None, call.began):
+        return None
+    if not may_begin() or (group.put_off_in is not None and have_offsets(args, kwargs)):
         group.put_off_in = call.began
         return Eager.NOT_LAST
     return None

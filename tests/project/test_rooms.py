@@ -34,5 +34,5 @@ def test_what_is_planted_is_found(tmp_path, file, text, found):
 def test_a_room_without_its_rule_is_found(tmp_path):
     for room in ("nodes", "engine"):
         shutil.copytree(ROOT / room, tmp_path / room, ignore=shutil.ignore_patterns("__pycache__"))
-    (tmp_path / "engine" / "options" / "__init__.py").write_text('"""Options."""\n')
+    (tmp_path / "engine" / "transformer_options" / "__init__.py").write_text('"""Options."""\n')
     assert "engine/transformer_options/__init__.py does not say what may be imported there" in rooms.check(tmp_path)

@@ -16,7 +16,7 @@ KEPT = """
     Apple Linux Windows macOS OS PC Python Visual Studio Build Tools Redis redis GPU CPU VRAM RAM GB GiB MB MiB ms JSON
     VAE CLIP LoRA ControlNet Control UNet Transformer GGUF SD SDXL Flux cfg channels last Channels Last NAME sage xformers
     cudaMallocAsync InvalidCxxCompiler CppCompileError TritonMissing DoubleStreamBlock SingleStreamBlock KSampler true false
-    safetensors sha Ctrl
+    safetensors sha Ctrl DeepCache
 """
 IN_ENGLISH = "\uff08英語\uff09"  # what is said to be
 NOT_READ = re.compile(  # code, quotes with their translation, tags, addresses, flags, names in code, lines of extra_sizes

@@ -115,7 +115,8 @@ def test_hooks_on_layers(runs, looked_at_once):
 
 @pytest.mark.parametrize("path", ["single_blocks.2", pytest.param("double_blocks.1", marks=pytest.mark.rest)])
 def test_a_forward_of_a_block_that_is_not_left_alone(runs, engine, monkeypatch, path):
-    monkeypatch.setattr(engine("compile.binding"), "given_forward", lambda _block: None)
+    for name in ("foreign_forward", "given_forward"):
+        monkeypatch.setattr(engine("compile.binding"), name, lambda _block: None)
     with pytest.raises(Differs, match=WRONG):
         runs("flux", blocks=path.replace(path[-1], "*")).check(weights.forward_at(path))
 
