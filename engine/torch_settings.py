@@ -31,6 +31,12 @@ def original(function: Any) -> Any:
     return _originals.get(function, function) if type(function) is types.FunctionType else function
 
 
+class _OfThread(threading.local):
+    """How often this thread is among the users of a scope."""
+
+    users = 0
+
+
 class SharedScope:
     """A set of switches that overlapping users share.
 
@@ -48,6 +54,7 @@ class SharedScope:
         self._saved: dict[int, dict[str, object]] = {}
         self._functions: dict[str, object] = {}  # those that were put there
         self._users: dict[int, int] = {}
+        self._own = _OfThread()
 
     @contextmanager
     def applied(self, **values: object) -> Iterator[None]:
@@ -71,10 +78,11 @@ class SharedScope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While it lasts, a user's thread has the values from before."""
+        """While it lasts, a thread that is the only user has the values from before; what is changed meanwhile is restored."""
         with _lock:
             scope = self._scope()
-            saved = dict(self._saved.get(scope, {}))
+            is_only_user = bool(self._own.users) and self._users.get(scope) == self._own.users
+            saved = self._saved[scope] if is_only_user else {}
             now = {name: self._switches[name][0]() for name in saved}
             for name, value in saved.items():
                 self._switches[name][1](value)
@@ -82,7 +90,9 @@ class SharedScope:
             yield
         finally:
             with _lock:
-                for name, value in now.items() if self._users.get(scope) else ():
+                is_still = self._users.get(scope) == self._own.users  # else another thread has set values meanwhile
+                for name, value in now.items():
+                    saved[name] = self._switches[name][0]() if is_still else saved[name]
                     self._switches[name][1](value)
 
     def _scope(self) -> int:
@@ -98,6 +108,7 @@ class SharedScope:
             if not self._users.get(scope):
                 self._saved[scope] = {name: self._read(name) for name in values}
             self._users[scope] = self._users.get(scope, 0) + 1
+            self._own.users += 1
             try:
                 for name, value in values.items():
                     if name in self._functions:  # an overlapping user's
@@ -116,6 +127,7 @@ class SharedScope:
         with _lock:
             scope = self._scope()
             self._users[scope] -= 1
+            self._own.users -= 1
             if not self._users[scope]:
                 del self._users[scope]
                 for name, value in reversed(self._saved.pop(scope).items()):  # one may rest on another before it

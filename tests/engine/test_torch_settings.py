@@ -277,3 +277,27 @@ def test_a_function_that_another_pack_puts_in_the_place_of_ours_stays(engine):
     with scope.wrapping(function=wrapper):
         assert functions["function"]() == ["ours", "plain"]
     assert functions["function"] is plain
+
+
+def test_what_is_suspended_is_this_threads_own_and_what_changes_meanwhile_stays(engine):
+    """Another pack's code is called under its own settings, which it may change; a thread that traces keeps its."""
+    scope, config, seen = engine("torch_settings").compile_scope, torch._dynamo.config, []
+
+    def look():
+        with scope.suspended():
+            seen.append(config.suppress_errors)
+
+    with config.patch(suppress_errors=True):
+        with scope.applied(suppress_errors=False):
+            with scope.suspended():
+                assert config.suppress_errors
+            thread = threading.Thread(target=look)
+            thread.start()
+            thread.join()
+            assert not config.suppress_errors
+            with pytest.raises(ZeroDivisionError), scope.suspended():
+                config.suppress_errors = False
+                raise ZeroDivisionError
+        assert not config.suppress_errors and len(seen) == 1
+        is_of_thread = engine("torch_settings")._config_is_of_thread()
+        assert is_of_thread or seen == [False], "of the process: the other thread's user has set it"
