@@ -122,6 +122,9 @@ def can_run(kernel: str, q, k, v, mask, is_grouped: bool = False) -> bool:
     is_alike = len({t.shape[-1] for t in (q, k, v)}) == len({t.dtype for t in (q, k, v)}) == 1
     if q.dim() != 4 or not is_alike or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
+    # A guard of a trace, as there: else prompt and image would have a batch each, and code another name.
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        return False
     if kernel == "flash":
         return is_short and mask is None and width <= _FLASH_WIDTH
     if kernel == "cudnn":

@@ -191,3 +191,22 @@ def test_which_kernels_can_attend(engine, monkeypatch, kernel, dtype, width, mas
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     q = torch.zeros(1, 2, 8, width, dtype=dtype)
     assert engine("torch_compat.fake_card").can_run(kernel, q, q, q, torch.zeros(8, 8) if mask else None) is runs
+
+
+def test_attention_asks_the_same_of_batches_as_pytorch(engine):
+    """PyTorch's kernels take queries and keys of one batch alone, and a trace keeps that as a guard (sdp_utils_cpp.h,
+    `check_batch_size_and_num_heads_dense`): SDXL's code for prompts had another name than on the card."""
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+    mode = torch._subclasses.FakeTensorMode(shape_env=ShapeEnv(duck_shape=False))
+    q, k = (
+        mode.from_tensor(
+            torch.zeros(2, 2, 8, 64, dtype=torch.bfloat16),
+            symbolic_context=StatelessSymbolicContext([DimDynamic.DYNAMIC] + [DimDynamic.STATIC] * 3),
+            source=torch._dynamo.source.ConstantSource(name),
+        )
+        for name in "qk"
+    )
+    assert str(q.shape[0]) != str(k.shape[0])
+    assert engine("torch_compat.fake_card").can_run("flash", q, k, k, None)
+    assert str(q.shape[0]) == str(k.shape[0])
