@@ -137,7 +137,8 @@ class AttentionSurvey:
             with suppress(RuntimeError):  # no memory
                 q, k, v = (torch.zeros(shape, dtype=queries.dtype, device=queries.device) for shape in shapes)
                 if _can_run("cudnn", q, k, v, None):
-                    attention.cudnn_attention(q, k, v, scale=scale)  # `sdpa_kernel` would switch the other kernels off
+                    with attention.WithoutPlans():
+                        attention.cudnn_attention(q, k, v, scale=scale)  # `sdpa_kernel` would switch the other kernels off
                     some = True
         return some
 

@@ -49,7 +49,7 @@ from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import out_of_place, written_by
 from ..tensor_spec import TensorSpec, hint, is_symbol
-from ..torch_compat import private
+from ..torch_compat import attention, private
 from .call_shapes import Changed
 from .session import monitor, tracing_scope
 
@@ -401,7 +401,8 @@ class _Inputs:
                 inputs = self._zeros(cached)
                 if inputs is None:
                     return
-                code(*inputs)
+                with attention.WithoutPlans():
+                    code(*inputs)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # the first real run does it
             logger.debug("kernels were not loaded in advance: %s", error)

@@ -6,13 +6,15 @@ does once it has decided (aten/src/ATen/native/transformers/attention.cpp). The 
 choice, since tracing has asked PyTorch the same.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
 from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 aten = torch.ops.aten
 FUNCTIONS = {
@@ -60,6 +62,35 @@ def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
     with chosen, mode, _Noting() as noting:
         torch.nn.functional.scaled_dot_product_attention(*args, **kwargs)
     return next((kernel for kernel, operators in _OPERATORS.items() if operators & noting.called), None)
+
+
+class WithoutPlans(TorchDispatchMode):
+    """Calls of cuDNN's attention give zeros, but for the first on a device, which loads cuDNN. For each shape it compiles a
+    plan, a quarter of a second and more, which no other thread finds (aten/src/ATen/native/cudnn/MHA.cpp)."""
+
+    _loaded: ClassVar[set[torch.device]] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is not aten._scaled_dot_product_cudnn_attention.default:
+            return func(*args, **(kwargs or {}))
+        device = args[0].device
+        if device not in self._loaded:
+            result = func(*args, **(kwargs or {}))
+            self._loaded.add(device)
+            return result
+        on_meta = functools.partial(tree_map_only, torch.Tensor, _on_meta)
+        return tree_map_only(
+            torch.Tensor, functools.partial(_zeros, device=device), func(*on_meta(args), **on_meta(kwargs or {}))
+        )
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """With the strides that inductor expects."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
 
 
 def _additive(mask: torch.Tensor | None, masked: float, dtype: torch.dtype) -> torch.Tensor | None:

@@ -203,3 +203,19 @@ def test_a_layout_makes_a_tensor_of_the_same_place_in_memory(engine):
     for tensor in (packed, mask):
         made = layout.of(tensor).zeros()
         assert made.shape == tensor.shape and made.stride() == tensor.stride() and not made.any()
+
+
+def test_cudnn_makes_no_plan_where_its_result_is_not_wanted(engine, monkeypatch):
+    """A plan takes a quarter of a second, and is the thread's. The first call on a card loads cuDNN."""
+    attention = engine("torch_compat.attention")
+    monkeypatch.setattr(attention.WithoutPlans, "_loaded", set())
+    q = torch.ones(1, 16, 2, 64, dtype=torch.bfloat16).transpose(1, 2)
+    with attention.WithoutPlans():
+        with pytest.raises(NotImplementedError):  # it was called, and this is a CPU
+            attention.cudnn_attention(q, q, q)
+        attention.WithoutPlans._loaded.add(q.device)
+        out = attention.cudnn_attention(q, q, q)
+        assert torch.equal(attention.math(q, q, q), q)  # others run
+    assert (out.shape, out.dtype, out.device, out.count_nonzero()) == (q.shape, q.dtype, q.device, 0)
+    with pytest.raises(NotImplementedError):
+        attention.cudnn_attention(q, q, q)
