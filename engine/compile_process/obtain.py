@@ -23,7 +23,7 @@ from ..log import logger
 from ..tensor_spec import hint, is_symbol
 from ..threads import started, yielding
 from ..torch_compat import private
-from ..torch_settings import folder_scope
+from ..torch_settings import folder_scope, loading_scope
 from . import lowering_settings, wire
 from .artefact import Code
 from .client import compile_process, folders
@@ -171,7 +171,8 @@ def load(code: Code) -> Callable[..., Any]:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
-    with yielding(), folder_scope.applied(inductor_folder=inductor, triton_folder=triton), _without_cuda_graphs():
+    places = folder_scope.applied(inductor_folder=inductor, triton_folder=triton)
+    with yielding(), places, loading_scope.applied(compile_threads=1), _without_cuda_graphs():
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 

@@ -341,6 +341,19 @@ def test_code_is_loaded_while_another_node_compiles_with_cuda_graphs(process, ne
     assert is_compiled(net)
 
 
+def test_pytorch_starts_no_processes_where_code_is_loaded(engine, process, net, monkeypatch):
+    from torch._inductor.async_compile import get_compile_threads
+
+    private, threads = engine("torch_compat.private"), []
+    load = private.AOTCompiledArtifact.deserialize
+    noting = staticmethod(lambda content: threads.append(get_compile_threads()) or load(content))
+    monkeypatch.setattr(private.AOTCompiledArtifact, "deserialize", noting)
+    with torch._inductor.config.patch(compile_threads=4):
+        first_call(net)
+        net.wait()
+        assert is_compiled(net) and threads == [1] and get_compile_threads() == 4
+
+
 def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, process, net, caplog, monkeypatch):
     """The disk was full, or the system had no room for a process."""
     monkeypatch.setattr(engine("background.thread"), "RETRY_SECONDS", 0.05)
