@@ -1,6 +1,6 @@
 """Make the tables of docs/measurements.md, and of docs/figures.md the one of parts, from results files."""
 
-from .results import NAMES, cell, lines_of, newest, ratio, rows, value_cell
+from .results import NAMES, PRECISIONS, cell, lines_of, newest, ratio, rows, value_cell
 
 # Ways of holding the weights (kind of VRAM management, GiB free).
 HOLDING = {
@@ -31,6 +31,25 @@ def low_vram_table() -> str:
             title = f"{'all' if not free else f'{free:g} GiB'}{', partial loading' if vram == 'legacy' else ''}"
             lines.append(f"| {title} | " + " | ".join([*cells, *counts]) + " |")
     return lines_of(["free VRAM", *labels, "graphs, breaks: KJNodes", "ours"], lines, sources)
+
+
+def prebuilt_table() -> str:
+    """A line a model: a server that compiles for the first prompt beside one that got prebuild.py's file."""
+    servers, sources = rows("prebuilt", "prebuilt")
+    pairs: dict[tuple, dict[str, dict]] = {}
+    for row in servers:
+        pairs.setdefault((row["model"], row["weights"]), {})[row["code"]] = row
+    lines = []
+    for (model, weights), of in pairs.items():
+        there, built = of["made there"], of["prebuilt"]
+        weights = PRECISIONS[model] if weights == "default" else f"{weights} fp8"
+        both = [
+            f"{there[key]:{digits}}, {built[key]:{digits}}"
+            for key, digits in (("compiled", "d"), ("seconds", ".1f"), ("step", ".4f"))
+        ]
+        lines.append(f"| {NAMES[model].partition(',')[0]}, {weights} | {' | '.join(both)} | {built['error']:.2g} |")
+    head = ["made there, prebuilt", "graphs compiled", "first image, s", "a step, s", "error between both"]
+    return lines_of(head, lines, sources)
 
 
 def soak_table() -> str:

@@ -46,7 +46,14 @@ MEASUREMENTS = {
     "training": figure_tables.training_table,
     "models": compatibility.set_ups_table,
 }
-FILES = {"README.md": README, "docs/figures.md": FIGURES, "docs/guide.md": GUIDE, "docs/measurements.md": MEASUREMENTS}
+FLEET = {"prebuilt": figure_tables.prebuilt_table}
+FILES = {
+    "README.md": README,
+    "docs/fleet.md": FLEET,
+    "docs/figures.md": FIGURES,
+    "docs/guide.md": GUIDE,
+    "docs/measurements.md": MEASUREMENTS,
+}
 
 
 def made() -> dict[Path, str]:
