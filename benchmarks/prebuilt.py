@@ -2,9 +2,9 @@
 
     python -m benchmarks.prebuilt --host COMFYUI --out FILE [--cases flux flux-scaled sdxl z_image]
 
-prebuild.py runs beside the card, which is hidden from it: it knows its description alone. A row is a model on one of the
-servers: `seconds` of the first prompt, `step`, the median of later ones, how many graphs were `compiled`, and the memory of
-what the server started (`beside_gib`). `error` is the distance between the two servers' last latents. Code is made before the first
+prebuild.py runs beside the card, which is hidden from it: it knows its description alone. A row is a model on one server:
+`seconds` of the first prompt, `step`, the median of later ones, how many graphs were `compiled`, and the memory of what the
+server started (`beside_gib`). `error` is the distance between the two servers' last latents. Code is made before the first
 image, so that all steps are compiled.
 """
 
