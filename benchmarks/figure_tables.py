@@ -38,9 +38,12 @@ def prebuilt_table() -> str:
     servers, sources = rows("prebuilt", "prebuilt")
     pairs: dict[tuple, dict[str, dict]] = {}
     for row in servers:
-        pairs.setdefault((row["model"], row["weights"]), {})[row["code"]] = row
+        if "step" in row:
+            pairs.setdefault((row["source"], row["model"], row["weights"]), {})[row["code"]] = row
     lines = []
-    for (model, weights), of in pairs.items():
+    for (_, model, weights), of in pairs.items():
+        if len(of) < 2:
+            continue
         there, built = of["made there"], of["prebuilt"]
         weights = PRECISIONS[model] if weights == "default" else f"{weights} fp8"
         both = [

@@ -77,9 +77,15 @@ class Prebuilt(Bench):
             hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
             with open(workflow.with_suffix(".log"), "w") as log:
                 running[out] = subprocess.Popen([*command, *arguments], env=hidden, stdout=log, stderr=subprocess.STDOUT)
-        for out, process in running.items():
-            if process.wait(self.left()):
-                print(out.with_suffix(".log").read_text()[-2000:], flush=True)
+        try:
+            for out, process in running.items():
+                if process.wait(self.left()):
+                    print(out.with_suffix(".log").read_text()[-2000:], flush=True)
+        except subprocess.TimeoutExpired:
+            raise OutOfTimeError from None
+        finally:
+            for process in running.values():
+                process.kill()
         return [out for out in running if out.exists()]
 
     def measure(self, cases) -> None:

@@ -192,9 +192,6 @@ lowering_settings = SharedScope(
     attributes(private.functorch_config, ("force_non_lazy_backward_lowering",)),
     of_thread=_config_is_of_thread(),
 )
-# With more than one thread PyTorch starts a process that compiles kernels as soon as code is loaded, whose kernels are there:
-# half a GiB of memory (torch/_inductor/async_compile.py, `use_process_pool`).
-loading_scope = SharedScope(attributes(private.inductor_config, ("compile_threads",)), of_thread=_config_is_of_thread())
 
 
 _LIBDEVICE = "TRITON_LIBDEVICE_PATH"

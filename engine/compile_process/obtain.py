@@ -23,7 +23,7 @@ from ..log import logger
 from ..tensor_spec import hint, is_symbol
 from ..threads import started, yielding
 from ..torch_compat import private
-from ..torch_settings import folder_scope, loading_scope
+from ..torch_settings import folder_scope
 from . import lowering_settings, wire
 from .artefact import Code
 from .client import compile_process, folders
@@ -172,7 +172,7 @@ def load(code: Code) -> Callable[..., Any]:
             write_whole(file, content)
     inductor, triton = folders(scratch).values()
     places = folder_scope.applied(inductor_folder=inductor, triton_folder=triton)
-    with yielding(), places, loading_scope.applied(compile_threads=1), _without_cuda_graphs():
+    with yielding(), places, _without_workers(), _without_cuda_graphs():
         artefact = private.AOTCompiledArtifact.deserialize(code.artefact)
     return lambda *args: artefact(*args)
 
@@ -186,6 +186,24 @@ def _without_cuda_graphs() -> Iterator[None]:
         return
     with private.compile_lock, private.inductor_config.patch({"triton.cudagraphs": False}):
         yield
+
+
+@contextmanager
+def _without_workers() -> Iterator[None]:
+    """PyTorch starts a process that compiles kernels as soon as code is loaded, whose kernels are there: half a GiB of memory
+    (torch/_inductor/async_compile.py). It does so on other threads, where others compile."""
+    owner, name, thread = private.AsyncCompile, "use_process_pool", threading.get_ident()
+    if owner is None or name not in vars(owner):
+        yield
+        return
+    before = vars(owner)[name]
+    ours = classmethod(lambda cls: threading.get_ident() != thread and before.__get__(None, cls)())
+    setattr(owner, name, ours)
+    try:
+        yield
+    finally:
+        if vars(owner)[name] is ours:
+            setattr(owner, name, before)
 
 
 # Names whose modules tracing and `load` need.

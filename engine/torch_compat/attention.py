@@ -35,7 +35,16 @@ _MASKED_FOR_CUDNN, _MASKED = -65504.0, float("-inf")
 _ALIGNMENT = 8
 
 
-class _Noting(TorchDispatchMode):
+class _OfThread(TorchDispatchMode):
+    """A mode that concerns its own thread. Of others PyTorch keeps for the process that there is one: while one thread is in
+    it, Dynamo traces nothing on any (up to 2.10), and where two overlap that may stay so."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class _Noting(_OfThread):
     """Note the operators that PyTorch calls."""
 
     def __init__(self) -> None:
@@ -64,7 +73,7 @@ def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
     return next((kernel for kernel, operators in _OPERATORS.items() if operators & noting.called), None)
 
 
-class WithoutPlans(TorchDispatchMode):
+class WithoutPlans(_OfThread):
     """Calls of cuDNN's attention give zeros, but for the first on a device, which loads cuDNN. For each shape it compiles a
     plan, a quarter of a second and more, which no other thread finds (aten/src/ATen/native/cudnn/MHA.cpp)."""
 

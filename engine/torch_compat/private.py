@@ -145,6 +145,7 @@ NAMES = {
     "sdpa_kernel": PrivateName("torch.nn.attention:_sdpa_kernel", _IN_CALL),
     "backend_from_string": PrivateName("torch.nn.attention:_backend_from_string", _IN_CALL),
     "AOTCompiledArtifact": PrivateName("torch._inductor.standalone_compile:AOTCompiledArtifact", _IN_CALL),
+    "AsyncCompile": PrivateName("torch._inductor.async_compile:AsyncCompile", "ComfyUI takes half a GiB of memory more"),
     "cpp_kernels": PrivateName(
         "torch._inductor.codecache:CppPythonBindingsCodeCache.cache", "kernels for a CPU may be built once more", {}
     ),

@@ -1,5 +1,6 @@
 """What a model asks its attention for, and which of that is measured."""
 
+import threading
 from contextlib import nullcontext
 
 import pytest
@@ -219,3 +220,25 @@ def test_cudnn_makes_no_plan_where_its_result_is_not_wanted(engine, monkeypatch)
     assert (out.shape, out.dtype, out.device, out.count_nonzero()) == (q.shape, q.dtype, q.device, 0)
     with pytest.raises(NotImplementedError):
         attention.cudnn_attention(q, q, q)
+
+
+@pytest.mark.parametrize("mode", ["WithoutPlans", "_Noting"])
+def test_our_modes_concern_their_own_thread(engine, mode):
+    """PyTorch keeps for the process whether a thread is in a mode. Where two overlap it stayed so, and up to 2.10 nothing was
+    traced any more."""
+    ours, entered, leave = getattr(engine("torch_compat.attention"), mode)(), threading.Event(), threading.Event()
+
+    def enter():
+        with ours:
+            entered.set()
+            leave.wait(10)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    entered.wait(10)
+    is_in_any = torch.utils._python_dispatch.is_in_any_mode_without_ignore_compile_internals
+    assert not is_in_any()
+    with torch._subclasses.FakeTensorMode():
+        leave.set()
+        thread.join()
+    assert not is_in_any()

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -342,16 +343,30 @@ def test_code_is_loaded_while_another_node_compiles_with_cuda_graphs(process, ne
 
 
 def test_pytorch_starts_no_processes_where_code_is_loaded(engine, process, net, monkeypatch):
-    from torch._inductor.async_compile import get_compile_threads
+    """On other threads it does, for those who compile there."""
+    from torch._inductor import async_compile
 
-    private, threads = engine("torch_compat.private"), []
-    load = private.AOTCompiledArtifact.deserialize
-    noting = staticmethod(lambda content: threads.append(get_compile_threads()) or load(content))
-    monkeypatch.setattr(private.AOTCompiledArtifact, "deserialize", noting)
-    with torch._inductor.config.patch(compile_threads=4):
-        first_call(net)
-        net.wait()
-        assert is_compiled(net) and threads == [1] and get_compile_threads() == 4
+    AsyncCompile = async_compile.AsyncCompile  # noqa: N806
+    private, seen, before = engine("torch_compat.private"), [], vars(AsyncCompile)["use_process_pool"]
+    load, asked = private.AOTCompiledArtifact.deserialize, threading.Event()
+    monkeypatch.setattr(async_compile, "get_compile_threads", lambda: 4)
+    monkeypatch.setattr(AsyncCompile, "_ready_future", None)
+    monkeypatch.setattr(
+        AsyncCompile, "process_pool", staticmethod(lambda: asked.set() or concurrent.futures.ThreadPoolExecutor(1))
+    )
+
+    def noting(content):
+        seen.append((AsyncCompile().use_process_pool(), asked.is_set()))
+        other = threading.Thread(target=AsyncCompile.use_process_pool)
+        other.start()
+        other.join()
+        return load(content)
+
+    monkeypatch.setattr(private.AOTCompiledArtifact, "deserialize", staticmethod(noting))
+    first_call(net)
+    net.wait()
+    assert is_compiled(net) and seen == [(False, False)] and asked.is_set()
+    assert vars(AsyncCompile)["use_process_pool"] is before
 
 
 def test_where_none_has_started_blocks_run_uncompiled_until_one_does(engine, process, net, caplog, monkeypatch):
