@@ -31,7 +31,7 @@ class PageCalls(NamedTuple):
 class Host(NamedTuple):
     """The internals of this ComfyUI that can be used."""
 
-    pages: PageCalls | None  # None: no dynamic VRAM, or other functions than those of PageCalls
+    pages: PageCalls | None  # None: no dynamic VRAM, or its functions are not those of PageCalls
     traceable_cast: bool  # `comfy.ops.cast_bias_weight` takes the arguments of `weights/traceable_layers.py`
     list_of_layers: bool  # `ModelPatcher._load_list` takes the arguments of `weights/placement.py`
     unknown: tuple[str, ...]  # for the log: what is not used, and what that means
@@ -111,15 +111,15 @@ def device_type() -> str:
 
 
 def makes_room() -> bool:
-    """Whether comfy-aimdo is at work in PyTorch's allocator: an allocation can move weights off the device."""
+    """Whether comfy-aimdo is at work in PyTorch's allocator, so that an allocation can move weights off the device."""
     return getattr(_module("comfy.memory_management"), "aimdo_enabled", False)
 
 
 def forbids_threads() -> bool:
     """Whether a second thread that uses the GPU could deadlock the process.
 
-    With `--verbose DEBUG` comfy-aimdo logs each allocation, through Python, inside PyTorch's allocator: it waits there for the
-    GIL, whose holder may wait for the allocator (`torch.cuda.memory_stats`, which the host calls).
+    With `--verbose DEBUG` comfy-aimdo logs each allocation through Python, inside PyTorch's allocator. The allocating thread
+    waits there for the GIL, and the GIL's holder may wait for the allocator (in `torch.cuda.memory_stats`, called by the host).
     """
     return makes_room() and logging.getLogger().isEnabledFor(logging.DEBUG)
 
@@ -137,15 +137,15 @@ def is_dynamic(patcher: Any) -> bool:
 
 
 def set_callbacks(patcher: Any, key: str, callbacks: dict[str, Any]) -> None:
-    """Have the patcher call `callbacks`, by their event, in place of those that it has for these events under `key`."""
+    """Register `callbacks` (event -> function) with the patcher; they replace its callbacks for these events under `key`."""
     for event, callback in callbacks.items():
         patcher.remove_callbacks_with_key(event, key)
         patcher.add_callback_with_key(event, key, callback)
 
 
-# ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and records CUDA graphs around its blocks, from
-# which ours would be missing: allocations outside that plan (compiling, autotuning) end in "aimdo memory compile error". Each
-# call of a model reads this option (comfy/model_prefetch.py, `malloc_graph_enabled`).
+# ComfyUI's own compiler (0.34 and later) plans the memory of a whole model call and records CUDA graphs around its blocks. The
+# work of ours would be missing from both: allocations outside that plan (compiling, autotuning) end in "aimdo memory compile
+# error". Each call of a model reads this option (comfy/model_prefetch.py, `malloc_graph_enabled`).
 _compiler_scope = SharedScope({"off": attribute(comfy.cli_args.args, "disable_comfy_compiler")})
 
 
@@ -157,8 +157,9 @@ def without_hosts_compiler() -> AbstractContextManager:
 
 
 def without_prefetch(network: torch.nn.Module) -> AbstractContextManager:
-    """A context in which the host prefetches no block of `network` (comfy/model_prefetch.py): `BlockWeights` does, and weights
-    that both fetch are copied twice. The host sets the option anew in each call (comfy/model_base.py, `_apply_model`)."""
+    """A context in which the host prefetches no block of `network` (comfy/model_prefetch.py): `BlockWeights` prefetches blocks,
+    and weights that both fetch are copied twice. The host sets the option anew in each call (comfy/model_base.py,
+    `_apply_model`)."""
 
     def switch_off(_network: torch.nn.Module, _args: tuple, kwargs: dict) -> None:
         options = kwargs.get("transformer_options")

@@ -1,7 +1,7 @@
 """Decide for each call of a model whether CUDA graphs replay it: where that is possible, and where it pays.
 
-Graphs pay for UNets, and where the GPU waits for the CPU in compiled steps, which is measured. Eager steps do not tell: with
-weights in bf16 and in INT8 the GPU is as far behind in eager steps of Flux, and graphs help only the latter.
+Graphs pay for UNets. For other models they pay if the GPU waits for the CPU in compiled steps, which is measured. Eager steps
+do not tell: in those of Flux the GPU is as far behind with weights in bf16 as in INT8, and graphs help only with INT8.
 """
 
 import enum
@@ -48,7 +48,7 @@ class Notes(list[str]):
 class Way(enum.Enum):
     """How one call of a model runs."""
 
-    REPLAYED = enum.auto()  # from a CUDA graph, or to become one
+    REPLAYED = enum.auto()  # from a CUDA graph, or run to capture one
     MEASURED = enum.auto()  # block by block, to see whether graphs pay
     COMPILED = enum.auto()  # block by block, though graphs would be possible
     WITHOUT_GRAPHS = enum.auto()  # block by block: there can be none
@@ -57,7 +57,7 @@ class Way(enum.Enum):
 def way_of_call(
     settings: CompileSettings, network: nn.Module, device: torch.device, size: int, call: ModelCall, notes: Notes
 ) -> Way:
-    """How a call runs, which changes once `measure` has timed one; `notes` gets why wanted graphs are impossible.
+    """Choose how a call runs; may differ once `measure` has timed a call. `notes` gets why wanted graphs are impossible.
 
     Args:
         size: numbers in the latent.
@@ -66,7 +66,7 @@ def way_of_call(
     if obstacle is not None:
         if obstacle and settings.wants_graphs:
             notes.add(obstacle)
-        if graphs_of(network).graphs:  # the setting was another one before
+        if graphs_of(network).graphs:  # captured under another setting
             graphs_of(network).drop()
         return Way.WITHOUT_GRAPHS
     pays = settings.wants_graphs or has_convolutions(network) or _recall(network, size)
@@ -79,8 +79,8 @@ def way_of_call(
 
 
 def always_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> bool:
-    """Whether all calls are replayed from CUDA graphs, also of operators: those of UNets. It more than halves their steps where
-    the GPU waits for the CPU, and in a graph convolutions are channels_last on any machine (replay.py)."""
+    """Whether all calls are replayed from CUDA graphs, also before blocks are compiled: true for UNets. Replays more than halve
+    a UNet's steps where the GPU waits for the CPU, and convolutions in a graph are channels_last on any machine (replay.py)."""
     return settings.may_have_graphs and no_graphs(device) is None and has_convolutions(network)
 
 
@@ -120,10 +120,10 @@ class Payoff:
     """Whether graphs pay for a network.
 
     Args:
-        pay_to: up to this size of a latent.
-        not_from: from this size on the GPU is busy enough without.
-        recalled: what an earlier process has measured is known.
-        ran: by size how often code had been made in the last call: a measured call is not the first of its code.
+        pay_to: graphs pay up to this size of a latent.
+        not_from: graphs do not pay from this size on, as the GPU is busy enough without them.
+        recalled: what an earlier process has measured has been looked up.
+        ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
     """
 
     pay_to: float = 0
@@ -149,7 +149,7 @@ def _recall(network: nn.Module, size: int) -> bool | None:
 
 
 def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
-    """Make a call, and unless it is the first of its code and size measure how long the GPU is busy after all was launched."""
+    """Make a call. If it is not the first of its code and size, measure how long the GPU is busy after all was launched."""
     payoff, code = payoff_of(network), code_of(network)
     compiles = code.compiles
     if payoff.ran.get(size) != compiles:

@@ -2,9 +2,9 @@
 
 Life cycle of a call within `graphed`:
 
-1. `_run_inside` finds the function to capture: the network's forward, or `_forward` where a cache of steps wraps it.
-2. `_obstacle` says why the call can have no graph: code of another pack (ownership.py), options that the model reads at each
-   step. `value_key` names the graph by settings, options and inputs. Without a key the call runs block by block.
+1. `_run_inside` finds the function to capture: the network's forward, or `_forward` inside the wrapper of a step cache.
+2. `why_no_graphs` says why the call can have no graph: code of another pack (ownership.py), or options that the model reads at
+   each step. `value_key` names the graph by settings, options and inputs. Without a key the call runs block by block.
 3. `ModelGraphs.call` runs the call plainly, captures it, or replays it. A plain call or a capture binds the blocks
    (`run_bound`); a replay runs no Python of the model.
 4. Under dynamic VRAM a capture or a replay happens only with all weights pinned in their pages (`_pinned`).
@@ -59,9 +59,9 @@ from ..weights.dynamic_vram import AllPages, address_of
 from .policy import Notes, has_convolutions, is_short_of_memory
 
 INNER = "_forward"  # what the `forward` of the host's models runs inside the wrappers of other nodes
-# In one run of so many the first replay is compared with a plain call.
+# In one of so many runs the first replay is compared with a plain call.
 RUNS_A_CHECK = 10
-# Entries that no code below `apply_model` can depend on but through the patcher's machinery.
+# Options that code below `apply_model` uses only through the patcher's machinery; not part of a graph's key.
 _MACHINERY = frozenset({"wrappers", "callbacks", "patches", "patches_replace"})
 
 
@@ -92,7 +92,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
             options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
         convolutional = has_convolutions(network)
         generation = functools.partial(code.generation, convolutional and state.norms_ready)
-        # Part of the key: a kernel that has never run cannot be captured.
+        # `fast` is part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
 
         def why_no_graphs():
@@ -113,7 +113,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         if key is None:
             _say_off(network, foreign, reason, notes)
             if graphs.graphs and is_short_of_memory(device):
-                graphs.drop()  # they were kept for a run without that code
+                graphs.drop()  # they were kept for a run without the other pack's code
             with binding.bound():
                 return forward(*args, **fixed, **kwargs)
         if state.pages:
@@ -138,7 +138,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
     hosts_forward = network.forward
 
     def forward(*args, **kwargs):
-        bound: Any = network.__dict__.get("forward")  # compiled, if the model is one block
+        bound: Any = network.__dict__.get("forward")  # our compiled forward, if the model is one block
         is_block = is_ours(bound) and bound.func is not _run_inside
         return (bound if is_block else hosts_forward)(*args, **kwargs)
 
@@ -151,7 +151,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
 
 
 def _foreign_outside_network(options: Mapping, model_options: Mapping, wrapped: bool) -> str | None:
-    """The first pack whose code is in a call but not in the network; `wrapped`: the network's wrappers make the call."""
+    """The first pack whose code is in a call but not in the network; `wrapped`: the call comes from trusted wrappers."""
     around = [] if wrapped else _wrappers(options)
     return (
         foreign_in_options(options)
@@ -168,10 +168,10 @@ def _say_off(network: nn.Module, pack: str | None, reason: str | None, notes: No
 
 
 def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *args, **kwargs) -> object:
-    """A call of the model through the function in `calls`. Where a cache of steps wraps the model, that gets the function
-    inside the wrapper (comfy/patcher_extension.py, `WrapperExecutor`), since the cache decides anew at each step.
+    """Call the model through the function in `calls`. Where a step cache wraps the model, only `_forward`, inside the wrapper
+    (comfy/patcher_extension.py, `WrapperExecutor`), is called through that function: the cache decides anew at each step.
     """
-    if not calls:  # another node has kept this function
+    if not calls:  # the context is over, but another node has kept this function
         return forward(*args, **kwargs)
     (call,) = calls
     kind: Any = type(network)
@@ -191,7 +191,7 @@ def _run_inside(network: nn.Module, calls: list[Callable], forward: Callable, *a
 
 @functools.cache
 def _inner_names(kind: Any) -> tuple[str, ...] | None:
-    """Names of the parameters of `_forward`, which `forward` of the host's models hands to wrappers; None for other models."""
+    """Names of the parameters of `_forward`, if `forward` passes `_forward` to wrappers, as in the host's models; else None."""
     forward: object = kind.forward
     inner: object = getattr(kind, INNER, None)
     if not isinstance(forward, types.FunctionType) or not isinstance(inner, types.FunctionType):
@@ -217,7 +217,7 @@ def _pinned(state: NetworkState, graphs: ModelGraphs) -> Iterator[bool]:
         state.lacks_room = not pinned and (state.lacks_room or (state.missed_calls > 1 and not have_room))
         if state.lacks_room and graphs.graphs:
             graphs.drop()  # the graphs' memory is better used for weights
-        elif state.missed_calls > 1 and have_room:  # a layer that was used once is not used any more
+        elif state.missed_calls > 1 and have_room:  # the model no longer uses a layer that it used before
             graphs.drop()
             pages.learn(anew=True)
         yield pinned is not None
@@ -264,13 +264,13 @@ _watchers: list[Callable] = []
 
 
 def watch_unloading() -> None:
-    """Wrap what unloads a model, or a part of it, until no model has graphs any more: graphs go with the weights.
+    """Wrap the host's methods that unload a model, or a part of it, to drop its graphs; until no model has graphs any more.
 
-    ON_DETACH callbacks do not do: the host calls those of the patcher by which the model was loaded last, which where the node
-    is bypassed, or in another branch of the workflow, has no callback of this pack.
+    ON_DETACH callbacks do not suffice: the host calls those of the patcher that loaded the model last. If our node is bypassed,
+    or is in another branch of the workflow, that patcher has no callback of this pack.
     """
     _watch("detach", lambda _result, unpatch_all=True: unpatch_all)
-    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # that of dynamic VRAM is another: pages stay
+    _watch("partially_unload", lambda freed, *_args, **_kwargs: freed)  # dynamic VRAM has a method of its own: pages stay
 
 
 def _watch(name: str, have_moved: Callable[..., object]) -> None:
@@ -308,7 +308,7 @@ def new_run(network: nn.Module) -> None:
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
     state_of(network).missed_calls = 0
-    state_of(network).norms_ready = norm_kernels.ready  # within a run that would have a graph captured again
+    state_of(network).norms_ready = norm_kernels.ready  # not updated within a run: a graph would be captured again
 
 
 def graphs_summary(network: nn.Module) -> list[str]:
@@ -322,14 +322,14 @@ def graphs_summary(network: nn.Module) -> list[str]:
 
 
 def _obstacle(network: nn.Module) -> str | None:
-    """Why a replay might not do what a call does, of a network with no code of others."""
+    """Why a replay might not do what a call does, for a network without code of other packs; None: it does."""
     graphs, state = graphs_of(network), state_of(network)
     if graphs.differences:
         return "a replay gave another result than the model itself"
     if state.functions is not graphs.model.functions and state.functions == graphs.model.functions:
-        state.functions = graphs.model.functions  # the next call compares no elements
+        state.functions = graphs.model.functions  # an equal list: the next call finds the same object, and compares no elements
     if state.functions != graphs.model.functions:
-        ours = network.__dict__.pop(INNER, None)  # of `_run_inside`
+        ours = network.__dict__.pop(INNER, None)  # set by `_run_inside`
         try:
             state.functions, state.keys = graphs.model.functions, keys_read(network)
         finally:
@@ -357,7 +357,7 @@ class NetworkState:
         lacks_room: the paged weights do not all fit into memory.
         channels_last_fails: how the model has failed with channels_last convolutions; empty: it has not.
         norms_ready: the kernels for channels_last have been made.
-        told_in: the sampling run in which it was said that blocks are not as the host made them.
+        told_in: the sampling run in which it was last said that blocks are not plain (`Binding.plain`).
     """
 
     pages: AllPages

@@ -94,8 +94,8 @@ def prepare_compiling(settings: CompileSettings) -> None:
 def eager_clone(patcher):
     """A clone of `patcher` that compiles nothing, takes no attention kernel of ours and sets no switch.
 
-    LoRA and patches stay. So does what places the weights (`host/weights/placement.py`): both sides of a benchmark wait for the
-    same ones.
+    LoRA, patches and the placement of weights (`host/weights/placement.py`) stay: both sides of a benchmark wait for the same
+    weights.
     """
     clone = patcher.clone()
     clone.remove_wrappers_with_key(WrappersMP.APPLY_MODEL, KEY)
@@ -118,13 +118,13 @@ def _begin_run(patcher, *_: object) -> None:
 
 
 def _begin_step(patcher, *_: object) -> None:
-    """Called before the conditions of a step are given to the model, or to what another pack has put around it."""
+    """Called in each step, before the model, or a wrapper of another pack around the model, gets the conditions."""
     for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY):
         wrapper.is_sampled = True
 
 
 def _on_load(patcher, *_: object) -> None:
-    """Weights may have moved, also in the middle of a run, where a ControlNet's VAE needs room."""
+    """Weights may have moved, also in the middle of a run: a ControlNet's VAE may need memory."""
     new_run(diffusion_model(patcher))
 
 
@@ -182,7 +182,7 @@ def compile_plan(patcher, settings: CompileSettings) -> BlockPlan:
 
 @contextmanager
 def _as_built(patcher) -> Iterator[None]:
-    """While it lasts, the model is without the object patches of the prompt before, which the host takes back when it loads
+    """A context in which the model lacks the object patches of the previous prompt, which the host removes only when it loads
     the model again."""
     backups = [(name, value) for name, value in patcher.object_patches_backup.items() if name.startswith("diffusion_model.")]
     patches = [(name, comfy.utils.set_attr(patcher.model, name, value)) for name, value in backups]
@@ -198,5 +198,5 @@ def diffusion_model(patcher):
 
 
 def model_name(patcher) -> str:
-    """SD15, SDXL, Flux: of ComfyUI's configuration, as several models share a class."""
+    """The name of ComfyUI's configuration (SD15, SDXL, Flux), as several models share a class."""
     return type(getattr(patcher.model, "model_config", patcher.model)).__name__

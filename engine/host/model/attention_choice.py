@@ -22,11 +22,11 @@ from ...transformer_options.outside import OVERRIDE
 # transformer_options among the arguments of `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`
 OPTIONS_AT = 5
 
-# Per model, what the input asked for -> the kernel. A kernel that changed with the length of the prompt would recompile.
+# Per model: value of the input `attention` -> kernel. One for all calls: another kernel for another prompt would recompile.
 _chosen: PerModel[dict[str, str]] = PerModel(lambda _network: {})
-# The same, as measured in this process, by structure and input: ComfyUI may free a model after each prompt.
+# What this process has measured: (structure, input) -> kernel. ComfyUI may free a model after each prompt.
 _measured: dict[tuple[str, str], str] = {}
-# Per model, the survey whose kernels the worker makes ready, and that job.
+# Per model, the survey whose kernels the worker makes ready, and the worker's job.
 _being_prepared: PerModel[list[tuple[AttentionSurvey, Job]]] = PerModel(lambda _network: [])
 # Cards on which this process has made kernels ready.
 _prepared: set[torch.device] = set()
@@ -55,11 +55,12 @@ def chosen_kernel(network: nn.Module, wanted: str) -> str | None:
 
 
 def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = True) -> tuple[tuple, Callable | None]:
-    """The arguments of the host's `apply_model`, with a kernel in the options where that is allowed, and a function or None.
+    """Return the arguments for `apply_model`, with a kernel in the options where that is allowed, and a function or None.
 
-    Nothing is compiled before a kernel is chosen: the function measures the kernels after an eager call with the arguments.
-    That is the sampler's own call: another pack may count calls, or draw random numbers. Unless the call is `synchronous`,
-    kernels are first made ready on the worker thread, and measured after a later call: loading cuDNN's takes 1 to 2 s.
+    Nothing is compiled before a kernel is chosen: if there is a function, the caller makes the call eager, and then calls the
+    function, which measures the kernels. No extra call of the model is made, as another pack may count calls, or draw random
+    numbers. Unless the call is `synchronous`, the worker thread first makes kernels ready (loading cuDNN's takes 1 to 2 s), and
+    the function of a later call measures them.
     """
     options = args[OPTIONS_AT]
     if wanted == "comfyui" or OVERRIDE in options or not _can_measure(args[0].device):
@@ -72,7 +73,7 @@ def with_attention(wanted: str, base_model, args: tuple, synchronous: bool = Tru
         if (recalled := _recalled(wanted, network)) is not None:
             _keep(base_model, wanted, recalled)
         elif "multigpu_thread_device" in options:
-            # To measure a kernel is to switch the others off, for the process, and other threads call other GPUs.
+            # Measuring changes PyTorch's order of kernels for the whole process, in which other threads call other GPUs.
             return (args if wanted == "auto" else _with_override(args, override_for(wanted))), None
         elif being_prepared := _being_prepared(network):
             survey, job = being_prepared[0]
@@ -91,7 +92,7 @@ def _can_measure(device: torch.device) -> bool:
 
 
 def _recalled(wanted: str, network: nn.Module) -> str | None:
-    """The choice for an earlier model of the structure: for another choice all blocks would be compiled again."""
+    """The kernel chosen for an earlier model of this structure: with another kernel all blocks would be compiled again."""
     if (measured := _measured.get((name_of(network), wanted))) is not None:
         return measured
     cache = current()
@@ -100,7 +101,7 @@ def _recalled(wanted: str, network: nn.Module) -> str | None:
 
 
 def _is_kept(wanted: str) -> bool:
-    """Whether the choice holds after a restart: not beside another attention of ComfyUI, where few kernels are measured."""
+    """Whether to keep the choice on disk: not if ComfyUI uses another attention function, as few kernels are measured then."""
     return wanted == "auto" and getattr(host_attention.optimized_attention, "__name__", "") == HOST_FUNCTION
 
 
@@ -114,13 +115,13 @@ def _must_prepare(device: torch.device) -> bool:
 
 
 def _prepare(base_model, survey: AttentionSurvey) -> None:
-    """In place of `_choose`, which a later call does."""
+    """Have the worker make kernels ready; a later call of the model runs `_choose`."""
     device = next((call[0].device for call in survey.calls), None)
     if device is None:  # there is nothing to measure
         return _choose(base_model, survey)
 
     def prepare() -> None:
-        with gpu_locks[device]:  # a capture bears no other work on its card
+        with gpu_locks[device]:  # no other work may run on a card during a capture
             if survey.prepare():
                 _prepared.add(device)
 

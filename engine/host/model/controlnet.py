@@ -31,7 +31,7 @@ _running: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class CompiledControl:
-    """The calls of a ControlNet's network under the settings of one node."""
+    """Run the calls of a ControlNet's network under the settings of one node."""
 
     def __init__(self, network: nn.Module, settings: CompileSettings, status: Status | None):
         self.network = network
@@ -50,7 +50,7 @@ class CompiledControl:
             left = obstacle(network)
             if self._status is not None:
                 self._status.left = left
-                self._status.begins(network, None, x.shape)  # steps are not timed: they are parts of the model's
+                self._status.begins(network, None, x.shape)  # no step is timed: these calls are parts of the model's steps
                 scopes.callback(self._status.stopped)
             if left is not None:
                 return eager(network, run)
@@ -68,12 +68,12 @@ class CompiledControl:
 
 
 class StandIn:
-    """In place of a ControlNet's network: only calls differ.
+    """Take the place of a ControlNet's network; only calls differ.
 
     Other packs ask for the class of the network and its name, and set attributes or a forward. So a StandIn has the network's
-    `__dict__`, and a class that inherits from the network's, see `stand_in_for`. The host's copies of a ControlNet take it
-    along (comfy/controlnet.py, `copy`); its deep copies for other GPUs, as any copies of a StandIn itself, are copies of the
-    network.
+    `__dict__`, and a class that inherits from the network's, see `stand_in_for`. The host's copies of a ControlNet keep the
+    StandIn (comfy/controlnet.py, `copy`). A copy of the StandIn itself, as in the host's deep copies for other GPUs, is a copy
+    of the network.
     """
 
     __slots__ = ("torch_compile_kit",)
@@ -83,7 +83,7 @@ class StandIn:
         return self.torch_compile_kit(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> nn.Module:
-        return copy.deepcopy(self.torch_compile_kit.network, memo)  # one for all that hold the network
+        return copy.deepcopy(self.torch_compile_kit.network, memo)  # `memo`: one copy for all that hold the network
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "__class__":
@@ -95,7 +95,7 @@ class StandIn:
         return self.torch_compile_kit.network.__reduce_ex__(protocol)
 
 
-# With these `torch.compile` takes the network in its place (torch/_dynamo/eval_frame.py, `innermost_fn`).
+# With these attributes `torch.compile` of a StandIn takes the network (torch/_dynamo/eval_frame.py, `innermost_fn`).
 _OF_COMPILE = {
     "_torchdynamo_orig_callable": property(lambda self: self.torch_compile_kit.network),
     "_torchdynamo_wrapper_id": property(id),
@@ -123,7 +123,7 @@ def attach_control(control: Any, settings: CompileSettings, node: str | None = N
     if not isinstance(control, comfy.controlnet.ControlBase):
         raise InvalidSetting("control_net", control, "connect a ControlNet, such as that of Load ControlNet Model.")
     network = getattr(control, "control_model", None)
-    if isinstance(network, StandIn):  # of a node before
+    if isinstance(network, StandIn):  # of an earlier node
         network = network.torch_compile_kit.network
     compiled = control.copy()
     if not settings.enabled:
@@ -166,8 +166,8 @@ class EndRunAtLoad:
     """Override `partially_load` of a ControlNet's patcher, which the host calls before each run, to end the run before.
 
     The host calls no ON_CLEANUP after a cancelled run (comfy/samplers.py, `outer_sample`), and no ON_LOAD for a ControlNet that
-    is loaded whole. The host loads also in the middle of a run when a VAE needs room: weights may move, so that the next call
-    begins another run.
+    is loaded whole. The host also calls it in the middle of a run when a VAE needs memory: weights may move then, so the next
+    call begins another run.
     """
 
     model: nn.Module

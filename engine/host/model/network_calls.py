@@ -28,13 +28,13 @@ from ..weights.partial_load import release_buffers
 from ..weights.traceable_layers import traceable_casts
 from .payback import payback_of
 
-# On a CPU calls would share its cores with the import.
+# Whether calls may run while the compiler is imported: on a CPU they would share its cores with the import.
 imports_beside_calls: Callable[[torch.device], bool] = lambda device: device.type != "cpu"  # noqa: E731
 DEADLOCK = "Compiled at once: with --verbose DEBUG ComfyUI's memory manager can deadlock with a second thread."
 
 
 class NetworkCalls:
-    """The calls under the settings of one node."""
+    """Run the calls of a network under the settings of one node."""
 
     def __init__(self, settings: CompileSettings):
         self.settings = settings
@@ -54,7 +54,7 @@ class NetworkCalls:
     def run(self, loaded: Loaded, call: ModelCall, size: int, run: Callable[[], object]) -> object:
         """Make the call `run`, of a latent of `size` numbers.
 
-        With `call.waits` no block is compiled in the call, as compiling would not pay yet; nor while the compiler is imported.
+        No block is compiled in the call if compiling would not pay yet (`call.waits`), or while the compiler is imported.
         """
         network, code = loaded.network, code_of(loaded.network)
         if not call.waits and self._must_import(call, code, loaded.device):
@@ -69,7 +69,7 @@ class NetworkCalls:
                 if way is Way.REPLAYED:
                     way = Way.COMPILED  # a replay traces nothing
                 if is_short_of_memory(loaded.device):
-                    graphs_of(network).drop()  # beside one the call needs its memory once more
+                    graphs_of(network).drop()  # they hold as much memory as this call needs in addition
             code.replays_operators = way is Way.REPLAYED and (call.waits or code.is_being_compiled)
             with ExitStack() as scopes:
                 if way is Way.REPLAYED:
@@ -97,12 +97,12 @@ def is_synchronous(settings: CompileSettings) -> bool:
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:
-    """Whether a trainer makes the call (comfy_extras/nodes_train.py): settings of sampling keep nothing for a backward."""
+    """Whether a trainer makes the call (comfy_extras/nodes_train.py): our settings for sampling keep nothing for a backward."""
     return torch.is_grad_enabled() and (x.requires_grad or any(p.requires_grad for p in network.parameters()))
 
 
 def eager(network: nn.Module, run: Callable[[], object]) -> object:
-    """A call in which nothing is compiled."""
+    """Make the call `run` without compiling anything, and count it."""
     result = run()
     code_of(network).eager_calls += 1
     return result

@@ -1,4 +1,4 @@
-"""Tell of a call of a model while it runs: on the node's line, in notices of what was compiled, and to a warmup."""
+"""Report each call of a model: on the node's line, in notices of what was compiled, and to a warmup."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -22,30 +22,30 @@ from .network_calls import are_training, is_synchronous
 
 @contextmanager
 def observed(settings: CompileSettings, status: Status | None, base_model, args: tuple, kwargs: dict) -> Iterator[None]:
-    """A context for one call `apply_model(*args, **kwargs)`; `status`: the node's line, if there is one."""
+    """A context that reports one call `apply_model(*args, **kwargs)`; `status`: the node's line, if there is one."""
     network, compilations = base_model.diffusion_model, monitor.compilations
     watch, key = watch_of(network), settings.settings_key()
     is_told_elsewhere = is_copy_for_another_device(base_model)
     with nullcontext() if status is None or is_told_elsewhere else _step(settings, status, base_model, args, kwargs):
         try:
             yield
-        except BaseException:  # code of a stopped run is not reported in the next run
+        except BaseException:  # count its code now, so that the next run does not report it
             watch.added(key, stats_for(network, settings))
             raise
         if (monitor.compilations != compilations or is_warming()) and not are_training(network, args[0]):
             added = watch.added(key, stats_for(network, settings))
-            if is_synchronous(settings):  # else the sampler has not waited
+            if is_synchronous(settings):  # otherwise the sampler has not waited for code
                 info, node = call_info_of(base_model, settings, args, kwargs), status.node if status is not None else None
                 report_compilation(network, type(base_model).__name__, info, added, settings, node)
 
 
 @contextmanager
 def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kwargs: dict) -> Iterator[None]:
-    """A call as a step, or a part of one, whose seconds the line compares with those of others."""
+    """A context for a call that is a step, or a part of one: the line compares its seconds with those of other steps."""
     network, x, options = base_model.diffusion_model, args[0], args[OPTIONS_AT]
     code, graphs = code_of(network), graphs_of(network)
     inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, _patches_in(options)
-    status.begins(network, options.get("sigmas"), inputs)  # the sampler's object: one a step
+    status.begins(network, options.get("sigmas"), inputs)  # the sampler makes one object `sigmas` a step
     made, waits, eager_calls = (monitor.compilations, graphs.captures + graphs.checks), compiler.awaited, code.eager_calls
     try:
         yield
@@ -53,9 +53,9 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
         status.stopped()
         raise
     is_eager = code.eager_calls > eager_calls
-    # On a CPU the compiler, or its import, takes cores from the model: compiled steps would look faster than they are.
+    # On a CPU the compiler, or its import, takes cores from an eager step: compiled steps would save less than it seems.
     beside = is_eager and x.device.type == "cpu"
-    beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # slower than without this pack
+    beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # such steps are slower than without this pack
     status.ends(is_eager, waits or beside or (monitor.compilations, graphs.captures + graphs.checks) != made)
     sizes = watch_of(network).sizes
     if not is_eager and not code.replays_operators and x.shape not in sizes:
@@ -63,12 +63,12 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
 
 
 def is_copy_for_another_device(base_model) -> bool:
-    """Whether the first device's model, in the same step, tells the page of it (MultiGPU CFG Split, comfy/multigpu.py)."""
+    """Whether this is a copy for another GPU (MultiGPU CFG Split, comfy/multigpu.py): the first GPU's model reports steps."""
     return getattr(getattr(base_model, "current_patcher", None), "is_multigpu_base_clone", False)
 
 
 def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dict) -> CallInfo:
-    """Describe a call in units of the nodes, by `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`."""
+    """Describe in units of the nodes a call `apply_model(x, t, c_concat, c_crossattn, control, transformer_options)`."""
     shape = args[0].shape
     ratio = getattr(base_model.latent_format, "spacial_downscale_ratio", 8)
     frames = getattr(base_model.latent_format, "temporal_downscale_ratio", 1)

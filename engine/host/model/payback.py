@@ -1,17 +1,18 @@
 """Put compiling off until it would have paid: ski rental.
 
-An uncompiled run loses what compiled code would have saved, compiling costs seconds, and nobody knows how many runs follow. Who
-compiles when the losses reach the cost takes at most as long as the better of *always* and *never*, and one compilation. So
-uncompiled runs are counted, for all models of a structure, which ComfyUI may free after each prompt (`--cache-none`, little
-RAM), and on disk. The bound also holds for who compiles sooner, and large models should not wait: some runs are expected.
+An uncompiled run loses what compiled code would have saved, compiling costs seconds, and nobody knows how many runs follow. To
+compile when the losses reach the cost takes at most one compilation longer than the better of *always* and *never*. So
+uncompiled runs are counted: on disk, and per structure, as ComfyUI may free a model after each prompt (`--cache-none`, little
+RAM). The bound also holds for compiling sooner, and large models should not wait: so some runs are expected in advance.
 
-1. What a run of the sampler saves: the mean over the runs so far and this one, whose first calls tell its length, times the
-   share of a step that compiled code of the structure was seen to save, else SAVED.
-2. Tracing is paid in each session: by the runs that it had so far, or those of a usual session.
-3. Lowering and the rest are paid once, as the code is kept: by all runs so far, or RUNS. Both go by what tracing took.
+1. A run of the sampler would save its mean seconds, over the runs so far and this one (estimated from its first calls), times
+   the share of a step that compiled code of the structure was measured to save, else SAVED.
+2. Tracing costs in each session. The session's runs so far, or as many as a usual session has, must save that.
+3. Lowering and the rest cost once, as the code is kept. All runs so far, or RUNS, must save that. Both costs are estimated
+   from the seconds of tracing.
 
 A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of what there is to gain: compiled
-code has to pay beside these.
+code has to pay in comparison with these replays.
 """
 
 import itertools
@@ -34,17 +35,17 @@ from ...messages.status import tell_begun
 from ...per_model import PerModel
 from .structure_record import Record, find_record, record_of
 
-# What compiling costs prompts as a multiple of tracing, with lowering beside the sampler and loading: 3 to 5 s on two H100
-# machines, where Flux traced for 2.3 (benchmarks/results).
+# Seconds that compiling costs prompts, lowering beside the sampler and loading included, as a multiple of those of tracing:
+# 3 to 5 s on two H100 machines, where tracing Flux took 2.3 s (benchmarks/results).
 FIRST_TIME = 2.0
 # Share of a step that compiling saves (docs/measurements.md: 0.19 and more; 0.14 and more of a UNet's replayed operators).
 SAVED = 0.2
 # Runs that a session is expected to have.
 RUNS = 10
-# The first call of the sampler loads weights and kernels. The median between these two counts: something may be made ready in
-# one of them, or a step cache skip one.
+# First and last call of the sampler whose begin is timed; the call before them loads weights and kernels. The median of the
+# calls between counts: something may be made ready in one call, or a step cache may skip one.
 CALLS = 2, 5
-# From this call on a run goes as later ones will: a UNet's graph was captured and compared.
+# From this call on, calls take as long as in later runs: a UNet's graph has been captured and checked.
 SETTLED = 9
 
 counts_runs_on: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
@@ -55,10 +56,10 @@ class Payback:
     """Whether compiling a model is worth while.
 
     Args:
-        after: in about how many runs of the sampler it will be; None: it is, or nothing was timed.
+        after: in about how many runs of the sampler compiling will pay; None: it does now, or nothing was timed.
         _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
-        _calls: of the sampler so far, in this run. With prompts that do not fit in one batch, each is several of the model.
-        _began: when the calls that are timed have begun, by number.
+        _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
+        _began: number of a timed call -> when that call began.
     """
 
     record: Record
@@ -71,30 +72,30 @@ class Payback:
     _began: dict[int, float] = field(default_factory=dict)
 
     def put_off(self) -> tuple[int, str] | None:
-        """In how many runs compiling begins, and what `begin_now` takes; None: it is not put off."""
+        """In how many runs compiling begins, and the structure, for `begin_now`; None: compiling is not put off."""
         return None if self.after is None else (0 if self.record.is_decided else self.after, self.record.structure)
 
     def may_capture(self, network: nn.Module) -> bool:
-        """Whether operators may be captured in this call: not while the first ones of a structure are timed as without this
-        pack, nor in the first run of a model that has few steps, as ComfyUI may free it after each prompt."""
+        """Whether operators may be captured in this call: not while a structure's first calls are timed, which run as without
+        this pack; nor in a model's first run if that has few steps, as ComfyUI may free the model after each prompt."""
         runs = code_of(network).runs
         is_timed = not self.record.runs and runs < 2 and self._calls <= CALLS[1]
         return not is_timed and (self._steps >= SETTLED or runs > 1)
 
     def end_run(self, network: nn.Module) -> None:
         record, code, share = self.record, code_of(network), watch_of(network).saved
-        if share is not None and not graphs_of(network).replays:  # else it is that of the graphs
-            record.share = max(share, SAVED / 4)  # what was slow once, on a busy machine, is tried again
+        if share is not None and not graphs_of(network).replays:  # with replays, `saved` is what the graphs save
+            record.share = max(share, SAVED / 4)  # not 0: code that was slow once, on a busy machine, is tried again
         if code.traced:
             record.add_trace(code.traced - code.lowered)
             self.after = None
         elif self._began and not record.is_decided:
-            with suppress(RuntimeError):  # of a run that has failed
-                # All calls: a step cache may have skipped the first ones.
+            with suppress(RuntimeError):  # raised by `_now` after a run that has failed
+                # The mean of all calls from the first timed one on: a step cache may have skipped some of the first.
                 first = SETTLED if SETTLED in self._began else min(self._began)
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
-                is_whole = self._calls >= min(CALLS[1], self._steps)  # cancelled ones tell little
-                # Not the run in which a graph is captured; nothing is in the first one of few steps, see `may_capture`.
+                is_whole = self._calls >= min(CALLS[1], self._steps)  # a cancelled run tells little
+                # Not the run in which a graph is captured: with few steps that is the second run, see `may_capture`.
                 if is_whole and (not self._replays or first == SETTLED or code.runs != 2):
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
@@ -109,12 +110,12 @@ class Payback:
     def is_worthwhile(
         self, network: nn.Module, x: torch.Tensor, options: dict, synchronous: bool = False, replays: bool = False
     ) -> bool:
-        """Called before each call of the model; False: it should run uncompiled.
+        """Whether a call of the model should run compiled; asked before each call.
 
         Args:
             x: the latent.
-            options: the call's `transformer_options`; `sigmas` is one object in each call of the sampler, `sample_sigmas` has
-                one number more than there are steps (comfy/samplers.py).
+            options: the call's `transformer_options`; each call of the sampler has another object `sigmas`; `sample_sigmas`
+                has one number more than there are steps (comfy/samplers.py).
             synchronous: the call waits for code, and is not timed.
             replays: until compiling begins the model's operators are replayed.
         """
@@ -122,7 +123,7 @@ class Payback:
         if sigmas is None or all_steps is None or len(all_steps) < 2 or is_warming() or not counts_runs_on(x.device):
             return True
         record = self.record
-        if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # a warmup's
+        if not record.is_decided and any(group.code.has_code for group in code_of(network).groups.values()):  # made by a warmup
             record.is_decided = True
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
@@ -134,14 +135,15 @@ class Payback:
         return synchronous or record.is_decided
 
     def _decide(self, run: int) -> None:
-        """In the first call by earlier runs, in the last call that is timed also by this run. That does not tell of replays,
-        which come later; once they should have, it is known whether other packs' code keeps them off."""
+        """Decide whether compiling begins: in the first call by earlier runs, in the last timed call also by this run. If
+        operators are to be replayed, the timed calls do not decide, as replays begin later. In call SETTLED it is known whether
+        other packs' code prevents replays: if so, that call decides."""
         record, last = self.record, min(CALLS[1], self._steps)
         if self._calls == 1:
             record.is_decided = self._is_due()
             if not record.runs and not self._replays:  # beside the first call, in which the CPU loads weights and kernels
                 import_ahead()
-            if self._steps == 1 and run > 1:  # all that there is; the weights are there
+            if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
                 self._began[1] = self._now()
         elif self._calls <= last or self._calls == SETTLED:
             self._began[self._calls] = self._now()
@@ -168,9 +170,9 @@ class Payback:
         """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
         record = self.record
         saved = max(seconds / runs * (record.share or SAVED), 1e-3)
-        # RUNS weigh as much as half a session.
+        # The mean of earlier sessions and of RUNS, which weighs as much as half a session.
         usual_session = (RUNS + 2 * record.session_runs) / (1 + 2 * record.sessions)
-        # Runs that there were, runs that are expected, and the seconds that are to be saved in them.
+        # For each cost: the runs so far, the runs that are expected, and the seconds that they must save.
         conditions: list[tuple[float, float, float]] = [(runs_now, usual_session, record.expected_trace(2))]
         if not record.is_kept:
             conditions += [(runs, RUNS, FIRST_TIME * record.expected_trace(1))]
@@ -178,7 +180,7 @@ class Payback:
 
 
 def begin_now(structure: object) -> bool:
-    """Compile a model from its next call on, also in later sessions; False: no line offers it under this name."""
+    """Compile a model from its next call on, also in later sessions; False: this session has no model of that structure."""
     record = find_record(structure)
     if record is not None:
         import_ahead()

@@ -14,9 +14,9 @@ from ...threads import call_later
 TRACE = 2.0
 # Structures that are kept in memory.
 MOST_RECORDS = 32
-# Seconds after a run in which its numbers are written: a user's folder may be on a slow network.
+# Seconds from a run until its numbers are written: not at once, as a user's folder may be on a slow network.
 KEEP_AFTER = 30.0
-# Choices in the store: that a structure was compiled, that the user has asked for it, and numbers of its record.
+# Choices in the store: the structure was compiled, the user has asked for that (both with the value YES), its record's numbers.
 CHOICE, ASKED, YES, NUMBERS = "compiled", "compile now", "yes", "payback"
 
 
@@ -25,13 +25,13 @@ class Record:
     """What is known of all models of one structure.
 
     Args:
-        seconds: that calls of the model took uncompiled, in `runs` runs of the sampler.
-        share: of a step that compiled code was seen to save; 0: not measured.
-        trace: seconds that tracing took in the first run that traced of a session, in the fastest of them; 0: none has.
-        sessions: before this one, with `session_runs` runs, compiled or not.
-        is_kept: a run has traced it, in this session or before, so that its code is on disk.
-        is_decided: it is compiled in this session.
-        runs_now: in this session.
+        seconds: that uncompiled calls of the model took, in `runs` runs of the sampler.
+        share: of a step's time, measured, that compiled code saves; 0: not measured.
+        trace: seconds of tracing in a session's first run that traced, the least of all sessions; 0: no run has traced.
+        sessions: number of earlier sessions; `session_runs`: number of their runs, compiled or not.
+        is_kept: a run has traced the structure, in this session or before, so that its code is on disk.
+        is_decided: the structure is compiled in this session.
+        runs_now: number of runs in this session.
     """
 
     structure: str
@@ -59,7 +59,7 @@ class Record:
         return record
 
     def keep(self) -> None:
-        """Write it in some seconds, once for all runs until then, on another thread than the sampler's."""
+        """Write the record in KEEP_AFTER seconds, once for all runs until then, on another thread than the sampler's."""
         store = current()
         if store is not None and not self._is_waiting:
             self._is_waiting = True
@@ -72,14 +72,14 @@ class Record:
         store.remember(self.structure, {NUMBERS: numbers, **({CHOICE: YES} if self.is_kept else {})})
 
     def ask(self) -> None:
-        """The user wants it compiled. Under a name of its own, as another server on this store writes its own numbers."""
+        """Note that the user wants the structure compiled; not in NUMBERS, which another server on this store overwrites."""
         self.is_decided = True
         if (store := current()) is not None:
             store.remember(self.structure, {ASKED: YES})
 
     def add_trace(self, seconds: float) -> None:
-        """Later ones of a session are of other sizes or patches. Of sessions the shortest counts: a long one, on a busy
-        machine, would keep the structure from being traced, and measured, again."""
+        """Note how long a run has traced. A session's first counts, as later ones are of other sizes or patches, and of all
+        sessions the shortest: after a long one, on a busy machine, the structure would not be traced, and measured, again."""
         self.is_kept = self.is_decided = True
         if not self._has_traced:
             self._has_traced, self.trace = True, min(seconds, self.trace or seconds)
@@ -88,7 +88,7 @@ class Record:
             others.keep()
 
     def expected_trace(self, most: float) -> float:
-        """Where it was not measured, as for others, up to `most` times TRACE: LTX-AV's 13 s tell little of Flux."""
+        """Seconds of tracing; if not measured, those of others, up to `most` times TRACE: LTX-AV's 13 s tell little of Flux."""
         return self.trace or min(record_of(_any_structure()).trace or TRACE, most * TRACE)
 
 
@@ -101,13 +101,13 @@ def record_of(structure: str) -> Record:
 
 
 def find_record(structure: object) -> Record | None:
-    """The record of a structure of this session, by what a page sends."""
+    """The record, if this session has it, of the structure that a page names."""
     return _records.get(structure) if isinstance(structure, str) else None
 
 
 @functools.cache
 def _any_structure() -> str:
-    """The name of the record whose `trace` is what structures took on this machine."""
+    """The name of the record whose `trace` is a mean over all structures on this machine."""
     return short_name("any", ((),))
 
 

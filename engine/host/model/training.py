@@ -1,8 +1,8 @@
-"""Compile the blocks of a model that a trainer makes of ours (comfy_extras/nodes_train.py, `TrainLoraNode`).
+"""Compile the blocks of the model that a trainer makes from ours (comfy_extras/nodes_train.py, `TrainLoraNode`).
 
-The node trains a model loaded again from the file, whose modules it wraps for gradient checkpointing before the first call:
-the compiled forwards must be in the blocks by then, and stay there until training ends, since the backward runs them again.
-So forwards are exchanged when the trainer's model is cloned, and go with that model.
+The node loads the model again from the file, and wraps its modules for gradient checkpointing before the first call. The
+compiled forwards must be in the blocks by then, and stay there until training ends, since the backward runs them again.
+So forwards are exchanged when the trainer's model is cloned, and are freed with that model.
 """
 
 import weakref
@@ -30,8 +30,8 @@ class Trained:
 
     code: ModelCode
     settings: CompileSettings
-    compiles: bool = False  # in this step
-    # Of the thread that trains; that of a backward has another number, which guards compare.
+    compiles: bool = False  # whether blocks run compiled in this step
+    # PyTorch's number of threads on the thread that trains. On a backward's thread it differs, and guards compare it.
     threads: int = field(default_factory=torch.get_num_threads)
 
 
@@ -53,7 +53,7 @@ TRAINING = "Training: "  # begins each note on a trainer's calls
 
 
 def begin_step(network: nn.Module, x: torch.Tensor) -> str:
-    """A trainer calls `network`; says how the blocks run."""
+    """Note that a trainer calls `network`; returns a sentence on how the blocks run."""
     trained = _trained.get(network)
     if trained is None:
         return f"{TRAINING}blocks run uncompiled while gradients are wanted, as this trainer does not copy the model."
@@ -90,5 +90,5 @@ def _run_trained(trained: Trained, reference: weakref.ref[nn.Module], *args: obj
 
 
 def _no_view(value: Any) -> Any:
-    """The first block's input is a view of a layer's output; guards would ask all other inputs to be views too."""
+    """Clone a view: the first block's input is one, of a layer's output, and guards would ask all other inputs to be views."""
     return value.clone() if isinstance(value, torch.Tensor) and value.requires_grad and value._is_view() else value

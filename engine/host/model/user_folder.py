@@ -18,15 +18,15 @@ from ..adapter import device_type
 
 STORE = "store"
 LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
-# Modules of the host that register what graphs name: the layouts of quantised weights.
+# Modules of the host that register names which graphs refer to: the layouts of quantised weights.
 REGISTERING = ("comfy.quant_ops",)
-# After a start without a prompt for so long nobody waits for what else is done. Beside the steps of one, imports slow these.
+# If no prompt has come for so long after a start, nobody waits while we import. Beside a prompt, imports would slow its steps.
 QUIET_SECONDS = 2.0
 _prompt_came = threading.Event()
 
 
 def kit_folder() -> Path:
-    """The pack's folder in the user's: cache files lie in it, the store itself in `store`."""
+    """The pack's folder in the user's folder: holds the cache files, and the store in its subfolder STORE."""
     return Path(folder_paths.get_user_directory()) / "torch-compile-kit"
 
 
@@ -37,9 +37,9 @@ def open_users_store() -> CodeStore | None:
 
 
 def users_settings() -> dict:
-    """The settings of the page (app/user_manager.py, app/app_settings.py); of several users those of the first.
+    """The settings of the page (app/user_manager.py, app/app_settings.py); with several users, those of the first.
 
-    Pages of other sites can write them: nothing read from them may name a place, or delete more than compiled code.
+    Pages of other sites can write these settings: none of them may name a path, or delete more than compiled code.
     """
     try:
         settings = json.loads((Path(folder_paths.get_user_directory()) / "default" / "comfy.settings.json").read_text("utf-8"))
@@ -49,13 +49,13 @@ def users_settings() -> dict:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the store; start the compile process while the model loads, unless code of these versions is kept here or shared:
-    then it may not be needed, and is started by the first graph that is missing."""
+    """Open the store, and start the compile process while the model loads. If the store, or the shared one, has code of these
+    versions, the process may not be needed: then the first graph that has no code starts it."""
     _prompt_came.set()
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
     open_users_store()
     if settings.backend == "inductor":
-        if compile_process.pid is None:  # a server that shares code may not answer
+        if compile_process.pid is None:  # a server that shares code may not answer, so a thread asks
             started(threading.Thread(target=_start_unless_kept, name="torch-compile-kit start", daemon=True))
         if settings.waits:
             import_ahead()
@@ -67,7 +67,7 @@ def _start_unless_kept() -> None:
 
 
 def get_ready_again() -> None:
-    """After a restart: import what loading needs before the first prompt, if there is code that was made here before."""
+    """After a restart: if the store has code of these versions, import before the first prompt what loading code needs."""
     if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
         call_later(QUIET_SECONDS, _import_if_quiet)
 

@@ -1,8 +1,8 @@
 """Decode and encode with images channels_last in memory, where that is faster for a VAE.
 
-cuDNN's convolutions for 16-bit numbers want that layout and else convert at each call. Nothing is compiled: compiling the whole
-decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61). Which layout is faster is
-measured on calls that are made anyway: nothing is computed twice.
+cuDNN's convolutions for 16-bit numbers need that layout, and convert other layouts at each call. Nothing is compiled: compiling
+the whole decoder gave less and took a minute (benchmarks/results/h200-2026-11-23-vae.json at b2f2b61). Which layout is faster
+is measured on calls that are made anyway: nothing is computed twice.
 """
 
 import copy
@@ -31,9 +31,10 @@ from ..adapter import forbids_threads, set_callbacks
 KEY = "torch-compile-kit"
 # The methods of a VAE's network that the host calls (comfy/sd.py), and the word for them.
 FUNCTIONS = {"decode": "decoding", "encode": "encoding", "decode_tiled": "decoding", "encode_tiled": "encoding"}
-# Whether the first calls of a shape run channels_last: the plain way first, which needs no kernels, and each once untimed.
+# Whether each of the first calls of a shape runs channels_last. The plain layout is first, as it needs no kernels; the first
+# call in each layout does not count.
 TURNS = (False, True, True, False)
-WORTH = 0.95  # channels_last stays if a call needs less than this share of the plain way's time
+WORTH = 0.95  # channels_last is taken if a call needs less than this share of the plain layout's time
 
 
 class LaidOut:
@@ -46,7 +47,7 @@ class LaidOut:
         # This object is set on the network: a reference to the network would keep both until garbage is collected.
         self._function = weakref.WeakMethod(function) if isinstance(function, types.MethodType) else lambda: function
         self._word, self._device, self.line = FUNCTIONS[name], device, line
-        self.channels_last: bool | None = None  # the layout that is taken; None: not decided
+        self.channels_last: bool | None = None  # whether this layout is taken; None: not decided
         self._seconds: defaultdict[Hashable, list[float]] = defaultdict(list)  # of the first calls of each shape
         self._too_large: set[tuple] = set()
 
@@ -56,10 +57,10 @@ class LaidOut:
         return function
 
     def __call__(self, *args: Any, **kwargs: Any) -> object:
-        if not args:  # by name, and VAEs name it differently
+        if not args:  # the input is passed by name, and VAEs name it differently
             return self.function(**kwargs)
         x = args[0]
-        # By a later node, whose code would be compiled anew for each `ChannelsLast`.
+        # Compiled by a later node: PyTorch would compile that node's code anew for each `ChannelsLast`.
         if _is_compiled(getattr(self.function, "__self__", None)):
             if self.channels_last is not False:
                 self.channels_last = False
@@ -70,14 +71,14 @@ class LaidOut:
         possible = x.dtype in DTYPES and norm_kernels.ready and not torch.is_grad_enabled() and shape not in self._too_large
         turn = TURNS[len(self._seconds[shape])] if self.channels_last is None else self.channels_last
         why = None
-        if turn and possible:  # else the turn comes later
+        if turn and possible:  # if it is not possible now, the turn comes later
             try:
                 return self._timed(shape, True, lambda: run_channels_last(self.function, args, kwargs, video=True))
             except comfy.model_management.InterruptProcessingException:
                 raise
             except Exception as error:
                 why = "" if never_swallowed(error) else in_one_line(error)
-                if not why:  # at once: the plain call may have no memory either
+                if not why:  # noted before the plain call, which may run out of memory too
                     self._too_large.add(shape)
         result = self._timed(shape, False, lambda: self.function(*args, **kwargs))
         if why:  # and the plain call raised no error, so the layout was the cause
@@ -110,7 +111,7 @@ class LaidOut:
 
 
 def attach_vae(vae: Any, node: str | None = None) -> Any:
-    """A copy of `vae` (comfy.sd.VAE) with its functions laid out; weights are shared.
+    """A copy of `vae` (comfy.sd.VAE) whose FUNCTIONS are `LaidOut`; weights are shared.
 
     The page shows in the node whose id is `node` which layout is faster.
 
@@ -132,7 +133,7 @@ def attach_vae(vae: Any, node: str | None = None) -> Any:
     set_callbacks(laid_out.patcher, KEY, {CallbacksMP.ON_CLONE: _bind_to_copy, CallbacksMP.ON_DETACH: _remove_own_methods})
     for name in FUNCTIONS:
         function = patcher.object_patches.get(name) or getattr(network, name, None)
-        if isinstance(function, LaidOut):  # of a node before
+        if isinstance(function, LaidOut):  # of an earlier node
             function = function.function
         if callable(function):
             laid_out.patcher.add_object_patch(name, LaidOut(name, function, vae.device, line))
@@ -151,8 +152,8 @@ def _bind_to_copy(patcher: Any, clone: Any) -> None:
 
 
 def _remove_own_methods(patcher: Any, *_: object) -> None:
-    """An ON_DETACH callback, also called when a patcher is freed: where the host takes a LaidOut off a network, a bound method
-    stays on the network and keeps it in memory until garbage is collected."""
+    """An ON_DETACH callback, also called when a patcher is freed. Where the host took a LaidOut off a network, it left a bound
+    method in its place, which keeps the network in memory until garbage is collected: remove that method."""
     for name in FUNCTIONS:
         if is_of_class(patcher.model, name, vars(patcher.model).get(name)):
             delattr(patcher.model, name)

@@ -1,4 +1,4 @@
-"""Wrap the host's `apply_model`: tell whose call of a diffusion model this is, and whether it is compiled yet."""
+"""Wrap the host's `apply_model`: find which patcher runs a call of a diffusion model, and run the call compiled or eager."""
 
 import functools
 import sys
@@ -30,16 +30,16 @@ from .payback import payback_of
 from .training import TRAINING, begin_step
 
 KEY = "torch-compile-kit"  # of our wrapper in a patcher
-# Under it ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py): inside,
-# the model, or each of its blocks, is PyTorch's OptimizedModule.
+# Under this key ComfyUI's node TorchCompileModel and KJNodes wrap `apply_model` (comfy_api/torch_helpers/torch_compile.py):
+# inside that wrapper the model, or each of its blocks, is PyTorch's OptimizedModule.
 COMPILE_KEY = "torch.compile"
 
 
 class BlockCompiler:
     """The APPLY_MODEL wrapper: compiles the blocks of the model that `executor` runs.
 
-    A BlockCompiler keeps no model alive: clones, reloads and multi-GPU copies of a patcher share one (comfy/model_base.py,
-    `apply_model`).
+    A BlockCompiler keeps no model alive, as clones, reloads and multi-GPU copies of a patcher share one BlockCompiler
+    (comfy/model_base.py, `apply_model`).
 
     Attributes:
         is_sampled: the sampler has begun a step of this run.
@@ -54,16 +54,16 @@ class BlockCompiler:
         self.is_sampled = self._is_called = False
 
     def begin_run(self) -> None:
-        self.notes.clear()  # another pack's code may be gone
+        self.notes.clear()  # a note may be about another pack's code that is gone now
         self.is_sampled = self._is_called = False
 
     def end_run(self) -> None:
-        """Called by the host also in a `finally`, after an error, which may have come before the first call of the model."""
+        """The host calls this in a `finally`: also after an error, which may have come before the first call of the model."""
         if self.is_sampled and not self._is_called and sys.exc_info()[0] is None:
             self.notes.add(in_words(NOT_CALLED, ENGLISH))
             if self.status is not None:
                 self.status.left = NOT_CALLED
-        if self.status is not None:  # it may begin in some runs
+        if self.status is not None:  # the line may say in how many runs compiling begins
             self.status.tell()
 
     def __call__(self, executor, x, t, c_concat=None, c_crossattn=None, control=None, transformer_options=None, **kwargs):
@@ -80,10 +80,10 @@ class BlockCompiler:
             return self._call(executor, *args, **kwargs)
 
     def _of_running_patcher(self, base_model) -> "BlockCompiler | None":
-        """That patcher's wrapper: the host calls a guider's second model with the first one's options.
+        """The wrapper of the patcher that runs the model: the host calls a guider's second model with the first one's options.
 
-        Other packs call a model that no patcher runs with the options of one that does: no node is connected to it, and nothing
-        would tell when its run is over.
+        None for a model that no patcher runs, which other packs call with the options of ours: no node is connected to such a
+        model, and nothing would tell when its run is over.
         """
         patcher = getattr(base_model, "current_patcher", None)
         if patcher is None:
@@ -91,8 +91,8 @@ class BlockCompiler:
         return next(iter(patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)), None)
 
     def _is_left(self, base_model, args: tuple) -> bool:
-        """Whether the model is left as it is, as another node compiles it or has switched off PyTorch's compiler meanwhile;
-        says so. PyTorch would compile the other node's code anew in each call with our forwards, up to its limit."""
+        """Whether the model is left as it is, since another node compiles it or has switched off PyTorch's compiler meanwhile;
+        logs that. With our forwards inside, PyTorch would compile the other node's code anew in each call, up to its limit."""
         watch = watch_of(network := unwrapped(base_model.diffusion_model))
         before, watch.left = watch.left, obstacle(base_model.diffusion_model, args[OPTIONS_AT].get("wrappers", {}))
         if watch.left is not None and not before:
@@ -115,9 +115,9 @@ class BlockCompiler:
         with self._calls.prepared() as call:
             payback = payback_of(network)
             watch_of(network).put_off = payback.put_off
-            # Other packs' code is looked for when a call is to be captured.
+            # `foreign` is set when a call is to be captured: only then code of other packs is looked for.
             replays = always_replays(self.settings, network, args[0].device) and watch_of(network).foreign is None
-            if self.settings.backend == "cudagraphs":  # that compiles nothing
+            if self.settings.backend == "cudagraphs":  # this backend compiles nothing
                 payback.after = code_of(network).waits_for = None
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
@@ -138,10 +138,10 @@ class BlockCompiler:
 
 
 def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:
-    """Why nothing of a network is compiled (see `words.told`); None: it can be.
+    """Why a network is not compiled (see `words.told`); None: it can be compiled.
 
     Args:
-        network: None if there is none yet.
+        network: None if there is no network yet.
         wrappers: those of the patcher.
     """
     if (lacking := private.unsupported()) is not None:
@@ -155,15 +155,15 @@ def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list 
 
 
 APPLY_MODEL = "apply_model"
-# Our functions in the place of the method, with what they replaced on the instance (None: nothing).
+# Each of our replacements of `apply_model` -> the attribute that it replaced on the instance (None: there was none).
 _installed: weakref.WeakKeyDictionary[Callable, Any] = weakref.WeakKeyDictionary()
 
 
 def install_apply_model(patcher: Any) -> None:
-    """Until `uninstall_apply_model`, bring the patcher's own wrapper to calls of its model that lack it.
+    """Until `uninstall_apply_model`, add the patcher's own wrapper to the options of each call of its model.
 
     The host's guider of two models calls both with the options of the first (comfy_extras/nodes_custom_sampler.py,
-    `Guider_DualModel`). Wrappers of other packs get this method, and ask it for its model (`__self__`).
+    `Guider_DualModel`). Ours is a bound method, as wrappers of other packs are given it and read its model (`__self__`).
     """
     uninstall_apply_model(patcher)
     base_model, ours = patcher.model, patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY)

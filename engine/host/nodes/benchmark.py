@@ -36,7 +36,7 @@ from .sampling import labelled_latent, naming_the_size, sample
 from .warmup_plan import Size
 
 ROUNDS = 3
-# Runs of a few steps until attention and CUDA graphs are chosen, and all is compiled and captured.
+# At most so many runs of a few steps, until attention and CUDA graphs are chosen, and all is compiled and captured.
 MOST_WARM_RUNS = 5
 MAX_STEPS = 10_000
 T = TypeVar("T")
@@ -57,8 +57,8 @@ def benchmark(
     """Sample in alternating eager and compiled rounds after warming both, or say why there is nothing to compare.
 
     Eager is a clone of the same patcher that compiles nothing: LoRA, patches, prompts, seed, place of the weights are the same.
-    A `latent` is sampled in place of `size`; `trace` keeps the record of one step of each in the output folder. What a `vae`
-    and a `clip` take is told beside the steps.
+    A `latent` is sampled in place of `size`; `trace` keeps a trace of one step of each side in the output folder. The seconds
+    of a `vae` and of a `clip` are reported beside those of the steps.
 
     Raises:
         InvalidSetting: an input cannot be sampled, or the model cannot take the size.
@@ -81,7 +81,7 @@ def benchmark(
     step = sum(last) / (steps - skipped) if skipped else result.compiled.median
     parts = {} if profile is None else parts_of_model(patcher, settings, profile, step, steps - skipped)
     findings = sentences_about_model(patcher, settings, profile, steps, skipped)
-    others = _other_seconds(vae, clip, prepared["samples"])  # last: these models may take the memory of this one
+    others = _other_seconds(vae, clip, prepared["samples"])  # measured last: these models may take this one's memory
     lines = limits(parts | others, findings, step * (steps - skipped) + sum(others.values()), steps)
     watch_of(diffusion_model(patcher)).limits = lines
     notes = [*result.notes, *(["No traces were written: the log says why."] if trace and recorded is None else [])]
@@ -89,7 +89,7 @@ def benchmark(
 
 
 def _choices(network, settings: CompileSettings) -> tuple:
-    """What changes while calls are not yet as they will be: attention and CUDA graphs are chosen, code is made and captured."""
+    """State that changes until calls are warm: attention and CUDA graphs are chosen, code is made, calls are captured."""
     chosen = replace(payoff_of(network), ran={})
     return stats_for(network, settings).graphs, code_of(network).eager_calls, chosen, graphs_of(network).captures
 
@@ -145,7 +145,7 @@ class _Session:
     def run(
         self, side: str, steps: int, after_step: Callable[[], None] = lambda: None
     ) -> tuple[tuple[float, ...], torch.Tensor]:
-        """Seconds of each step, all work on the device included, and the final latent, flat."""
+        """Sample; returns the seconds of each step, all work on the device included, and the final latent, flat."""
         patcher, device = self._patchers[side], self.patcher.load_device
         began = 0.0
         seconds: list[float] = []
@@ -169,7 +169,7 @@ class _Session:
 
         sampler.sampler_function = timed_loop
         sigmas = comfy.samplers.calculate_sigmas(patcher.get_model_object("model_sampling"), "simple", steps)
-        # Of eager runs: a hook on a compiled block would be part of its code.
+        # Only in eager runs: a hook on a compiled block would be part of its code.
         last_block = [*blocks_of(diffusion_model(patcher), CompileSettings())][-1:] if side == "eager" else []
         ran: set[int] = set()  # steps in which the last block ran
         hooks = [block.register_forward_hook(lambda *_: ran.add(len(seconds))) for block in last_block]
@@ -179,13 +179,13 @@ class _Session:
             for hook in hooks:
                 hook.remove()
         if side == "eager":
-            self.skipped = len(seconds) - len(ran) if ran else 0  # none: the model calls its blocks by other methods
+            self.skipped = len(seconds) - len(ran) if ran else 0  # none ran: the model calls its blocks by other methods
         parts = final.unbind() if final.is_nested else [final]
         return tuple(seconds), torch.cat([part.flatten() for part in parts])
 
 
 def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | None, Trace | None]:
-    """Where the time of a compiled step goes; `keep`: with the traces of both sides in the output folder."""
+    """Where the time of a compiled step goes; `keep`: also trace an eager step, and keep both traces in the output folder."""
     device, output = session.patcher.load_device, folder_paths.get_output_directory()
     with tempfile.TemporaryDirectory() as temporary:
         paths = {"compiled": Path(temporary, "step.json")}
@@ -206,7 +206,7 @@ def _profiled(session: _Session, label: str, keep: bool) -> tuple[StepProfile | 
 
 
 def _other_seconds(vae, clip, latent: torch.Tensor) -> dict[str, float]:
-    """Seconds of decoding a latent and of encoding a prompt, by sentence, when both models are loaded; of those that can."""
+    """Sentence -> seconds of decoding a latent, and of encoding a prompt, with loaded models; without those that fail."""
     works = {}
     if vae is not None and not getattr(latent, "is_nested", False):
         works[say("limitVae")] = lambda: vae.decode(latent)
@@ -217,7 +217,7 @@ def _other_seconds(vae, clip, latent: torch.Tensor) -> dict[str, float]:
 
 
 def _unless_it_fails(measure: Callable[[], T], name: str) -> T | None:
-    """Call `measure`, which measures more than the rounds: these were long, and are told without."""
+    """Call `measure`; None if it fails: the rounds took long, and are reported without this measurement."""
     try:
         return measure()
     except comfy.model_management.InterruptProcessingException:
@@ -236,7 +236,7 @@ def _seconds_of(work: Callable[[], object]) -> float:
 
 
 def _differences(patcher, settings: CompileSettings) -> list[str]:
-    """Settings that differ between the two sides or not, where a reader could expect otherwise."""
+    """Notes on settings that differ between the two sides, or do not, where a reader could expect otherwise."""
     on = [name for name in ("allow_tf32", "cudnn_benchmark") if getattr(settings, name)]
     notes = [f"Only the compiled side has {' and '.join(on)}, as set in Torch Compile."] if on else []
     if settings.block_swap == "auto" and notes_on(patcher.model):

@@ -24,7 +24,7 @@ from ..model.attach import diffusion_model, model_name, settings_for
 from ..model.user_folder import kit_folder, open_users_store
 
 NO_FILE = "none"
-# Windows writes to a device what is named like one, whatever the suffix; files go from machine to machine.
+# Windows writes a file named like a device to that device, whatever its suffix; files go from machine to machine.
 _DEVICE = r"(con|prn|aux|nul|(com|lpt)[0-9]) *(\..*)?"
 _PLAIN_NAME = re.compile(rf"(?!(?i:{_DEVICE})$)[A-Za-z0-9_][A-Za-z0-9 ._-]{{0,99}}")
 
@@ -120,7 +120,7 @@ def _write(name: str, models: list[tuple[str, nn.Module, list[BlockGroup]]], inf
     names = {name for _title, _network, groups in models for group in groups for name in group.code.entries}
     if not names:
         raise CacheFileError("nothing is compiled yet; save it when the node says ready.")
-    structures = {name_of(network) for _title, network, _groups in models}  # the attention kernel they are compiled for
+    structures = {name_of(network) for _title, network, _groups in models}  # they name the attention kernel of the code
     titles = [title for title, _network, _groups in models]
     count = write_cache_file(path, store, names, structures, pack_version(), titles, sizes)
     return path, say("cacheSaved", path, count, f"{path.stat().st_size / 1024**2:.1f}", ", ".join([*titles, *sizes]))

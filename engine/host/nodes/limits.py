@@ -1,4 +1,4 @@
-"""Say what limits a workflow: what the time of a prompt goes to, the most first, and what the user can do about each part."""
+"""Say what limits a workflow: where the time of a prompt goes, largest part first, and what the user can do about each part."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _AROUND_MODEL = (WrappersMP.PREDICT_NOISE, WrappersMP.CALC_COND_BATCH, WrappersM
 
 
 def limits(parts: dict[str, float], findings: list[str], total: float, steps: int) -> list[str]:
-    """A heading, a line for each part of a prompt's time, the most first, and findings without a time.
+    """A heading, a line for each part of a prompt's time, largest first, and findings without a time.
 
     Args:
         parts: sentence -> seconds, of `parts_of_model` and of other models.
@@ -50,7 +50,7 @@ def parts_of_model(patcher, settings: CompileSettings, profile: StepProfile, ste
 
 
 def _sentence(patcher, settings: CompileSettings, profile: StepProfile, kind: str, seconds: float) -> str:
-    """What a part of the steps is, which takes `seconds` of each, and what can be done about it."""
+    """Say what the part `kind` of a step is, which takes `seconds` of each step, and what can be done about it."""
     network = diffusion_model(patcher)
     if kind.startswith(profiling.UNCOMPILED):
         name = kind.removeprefix(profiling.UNCOMPILED)

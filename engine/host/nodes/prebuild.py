@@ -1,13 +1,13 @@
 """Compile the models of a workflow for a card that is not here; prebuild.py is the command line.
 
-1. fake_card.py answers for the card. ComfyUI is started as by its main.py, without dynamic VRAM, but serves nobody.
-2. Weights are tensors without memory, of which files tell shape and dtype (`_load`).
+1. fake_card.py stands in for the card. ComfyUI is started as by its main.py, without dynamic VRAM, but answers no requests.
+2. Weights are tensors without memory, whose shapes and dtypes are read from files (`_load`).
 3. The workflow runs as far as its samplers, and each of them makes only the calls of its model that trace (`_sample`).
-4. A graph that was traced goes to the compile process, and its code into the store. Loading the code takes the card:
-   the graph that was sent runs in its place (`_Lowering`).
+4. A traced graph goes to the compile process, and its code into the store. Loading the code would need the card, so the
+   graph itself runs in place of its code (`_Lowering`).
 
-The name of code is the one that the card's own prompts ask for, as long as they trace the same. So attention's kernel is kept
-with the code: a server finds it where it would measure (host/model/attention_choice.py).
+Prompts on the card itself ask for code by the same name, as long as they trace the same graphs. So the attention kernel is kept
+with the code: a server finds the kernel there, and does not measure (host/model/attention_choice.py).
 """
 
 import functools
@@ -45,7 +45,7 @@ from .cache_files import pack_version
 from .sampling import KEY, STEPS, one_by_one
 
 MODEL_NODE = "TorchCompileKitModel"
-# What a file says of a layer's format is JSON, in bytes.
+# At most so large is a uint8 tensor that is read: a file describes a layer's format as JSON in such a tensor.
 ABOUT_BYTES = 4096
 _DTYPES = {
     **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool},
@@ -72,8 +72,8 @@ def prebuild(
 
     Args:
         name: of the workflow's file.
-        executor: the host's, of prompts; `classes`: those of its nodes.
-        mode: of `fake_card.begin`.
+        executor: the host's PromptExecutor; `classes`: name -> class of the host's nodes.
+        mode: the result of `fake_card.begin`.
         attention: the kernel that is taken for the fastest, wherever it can run; `comfyui` for the host's own choice.
         out: a cache file to write.
         tell: gets a line for each graph, and one at the end.
@@ -82,7 +82,7 @@ def prebuild(
         What could not be compiled.
 
     Raises:
-        PrebuildError: nothing could.
+        PrebuildError: nothing could be compiled.
     """
     samplers = samplers_of(workflow, name, classes)
     _stand_in(mode, attention)
@@ -118,7 +118,7 @@ def samplers_of(workflow: Any, name: str, classes: dict[str, Any]) -> list[str]:
     """The first nodes after Torch Compile that make a latent.
 
     Raises:
-        PrebuildError: it is no workflow, has no such node, or one that is not among the `classes`.
+        PrebuildError: `workflow` is no workflow, has no such node, or has a node that is not among the `classes`.
     """
     if isinstance(workflow, dict) and isinstance(workflow.get("nodes"), list):
         raise PrebuildError(f"{name} is a workflow as the page saves it; export it with Workflow > Export (API).")
@@ -146,20 +146,20 @@ def _linked(node: dict) -> Iterator[str]:
 
 
 def _stand_in(mode: Any, attention: str) -> None:
-    """Have ComfyUI, and this pack, do without the card what would read its memory or measure on it, until the process ends."""
+    """Until the process ends, replace functions of ComfyUI and of this pack that read the card's memory or measure on it."""
     partial_load.KNOWN.add(type(fake_card.weight(mode, (), torch.float32)))
     comfy.utils.load_torch_file = functools.partial(_load, mode, comfy.utils.load_torch_file)
     comfy.samplers.KSAMPLER.sample = _sample
     comfy.model_management.NUM_STREAMS = 0
     attention_kernels._can_run = fake_card.can_run
     attention_kernels._measure = functools.partial(_seconds, attention)
-    structure_record.call_later = lambda seconds, call: None  # seconds of this machine
-    obtain._import = lambda: None  # what loading code takes
+    structure_record.call_later = lambda seconds, call: None  # the original would store this machine's seconds
+    obtain._import = lambda: None  # the original imports what loading code needs
 
 
 def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> Any:
-    """In place of `comfy.utils.load_torch_file`: of a safetensors file the header is read, tensors of one number, and what it
-    says of formats."""
+    """In place of `comfy.utils.load_torch_file`: of a safetensors file only the header, tensors of one number, and descriptions
+    of formats (ABOUT_BYTES) are read."""
     if not str(ckpt).lower().endswith((".safetensors", ".sft")):
         return host(ckpt, *args, **kwargs)
     with open(ckpt, "rb") as file:
@@ -179,8 +179,8 @@ def _load(mode: Any, host: Callable, ckpt: str, *args: Any, **kwargs: Any) -> An
 
 
 def _sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=None, denoise_mask=None, disable_pbar=False):
-    """In place of `KSAMPLER.sample`: the calls that trace, with no step in between. The last one is as where memory is too
-    short for several prompts at once."""
+    """In place of `KSAMPLER.sample`: make only the calls that trace, with no step in between. The last call runs each prompt
+    alone, as when memory is too short for several prompts at once."""
     model = comfy.samplers.KSamplerX0Inpaint(model_wrap, sigmas)
     model.latent_image, model.noise = latent_image, noise
     alone = comfy.model_patcher.create_model_options_clone(extra_args["model_options"])
@@ -192,13 +192,13 @@ def _sample(self, model_wrap, sigmas, extra_args, callback, noise, latent_image=
 
 
 def _seconds(preferred: str, kernel: str, call: tuple) -> float:
-    """In place of a measurement of attention."""
+    """In place of a measurement of attention: `preferred` counts as the fastest where it can run the call."""
     q, k, v, mask = (None if spec is None else spec.zeros() for spec in call[:4])
     return (0.5 if kernel == preferred else 1.0) if fake_card.can_run(kernel, q, k, v, mask) else float("inf")
 
 
 class _Lowering:
-    """In place of what loads code onto the card, in `traced_graph.LOWERERS`."""
+    """In place of the function in `traced_graph.LOWERERS` that loads code onto the card."""
 
     def __init__(self, tell: Callable[[str], None]):
         self._tell = tell

@@ -23,8 +23,8 @@ class WarmupProgress:
     """A context in which the node shows what the warmup is doing, at which size of how many, and for how long at that size.
 
     The bar has a part for each step of a size and for each class of blocks. The text goes only to the page that has queued the
-    prompt: another workflow may have a node of the same id. It stands where the report will: for ComfyUI's `send_progress_text`
-    the page adds a widget, and the node grows over those below.
+    prompt: another workflow may have a node of the same id. The text stands where the report will. ComfyUI's
+    `send_progress_text` is not used: the page would add a widget for it, and the node would grow over the nodes below.
     """
 
     def __init__(self, sizes: int, steps: int, kinds: int, inductor: bool, node_id: str | None):

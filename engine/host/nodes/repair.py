@@ -1,7 +1,7 @@
 """Repair files of trainers that saved a compiled model: their keys hold `_orig_mod`, which no loader of the host accepts.
 
-PyTorch's wrapper of a compiled module has that name (torch/_dynamo/eval_frame.py, `OptimizedModule`). Renaming the keys is all
-that such a file needs: the header is written anew, the weights are copied as they are.
+PyTorch's wrapper of a compiled module keeps the module under that name (torch/_dynamo/eval_frame.py, `OptimizedModule`).
+Renaming the keys is all that such a file needs: the header is written anew, the weights are copied as they are.
 """
 
 import json
@@ -35,7 +35,7 @@ def repair(choice: str) -> tuple[Path, str]:
     """Write a copy with plain keys beside the file, unless the file has them; returns the file to load, and a sentence.
 
     Raises:
-        InvalidSetting: no such file, no safetensors file, two of its keys would be one, or the copy is there already.
+        InvalidSetting: no such file, no safetensors file, two of its keys would become the same, or the copy is there already.
     """
     path = _path_of(choice)
     with path.open("rb") as source:

@@ -29,7 +29,7 @@ def latent_shape(patcher, size: Size, is_extra: bool = False) -> list[int]:
         is_extra: the size is one of extra_sizes, which an error then names.
 
     Raises:
-        InvalidSetting: the model cannot make that size, or no memory holds it.
+        InvalidSetting: the model cannot make that size, or its latent does not fit into memory.
     """
 
     def refusal(name: str, value: object, cure: str) -> InvalidSetting:
@@ -65,7 +65,7 @@ def _frames_per_latent(latent_format) -> int:
 
 
 def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[str, dict]:
-    """What to sample (`samples` and, or None, `noise_mask`) and its name for reports.
+    """Return a name for reports, and the latent to sample (`samples`; `noise_mask`, which may be None).
 
     A `latent` is sampled in place of `size`, fitted to the model as by the host's KSampler (common_ksampler).
 
@@ -93,7 +93,7 @@ def labelled_latent(patcher, size: Size, latent: dict | None = None) -> tuple[st
 
 @contextmanager
 def naming_the_size(label: str, model_name: str) -> Iterator[None]:
-    """A size that the model cannot take becomes an InvalidSetting that names it; running out of memory stays as it is."""
+    """A context that turns errors of the model into an InvalidSetting with the size; running out of memory stays as it is."""
     try:
         yield
     except RuntimeError as error:
@@ -116,7 +116,7 @@ def sample(
 ) -> torch.Tensor:
     """Sample `latent` (see `labelled_latent`) with seed 0, and restore the random state; returns the final latent.
 
-    The host calls `callback` after each step, the number of the step first; it may raise to stop.
+    The host calls `callback` after each step, with the step's number first; `callback` may raise to stop.
     """
     devices = [patcher.load_device] if patcher.load_device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):

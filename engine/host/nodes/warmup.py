@@ -47,7 +47,7 @@ def warm_up(
     steps, kinds = STEPS * ranges_of(conditioning), len({block.class_name for block in plan.blocks})
     warmed: list[WarmedSize] = []
     with WarmupProgress(len(sizes), steps, kinds, settings.backend == "inductor", node_id) as progress:
-        for index, size in enumerate(sizes):  # many large latents at once are beyond memory
+        for index, size in enumerate(sizes):  # a latent at a time: many large ones would not fit in memory
             label, prepared = labelled_latent(patcher, size, latent if index == 0 else None)
             if latent is not None:
                 prepared["noise_mask"] = latent.get("noise_mask")
@@ -68,7 +68,7 @@ def warm_up(
 def _sample(
     patcher, settings: CompileSettings, conditioning: tuple[list, list], cfg: float, latent: dict, on_step: Callable[[], None]
 ) -> None:
-    """Run the sampler, and where several prompts may run as one batch once more with each alone."""
+    """Run the sampler. Where several prompts may run as one batch, run it once more with each prompt alone."""
     run = functools.partial(sample_once, patcher, conditioning, cfg, latent, on_step)
     network = diffusion_model(patcher)
     code, graphs = code_of(network), stats_for(network, settings).graphs
@@ -78,7 +78,7 @@ def _sample(
         run()
     joined = any(call.prompts_per_call > 1 for call in watch_of(network).compiled_for.get(settings.settings_key(), ()))
     kind = settings.settings_key(), latent["samples"].shape[0] == 1
-    # With code for all sizes, one stands for all where nothing was compiled.
+    # If code is for all sizes, one such run is enough, unless something new was compiled.
     if joined and (kind not in code.ran_apart or stats_for(network, settings).graphs != graphs):
         run(each_prompt_alone=True)
         if settings.dynamic != "false":

@@ -7,14 +7,14 @@ transfer of the next block's weights overlaps this block's work.
 
 Life cycle of a `BlockWeights`, in each call of the model:
 
-1. `fetch` starts the transfer, from `place` of the block before if its order was right, else from its own `place`.
+1. `fetch` starts the transfer: in `place` of the block before, if this block was expected next (`following`), else in its own.
 2. `place` waits for the transfer on the device, sets plain parameters on all layers, hides where they come from, and starts
    the transfer for `following`.
 3. The compiled block runs.
 4. `release` puts all attributes back, and gives up the memory (`drop`).
 
 `ModelWeights` is made anew when the host has loaded, unloaded or patched weights (`_load_token`). `forget_weights`, after a
-sampling run, takes off the layers what `_settle` wrote.
+sampling run, removes from the layers what `_settle` wrote.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class BlockWeights:
     """The weights of one block, for a model that computes in `dtype` on `device`."""
 
     def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype, settings: CompileSettings):
-        # Of the host: PyTorch's wrapper of a layer that another node compiles has no such class.
+        # The host's layers have this attribute; PyTorch's wrapper of a layer that another node compiles does not.
         layers = [m for m in block.modules() if hasattr(type(m), "comfy_cast_weights")]
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
@@ -112,7 +112,7 @@ class BlockWeights:
             if "comfy_cast_weights" in module.__dict__:
                 changes = {"comfy_cast_weights": _casts(module), "weight_function": [], "bias_function": []}
                 if hasattr(module, "layout_type") and (module.weight_function or module.bias_function):
-                    # The host's forward reads both: no product in the weight's format.
+                    # As with functions, the host's forward then makes no product in the weight's format.
                     changes["comfy_force_cast_weights"] = True
                 self._swap(module.__dict__, changes, _SOURCES)
             self._swap(module._parameters, parameters, ())
@@ -207,7 +207,7 @@ class ModelWeights:
         self.may_stay = all(weights.in_pages for weights in self.of_block.values())
 
     def undo_settling(self) -> None:
-        """Take off the layers what `_settle` has set, unless another value was set since."""
+        """Remove from the layers what `_settle` has set, unless another value was set since."""
         for layer, name in self._settled:
             if layer.__dict__.get(name) in ([], getattr(type(layer), name)):
                 layer.__dict__.pop(name, None)
@@ -223,10 +223,10 @@ _weights: weakref.WeakKeyDictionary[nn.Module, ModelWeights] = weakref.WeakKeyDi
 
 
 class Loaded(NamedTuple):
-    """A network as the host has loaded it, and what it computes in and where."""
+    """A network as the host has loaded it, with the dtype that it computes in and its device."""
 
-    model: nn.Module  # of the patcher
-    network: nn.Module  # in `model` or the same; its blocks are compiled
+    model: nn.Module  # the patcher's
+    network: nn.Module  # a part of `model`, or `model` itself; its blocks are compiled
     dtype: torch.dtype
     device: torch.device
 
@@ -241,7 +241,7 @@ def weights_of(loaded: Loaded, settings: CompileSettings, blocks: list[nn.Module
 
 
 def forget_weights(base_model) -> None:
-    """After a sampling run: take off the layers what `_settle` has set, and have `ModelWeights` made anew."""
+    """After a sampling run: remove from the layers what `_settle` has set, and have `ModelWeights` made anew."""
     weights = _weights.get(base_model)
     if weights is not None:
         weights.undo_settling()

@@ -44,10 +44,10 @@ def new_stream(device: torch.device) -> torch.cuda.Stream | None:
 
 
 class _Streams:
-    """Two streams of this pack a device, in turn: one for the block that runs, one for the block after it.
+    """Two streams of this pack for each device, used in turn: one for the block that runs, one for the block after it.
 
-    Weights without a page come through a buffer that belongs to the stream. The buffers of the host's two streams are shared:
-    the host would write weights of a layer between blocks, or of another model, over weights that are waiting there.
+    Weights without a page are copied into a buffer that belongs to the stream. The host's own two streams would not do: into
+    their buffers the host also copies layers between blocks, or of another model, and would overwrite prefetched weights.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Streams:
         self._scope = SharedScope({"stream": attribute(comfy.model_management, "get_offload_stream")})
 
     def of(self, device: torch.device) -> list:
-        """The pair, the one used last in front; empty where the host makes no streams."""
+        """The pair of a device, last used first; empty where the host makes no streams."""
         if device not in self._pairs:
             pair = [new_stream(device), new_stream(device)]
             self._pairs[device] = [] if None in pair else pair
@@ -64,7 +64,7 @@ class _Streams:
 
     @contextmanager
     def next(self, device: torch.device) -> Iterator[None]:
-        """A context in which weights that this thread asks the host for come on the pair's next stream."""
+        """A context in which the host copies weights for this thread on the pair's next stream."""
         pair = self.of(device)
         if not pair:
             yield
@@ -129,11 +129,11 @@ class PagedLayers:
 
 
 class AllPages:
-    """The pages of a model's layers: whether every weight is in its page, and keeping weights there for the time of a call.
+    """Tell whether all weights that a model uses are in their pages, and keep them there for the length of a call.
 
     A page keeps its address for as long as the model lives, filled or not (comfy-aimdo, src/model-vbar.c), so that CUDA graphs
-    stay valid while weights come and go. Layers that the model does not use have nothing in their pages, and neither has
-    a layer for which there was no room; the two are told apart by the line (`watermark`) above which there are no pages.
+    stay valid while weights come and go. A layer's pages are empty if the model does not use the layer, or if there was no room
+    for it. The watermark tells the two apart: above it there are no pages.
     """
 
     def __init__(self, network: nn.Module):
@@ -171,15 +171,15 @@ class AllPages:
     def pin(self) -> tuple | None:
         """Pin all used pages, for `unpin`; None if weights are missing.
 
-        Layers are asked one by one until all are there; from then on the signature of their pages alone is compared, so
-        `new_run` is to be called whenever the host may want other weights in them.
+        Layers are checked one by one until all weights are there. From then on only the signature of the pages is compared, so
+        call `new_run` whenever the host may want other weights in the pages.
         """
         if not self.have_room():
             return None
         if self._whole is None:
             if not self._used or not all(map(_is_resident, self._used)):
                 return None
-            # One allocation that covers those of all layers.
+            # As one allocation, which covers those of all layers.
             vbar, start = next(iter(self._used))._v[0], min(layer._v[1] for layer in self._used)
             whole = vbar, start, max(layer._v[1] + layer._v[2] for layer in self._used) - start
             self._signature = model_vbar.vbar_fault(whole)
@@ -219,7 +219,7 @@ def address_of(layer: nn.Module) -> object:
 
 def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tuple:
     """What the layer's forward gives to the host's cast (comfy/ops.py) for an input in `dtype`: dtype of the weight, device,
-    dtype of the bias, dtype in which LoRA are added, and whether the sum is rounded to the weight's format, as a product needs.
+    dtype of the bias, dtype in which LoRA are added, and whether the sum is rounded to the weight's format for a product in it.
     """
     stored = getattr(layer, "weight_comfy_model_dtype", None) or layer.weight.dtype
     unchanged = not layer.weight_function and not layer.bias_function
@@ -227,7 +227,7 @@ def _cast_of(layer: nn.Module, device: torch.device, dtype: torch.dtype) -> tupl
         product = hasattr(layer, "forward_comfy_cast_weights") and not getattr(layer, "_full_precision_mm", True)
         forced = getattr(layer, "comfy_force_cast_weights", False)
         return stored, device, stored, dtype, product and unchanged and not forced
-    # As the host asks: of a bf16 file under dynamic VRAM only the page is in fp8, and the product in bf16.
+    # As the host asks: with a bf16 file under dynamic VRAM only the page is in fp8; the product is in bf16.
     if isinstance(layer, comfy.ops.fp8_ops.Linear) and layer.weight.dtype is torch.float8_e4m3fn and unchanged:
         return stored, device, dtype, comfy.model_management.lora_compute_dtype(device), True
     cast_to = dtype if type(layer).comfy_cast_weights else stored

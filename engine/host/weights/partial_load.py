@@ -2,7 +2,7 @@
 
 One block computes from one buffer while the next block's weights arrive in the other. Life cycle of a buffer (`Slot`):
 
-1. `Slots.take`, for a block that fetches: a block that still holds the buffer, its turn skipped, loses it. `grow` makes room.
+1. `Slots.take`, for a block that fetches. A block that was skipped, and still holds the buffer, loses it. `grow` makes room.
 2. `copy`: the copying stream waits for the end of the last use (`_free`), copies, and records `_ready`.
 3. `wait`, when the block runs: the computing stream waits for `_ready`.
 4. `free`, after the block, or when the run was cancelled: the computing stream waits for the copy and records `_free`.
@@ -57,7 +57,7 @@ def tensors_elsewhere(block: nn.Module, device: torch.device) -> list[Elsewhere]
 
 
 def is_known(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's class is PyTorch's or the host's: other packs' may do more than copy in `to`."""
+    """Whether the tensor's class is PyTorch's or the host's: the `to` of another pack's class may do more than copy."""
     return type(tensor) in KNOWN or isinstance(tensor, QUANTIZED)
 
 
@@ -105,7 +105,7 @@ class StreamedTensors:
         return list(placed.items())
 
     def _apply(self, tensor: torch.Tensor, item: Elsewhere) -> torch.Tensor:
-        """As the host does on the way (comfy/ops.py, `cast_bias_weight`)."""
+        """Apply LoRA to a weight as the host does when it casts the weight (comfy/ops.py, `cast_bias_weight`)."""
         casts = getattr(type(item.module), "comfy_cast_weights", False)
         tensor = tensor.to(dtype=self._dtype if casts else tensor.dtype, copy=True)
         if isinstance(tensor, QUANTIZED):
@@ -140,8 +140,8 @@ class Slot:
 
     def grow(self, size: int) -> None:
         if size > self._buffer.numel():
-            # Allocated and freed on the current stream: what gets the old memory comes after the copy into it, and the copies
-            # into the new wait for the current stream to get here.
+            # Both buffers belong to the current stream: whoever gets the old memory uses it after the last copy into it, and
+            # copies into the new buffer wait for what the current stream has queued so far.
             self.wait()
             self._buffer = torch.empty(0, dtype=torch.uint8, device=self._device)
             self._buffer = torch.empty(size, dtype=torch.uint8, device=self._device)
@@ -152,7 +152,7 @@ class Slot:
         copies, offset = [], 0
         self._reading = [(event, sources) for event, sources in self._reading if not event.query()]
         self._stream.wait_event(self._free)
-        self._ready = torch.cuda.Event()  # one for each copy: the last may be under way
+        self._ready = torch.cuda.Event()  # a new event for each copy: the previous copy may be under way
         self._reading.append((self._ready, tensors))
         with torch.cuda.stream(self._stream):
             try:
@@ -174,7 +174,7 @@ class Slot:
         self.owner = None
 
     def finish(self) -> None:
-        """Wait on the CPU: the host may unregister and free the memory in RAM next."""
+        """Wait on the CPU for all copies: the host may unregister and free their sources in RAM next."""
         self.wait()
         for event, _sources in self._reading:
             event.synchronize()

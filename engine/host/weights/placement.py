@@ -1,8 +1,8 @@
 """Decide with the host which weights stay on the device under dynamic VRAM, and announce the buffers of partial loading.
 
-Left alone, ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
-others for none. With as many bytes to move for every block, the same traffic hides behind the work of every block. Partial
-loading keeps the host's order: there another order on top of what is loaded would leave both parts on the device.
+By itself ComfyUI keeps the largest layers and moves the rest, so that some blocks wait for nearly all of their weights and
+others for none. If every block has as many bytes to move, the same traffic overlaps with the work of all blocks. Under partial
+loading the host's order stays: a new order on top of what is loaded would leave the layers of both orders on the device.
 """
 
 import functools
@@ -50,7 +50,7 @@ def override_methods(patcher: Any, methods: type) -> None:
 
 @functools.cache
 def overridden(kind: Any, methods: type) -> type:
-    """A class that inherits from `methods` and from `kind`, and is named like that one."""
+    """A class that inherits from `methods` and from `kind`, with the name of `kind`."""
     return type(kind.__name__, (methods, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
 
 
@@ -66,9 +66,9 @@ class EvenLoad:
 
 
 def even_ranks(base_model) -> dict[str, tuple[int, int]]:
-    """Layer name -> rank: without the layers up to any rank, every block has about as many bytes left to move.
+    """Layer name -> rank: if the layers up to any rank stay, every block has about as many bytes left to move.
 
-    Between layers of one rank the blocks come in bit-reversed order, so that neighbours are far apart.
+    Layers with equally many bytes left are in bit-reversed order of their blocks, so that neighbours are far apart.
     """
     ranks, network = {}, base_model.diffusion_model
     names = {module: ".".join(filter(None, ("diffusion_model", name))) for name, module in network.named_modules()}
@@ -90,8 +90,9 @@ _FIRST = (-math.inf, 0)  # layers outside the blocks stay on the device before a
 
 
 def _even_by_rank(ranks: dict, items: list) -> list:
-    """Order a list for dynamic VRAM: items are (is large, -size, size, name, module, parameters), the first items are kept."""
-    if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another host's
+    """Replace `-size` by the rank in the list for dynamic VRAM, which the host then sorts. The first items are kept; an item is
+    (is large, -size, size, name, module, parameters)."""
+    if not all(len(i) >= 5 and isinstance(i[-3], str) for i in items):  # another version of ComfyUI has other items
         return items
     return [(i[0], ranks.get(i[-3], _FIRST), *i[2:]) for i in items]
 
@@ -111,7 +112,7 @@ def _forget_pages(base_model, device: torch.device) -> None:
 def _buffers_announced(patcher) -> Iterator[None]:
     """A context in which the host counts the two buffers of `Slots` as memory that sampling needs, if not all weights fit.
 
-    The host may leave the largest block in RAM as a whole.
+    Each buffer has the size of the largest block, as the host may leave that block in RAM as a whole.
     """
     base_model, network = patcher.model, patcher.model.diffusion_model
     free_bytes = comfy.model_management.get_free_memory(patcher.load_device) + patcher.loaded_size()
@@ -131,7 +132,7 @@ def _buffers_announced(patcher) -> Iterator[None]:
 
 
 class _MemoryRequired:
-    """In place of the method of the model's instance. With no `extra` it is that method, wherever the host keeps it."""
+    """In place of a model's `memory_required`: adds `extra` bytes. With 0 it equals the method, wherever the host keeps it."""
 
     def __init__(self, base_model: Any, extra: float):
         self.extra, self._model = extra, weakref.ref(base_model)

@@ -1,7 +1,7 @@
 """Keep some of a model's blocks out of the GPU's memory, as `--blocks_to_swap` of musubi-tuner does.
 
-The host's partial loading keeps what fits; here the host is told that less does. `host/weights/blocks.py` puts the layers that
-do not stay in place block by block.
+The host's partial loading keeps what fits; here the host is told that less fits. `host/weights/blocks.py` fetches the layers
+that are not kept, block by block.
 """
 
 import functools
@@ -42,7 +42,7 @@ def swap_blocks(patcher: Any, blocks_to_swap: int) -> Swap:
     if is_dynamic(patcher):
         return Swap(patcher, len(blocks), swapped, None if swapped else 0)
     clone = patcher.clone()
-    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of a node before
+    clone.remove_wrappers_with_key(WrappersMP.PREPARE_SAMPLING, KEY)  # of an earlier node
     if not swapped:
         return Swap(clone, len(blocks), 0, 0)
     size = sum(map(comfy.model_management.module_size, blocks)) * swapped // len(blocks)
@@ -68,7 +68,7 @@ class LimitedLoad:
 
 
 def _unload_rest(kept: int, executor: Any, patcher: Any, *args: Any, **kwargs: Any) -> object:
-    """A PREPARE_SAMPLING wrapper: another patcher may have loaded the whole model."""
+    """A PREPARE_SAMPLING wrapper: unload all but `kept` bytes, as another patcher may have loaded the whole model."""
     override_methods(patcher, LimitedLoad)  # a clone can be of another class: GGUF
     result = executor(patcher, *args, **kwargs)
     too_much = patcher.model.model_loaded_weight_memory - kept

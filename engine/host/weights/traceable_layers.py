@@ -2,13 +2,12 @@
 
 Quantised: with native fp8, mxfp8 or nvfp4 matrix products the host's cast reads `input.params` of a tensor that was quantised
 inside the graph (comfy/ops.py, `cast_bias_weight`), which PyTorch cannot trace: a graph break at every layer. The tensor's own
-dtype and device say the same, so while blocks run compiled they are read first.
+dtype and device hold the same values, so they are read instead while blocks run compiled.
 
-Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. Linear layers of
-ComfyUI-GGUF have an operator in place of that (unpacking.py). In other layers a class that only adds attributes and methods to
-PyTorch's tensor is traced like any other: the unpacking becomes a kernel of the graph, with a guard on what kind of packing it
-is. A class that takes part in how operations run is left alone, and so are layers whose unpacking
-turned out not to compile: they run eager.
+Packed: weights are tensors of another pack's class, unpacked by the layer's own forward as it runs. In Linear layers of
+ComfyUI-GGUF an operator unpacks them (unpacking.py). In other layers the unpacking is traced if the class only adds attributes
+and methods to PyTorch's tensor: it becomes a kernel of the graph, with a guard on the kind of packing. A layer runs eager
+if its weight's class changes how operations run (`_DISPATCH`), or if its unpacking turned out not to compile.
 
 Eager: the layers break the graph, the rest of the block is compiled, as musubi-tuner and sd-scripts do for block swap.
 """
@@ -56,7 +55,7 @@ def _function(cls: type, name: str) -> object:
 
 
 def _exclude_packed_layers(block: nn.Module) -> bool:
-    """After a block failed to compile: have its packed layers run eager from now on; whether there are any."""
+    """After a block failed to compile: have its packed layers run eager from now on; returns whether there are any."""
     classes = {type(m) for m in block.modules() if is_packed(m) and can_be_traced(m)}
     untraceable.update(classes)
     if classes:
@@ -70,12 +69,12 @@ compiled_code.on_compile_failure.append(_exclude_packed_layers)
 class PackedWeights:
     """Copy packed weights that are not on the device to it for a call, still packed, in layers that `can_be_traced`.
 
-    The host's own layers (norms) read the numbers of a weight, whatever its class. What they compute would be of that class
-    too, and PyTorch cannot trace the pack's methods on it: for a call their weights are of PyTorch's. Where weights stream, the
-    host loads a GGUF file so (comfy/sd.py, `assign`).
+    The host's own layers (norms) compute with a packed weight as it is. Their results would have its class too, whose methods
+    PyTorch cannot trace: so for a call these layers get weights of PyTorch's class. They hold packed weights where the host has
+    assigned the tensors of a GGUF file to its layers, as under dynamic VRAM (comfy/sd.py, `assign`).
 
     Attributes:
-        unpacked: by layer, its weight, where the graph has an operator in place of the unpacking.
+        unpacked: layer -> its `LayerWeight`, for layers in which an operator unpacks the weight.
     """
 
     def __init__(self, modules: Iterable[nn.Module], device: torch.device, settings: CompileSettings):
@@ -105,7 +104,7 @@ _host_cast: Any = getattr(comfy.ops, "cast_bias_weight", None)
 
 
 def cast_bias_weight(s, input=None, dtype=None, device=None, bias_dtype=None, **kwargs):
-    """The host's function; while it stands in that one's place, a quantised `input` is replaced by its dtype and device."""
+    """Call the host's function. While this one is installed in its place, a quantised `input` goes as its dtype and device."""
     if isinstance(input, QUANTIZED) and comfy.ops.cast_bias_weight is cast_bias_weight:
         dtype = input.dtype if dtype is None else dtype
         bias_dtype = dtype if bias_dtype is None else bias_dtype
@@ -129,7 +128,7 @@ def traceable_casts(network) -> AbstractContextManager:
 class EagerLayers:
     """Some layers of one block, kept out of its graphs while the block runs."""
 
-    needed, paged, in_pages = True, False, False  # as of `BlockWeights`
+    needed, paged, in_pages = True, False, False  # as the attributes of `BlockWeights`
 
     def __init__(self, layers: list[nn.Module]):
         self._eager = [(layer, torch.compiler.disable(layer.forward)) for layer in layers]

@@ -1,7 +1,7 @@
 """Unpack the weights of ComfyUI-GGUF's Linear layers by an operator, outside of the graphs of the blocks.
 
-Traced with the block, the unpacking of every layer is lowered once more for each mixture of packings in a block, and once more
-for the first LoRA. With the operator `torch_compile_kit::unpack` a block's graph is that of the plain model:
+If it were traced with the block, the unpacking of every layer would be lowered once more for each mixture of packings in a
+block, and once more for the first LoRA. With the operator `torch_compile_kit::unpack` a block's graph is the plain model's:
 
 1. `BlockWeights.place` gives each layer a number, and a `forward_comfy_cast_weights` that asks the operator for the weight.
 2. The operator finds the layer by its number, and calls its `get_weight`, which unpacks and applies LoRA, as the pack wrote it.
@@ -36,7 +36,7 @@ _NUMBER = "torch_compile_kit_number"
 
 @torch.library.custom_op("torch_compile_kit::unpack", mutates_args=())
 def unpack(number: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    if not int(number):  # inductor times kernels on zeros
+    if not int(number):  # inductor passes zeros when it times kernels
         return torch.zeros(shape, dtype=dtype, device=device)
     return _by_number[int(number)].unpacked(dtype)
 
@@ -67,11 +67,11 @@ class LayerWeight:
         self._number = torch.tensor(number)
 
     def attributes(self) -> dict[str, object]:
-        """Of the layer while its block runs."""
+        """The attributes that the layer gets while its block runs."""
         return {"forward_comfy_cast_weights": types.MethodType(forward_unpacked, self._layer()), _NUMBER: self._number}
 
     def bias(self) -> nn.Parameter | None:
-        """As a plain parameter."""
+        """The layer's bias as a plain parameter; None if the layer has none."""
         layer: Any = self._layer()
         return None if layer.bias is None else parameter(self._get_weight(layer, layer.bias, layer.bias.dtype))
 
@@ -82,7 +82,7 @@ class LayerWeight:
     def _dequantize(self, tensor: Any, dtype: torch.dtype, inner: Any = None) -> torch.Tensor:
         """In place of the pack's `dequantize_tensor`; `inner` is its `dequant_dtype`."""
         call, kind, whole = current.call, tensor.tensor_type, self._whole
-        is_known = inner in (None, "target") or isinstance(inner, torch.dtype)  # a development branch has its settings there
+        is_known = inner in (None, "target") or isinstance(inner, torch.dtype)  # a development branch passes settings there
         if call is None or not is_known or kind not in whole.__globals__["dequantize_functions"]:
             return whole(tensor, dtype, inner)
         packing, code = _code_of(whole, kind, dtype if inner == "target" else inner, dtype, self.settings)
@@ -133,14 +133,14 @@ class _Packing(nn.Module):
 
 @functools.cache
 def _code_of(whole: Any, kind: Any, inner: torch.dtype | None, dtype: torch.dtype, settings: CompileSettings) -> tuple:
-    """What unpacks as the pack's `dequantize_tensor`, here `whole`, and its code."""
+    """A `_Packing` that unpacks as the pack's `dequantize_tensor` (`whole`) does, and its code."""
     name = f"unpacking of {getattr(kind, 'name', kind)}"
     code = BlockCode(name, _Packing.forward, settings, (short_name(name, ((),)), name), set())
     return _Packing(whole.__globals__, kind, inner, dtype), code
 
 
 def _dequantize_tensor_of(layer: Any) -> Any:
-    """The pack's function, which the layer's `get_weight` calls."""
+    """The pack's `dequantize_tensor`, which the layer's `get_weight` calls; None for other layers."""
     return getattr(getattr(type(layer), "get_weight", None), "__globals__", {}).get("dequantize_tensor")
 
 
