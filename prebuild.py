@@ -17,7 +17,7 @@ from pathlib import Path
 
 HERE = Path(__file__).absolute().parent  # not resolved: it may be linked into custom_nodes
 PACKAGE = "torch_compile_kit"
-# Where weights lie makes no other code, and there is no card for ComfyUI's dynamic VRAM.
+# Code does not depend on where weights lie, and ComfyUI's dynamic VRAM needs a card, which is not here.
 OWN_ARGUMENTS = ["--disable-auto-launch", "--disable-dynamic-vram", "--database-url", "sqlite:///:memory:"]
 QUIET = ["--verbose", "WARNING"]
 
@@ -73,7 +73,7 @@ def card_of(options: argparse.Namespace, cards: dict[str, dict]) -> dict:
 
 
 def engine(name: str):
-    """A module of engine/ that needs no ComfyUI."""
+    """Import a module of engine/ that needs no ComfyUI."""
     if PACKAGE not in sys.modules:
         sys.modules[PACKAGE] = package = types.ModuleType(PACKAGE)
         package.__path__ = [str(HERE)]
@@ -96,7 +96,7 @@ def main() -> int:
     if options.describe_gpu is not None:
         describe(options.describe_gpu)
         return 0
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # a card that is here is not the one that is asked for
+    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"  # hidden, as the code is not for the card that is here
     workflow, card = read("workflow", options.workflow), card_of(options, cards)
     mode = engine("torch_compat.fake_card").begin(card)
     sys.path.insert(0, str(options.comfyui.resolve()))

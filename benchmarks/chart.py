@@ -8,7 +8,7 @@ LEFT, RIGHT, TOP, BOTTOM = 210, 60, 92, 34
 BAR, GAP = 15, 15
 # What the bars of a group are, in their order, with the name of their colour below.
 SERIES = {"KJNodes": "kjnodes", "Torch Compile Kit": "ours"}
-# Bars of slower ones are cut here, with their number after it: one of 2.5 would make all others short.
+# Longer bars are cut at this ratio, with their number after them: a bar of 2.5 would make all others short.
 LIMIT = 1.8
 DIED = "no image, ends with an error"
 STYLE = """
@@ -42,7 +42,7 @@ def draw(groups: list[tuple[str, str, list[float | None]]]) -> str:
     body, y = [], TOP
     for name, detail, ratios in groups:
         known = [(*of, ratio) for of, ratio in zip(SERIES.items(), ratios, strict=True) if ratio is not None]
-        height = max(len(known), 2) * BAR  # a name and its detail need as much
+        height = max(len(known), 2) * BAR  # a name and its detail need the height of two bars
         body += [
             _text(LEFT - 14, y + height / 2 - 3, name, "ink strong end"),
             _text(LEFT - 14, y + height / 2 + 13, detail, "muted end"),

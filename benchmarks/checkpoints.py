@@ -34,7 +34,7 @@ FINER = ("attn.proj.weight", "linear2.weight")
 
 
 def _int8(key: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-    """As ComfyUI quantises: INT8 a row, rotated (ConvRot)."""
+    """A layer as ComfyUI quantises it: INT8 with a scale per row, rotated (ConvRot)."""
     import comfy.quant_ops as quant
 
     values, about = quant.TensorWiseINT8Layout.quantize(tensor, is_weight=True, per_channel=True, **CONVROT)
@@ -87,7 +87,7 @@ def _write_model(name: str, weights: str, file: Path, device: torch.device) -> N
 
 
 def _state_dict(name: str, layer, device: torch.device) -> dict[str, torch.Tensor]:
-    """In RAM; `layer`: makes the tensors of a quantised layer, or None."""
+    """A model's weights, in RAM; `layer` makes the tensors of a quantised layer; None: no layer is quantised."""
     state = {}
     for key, tensor in models.weights(name, device):
         parts = layer(key, tensor) if layer and QUANTISED.search(key) else {key: tensor}
@@ -104,14 +104,14 @@ def _save(file: Path, state: dict[str, torch.Tensor]) -> None:
 
 
 def _packed(shape, kind, generator):
-    """Random bytes that unpack to about `STD`: what scales them is set."""
+    """Random bytes that unpack to numbers of about `STD`, since the scales among the bytes are set."""
     import gguf
     import numpy as np
 
     of_block, of_bytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = int(np.prod(shape)) // of_block
     raw = generator.integers(0, 256, (blocks, of_bytes), dtype=np.uint8)
-    # Where in a block: a scale, and that of the minima.
+    # By offset in a block: the scale of the values, and that of the minima.
     scales = {"Q4_K": {0: STD / 31 / 8, 2: STD / 31}, "Q6_K": {208: STD / 32 / 40}}
     for at, value in scales[kind.name].items():
         raw[:, at : at + 2] = np.full((blocks, 1), value, np.float16).view(np.uint8)

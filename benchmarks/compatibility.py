@@ -100,7 +100,7 @@ def outcomes() -> list[dict]:
 
 
 def keeps_promise(outcome: dict) -> bool:
-    """One graph a block group at the first shape, one more for all others, none again, no breaks, nothing eager."""
+    """Whether a block group has one graph at the first shape, one more for all others, none later, no breaks, nothing eager."""
     first, after, groups = outcome["graphs"], outcome["graphs_after"], outcome["groups"]
     whole = not outcome["breaks"] and not outcome["eager"] and not outcome["graphs_again"]
     return whole and 0 < first <= groups and after <= groups

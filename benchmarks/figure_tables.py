@@ -81,7 +81,7 @@ def vae_table() -> str:
     lines = []
     for model, name in VAES.items():
         taken = {}
-        for vram in ("legacy", "dynamic"):  # the latter, if it decoded so
+        for vram in ("legacy", "dynamic"):  # dynamic wins if both have a row
             of = {v: newest(decodes, source=source, model=model, vram=vram, variant=v) for v in variants}
             if of["eager"] and "seconds" in of["eager"]:
                 taken, loaded = of, "" if vram == "dynamic" else ", partial loading"

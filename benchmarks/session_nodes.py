@@ -1,9 +1,9 @@
 """A custom node file for the sessions' server: prompts without a text encoder, and when each step of a sampler was done.
 
-A step is over when the GPU has done it: the callback of the sampler is called as soon as the work is queued, so an event is
-recorded there, and its time is read after the prompt. The first step begins where the sampler does, after the host has
-loaded the model as far as it does that beforehand. Nothing is waited for, so the host runs ahead as it does without us. No
-function of this file is on the stack while the model runs: with code of other packs there the model gets no CUDA graphs.
+A step is over when the GPU has done it. The sampler's callback is called as soon as the step's work is queued, so the callback
+records an event, whose time is read after the prompt. The first step begins where the sampler does, after the host has loaded
+what it loads of the model beforehand. Nothing here waits, so the host runs ahead as it does without this file. No function of
+this file is on the stack while the model runs: with code of another pack on the stack, the model gets no CUDA graphs.
 """
 
 import gc
@@ -50,13 +50,13 @@ _process_latent_out = comfy.model_base.BaseModel.process_latent_out
 
 
 def max_denoise(*args):
-    """What a sampler asks first."""
+    """Note the beginning of a sampling: a sampler calls this first."""
     _samplings.append([_mark()])
     return _max_denoise(*args)
 
 
 def prepare_callback(*args, **kwargs):
-    """The callback that a sampler's node makes."""
+    """The callback that a sampler's node makes, which also notes the end of each step."""
     callback = _prepare_callback(*args, **kwargs)
 
     def step_done(*arguments):
@@ -68,7 +68,7 @@ def prepare_callback(*args, **kwargs):
 
 
 def process_latent_out(self, latent):
-    """Where a sampler's result goes."""
+    """Note the latent that a sampler returns: it passes through this function."""
     _latents[:] = [latent]
     return _process_latent_out(self, latent)
 

@@ -123,7 +123,7 @@ def _prompt_cell(sessions: Sessions, key: tuple, number: int) -> str:
 
 
 def _noticed(sessions: Sessions, key: tuple) -> str:
-    """How many steps took longer than three of eager's usual one for that prompt."""
+    """How many steps took longer than NOTICED times eager's usual step for that prompt."""
     eager = sessions.eager(key)
     pairs = [(row, eager.get(n, {})) for n, row in sessions.newest[key].items() if "steps" in row]
     if not pairs or any("steps" not in of_eager for _, of_eager in pairs):
@@ -145,7 +145,7 @@ def _measured() -> tuple[list[tuple[Setup, dict[str, dict]]], list[str]]:
 
 
 def _variants(measured: list[tuple[Setup, dict[str, dict]]]) -> list[str]:
-    """Those that a run has measured: older runs lack some."""
+    """The variants that a run has measured: older runs lack some."""
     return [variant for variant in PEERS_AND_OURS if any(variant in of for _, of in measured)]
 
 
@@ -208,7 +208,7 @@ def _first(row: dict) -> float | None:
 
 
 def _gain(of: dict[str, dict], digits: int = 9) -> str:
-    """In whole percent; `digits`: of the seconds that it is computed from."""
+    """What ours gains, in whole percent; `digits`: decimals of the seconds that the gain is computed from."""
     ours, eager = (round(of[variant]["seconds"], digits) for variant in ("ours", "eager"))
     return f"{ours / eager - 1:+.0%}".replace("%", " %")
 
@@ -295,7 +295,7 @@ def where_measured() -> str:
 
 
 def _by_default() -> list[dict[str, dict]]:
-    """Of the README's rows."""
+    """The README's rows whose first prompt did not wait for compiling."""
     return [of for setup, of in _measured()[0] if setup.name in README_SETUPS and not _is_waited_for(of["ours"])]
 
 

@@ -36,7 +36,7 @@ from devtools.server import PACK_NAME, PromptRejectedError, Server, ServerError,
 
 from . import results
 
-with contextlib.suppress(ImportError):  # ComfyUI needs it; what only makes tables does not
+with contextlib.suppress(ImportError):  # ComfyUI's environment has psutil; one that only makes tables may not
     import psutil
 
 # Seconds from a server's start to its first prompt: somebody opens the page.
@@ -153,7 +153,7 @@ class Graph:
 
         Args:
             weights: a format of checkpoints.py, or a weight_dtype of the host's loader.
-            end: of the model's name in the name of its file.
+            end: what follows the model's name in the name of its file.
         """
         from . import checkpoints, models
 
@@ -286,7 +286,7 @@ class Bench:
         results.save(self.options.out, self.known)
 
     def folder(self, variant: str) -> Path:
-        """The base directory of a variant's servers; models and packs are those of all."""
+        """The base directory of a variant's servers; all variants share models and packs."""
         folder = self.base / "servers" / variant
         folder.mkdir(parents=True, exist_ok=True)
         for shared in ("models", "custom_nodes"):
@@ -306,8 +306,8 @@ class Bench:
         """A server as users start it, with the pack that the variant needs and ours that takes the times.
 
         Args:
-            cores: it runs on the first of them only; 0: on all.
-            arguments, packs: more of them.
+            cores: how many cores the server runs on, from the first on; 0: all.
+            arguments, packs: more arguments of main.py, more packs.
         """
         packs = ["session_nodes.py", *packs]
         if variant == "kjnodes":
@@ -391,7 +391,7 @@ class Bench:
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
         common = {"kind": "session", "model": model, "cache": cache, "cores": cores, "free_gib": self.options.free}
         living = [v for v in self.options.variants if not (v == "kjnodes" and not self.options.kjnodes)]
-        if cache == "warm":  # it compiles nothing
+        if cache == "warm":  # eager compiles nothing
             living = [variant for variant in living if variant != "eager"]
         for some in filter(None, (numbered[:restart], numbered[restart:])):
             with contextlib.ExitStack() as stack:
@@ -412,7 +412,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _paused(self, variant: str, cores: int):
-        """The variant's server, whose turn it is not yet."""
+        """The variant's server, stopped (SIGSTOP) until its turn."""
         with self.server(variant, cores) as server:
             if self.options.free:
                 print(server.post("/session/free", {"gib": self.options.free}), flush=True)
@@ -456,8 +456,8 @@ class Bench:
 
 
 class Beside:
-    """What runs beside a server's own process while a prompt does: memory of the processes that it has started, and how many
-    processes hold memory of a GPU, of all servers (where the machine shows that)."""
+    """What runs beside a server's own process during a prompt: memory of the processes that it has started, and how many
+    processes, of all servers, hold memory of a GPU (if the machine shows that)."""
 
     def __init__(self, server):
         self._server, self._over = server, threading.Event()

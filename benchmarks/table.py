@@ -35,7 +35,7 @@ KERNELS = {False: ("CUDNN_ATTENTION", "EFFICIENT_ATTENTION"), True: ("MATH",)}
 # At the end of a name: the second model of a pair, which is the same file.
 LOW_NOISE = "_low"
 GGUF_PACK = "gguf-pack"
-# Prompts that ours is given to compile in, and steps in which CUDA graphs may still be captured; the last prompts count.
+# Prompts that ours is given to compile in; steps in which CUDA graphs may still be captured; last prompts, which count.
 FIRST, CAPTURING_STEPS, SETTLED = 4, 16, 3
 TINY_FIRST, TINY_SETTLED = 2, 1
 LAST_SEED = 99
@@ -84,7 +84,7 @@ SETUPS = {
 
 
 def load(graph: Graph, node: str, setup: Setup, model: str, kernel: str | None, end: str = "") -> list:
-    """The nodes from the loader to the compiling node; `end`: of the model's name in the name of its files."""
+    """The nodes from the loader to the compiling node; `end`: what follows the model's name in the names of its files."""
     patcher = graph.load(node, model, setup.weights, end)
     if setup.model == "wan22":
         lora = {"lora_name": f"{model}{end}.safetensors", "strength_model": 1.0}
@@ -159,7 +159,7 @@ class CodeWatch(threading.Thread):
 
 @contextmanager
 def peak_memory(row: dict):
-    """Add the most memory of the GPU that was in use meanwhile, by whoever."""
+    """Add to `row` the most memory of the GPU that was in use meanwhile, by all processes."""
     if not Path("/dev/nvidiactl").exists():
         yield
         return
@@ -231,7 +231,7 @@ class Table(Bench):
         except OutOfTimeError:
             raise
         except Exception as error:  # the other rows are still to be measured
-            self.left()  # else it only had no time to start
+            self.left()  # raises if time is up: then the variant has not died
             if not isinstance(error, ServerError):
                 traceback.print_exc()
             row["died"] = f"{type(error).__name__}: {str(error)[-300:]}"
@@ -268,7 +268,7 @@ class Table(Bench):
                 return
         settled = row["prompts"][-end:]
         row["seconds"] = round(statistics.median(prompt["seconds"] for prompt in settled), 3)
-        usual = statistics.fmean if setup.option == "easycache" else statistics.median  # it skips some of the steps
+        usual = statistics.fmean if setup.option == "easycache" else statistics.median  # EasyCache skips some of the steps
         row["step"] = round(usual(step_seconds(settled)), 5)
         row |= {key: settled[-1][key] for key in ("graphs", "breaks") if key in settled[-1]}
         if watch:
@@ -293,7 +293,7 @@ class Table(Bench):
 
 
 def step_seconds(prompts: list[dict]) -> list[float]:
-    """Seconds of the steps of these prompts without the first of each sampling, which holds what is loaded then."""
+    """Seconds of the steps of these prompts without the first step of each sampling, which includes loading."""
     samplings = [steps for prompt in prompts for steps in (*prompt.get("warmup_steps", []), prompt["steps"])]
     return [seconds for steps in samplings for seconds in steps[1:]]
 

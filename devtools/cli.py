@@ -47,7 +47,8 @@ def parse(argv):
     commands = parser.add_subparsers(dest="command", required=True)
 
     def command(name, **more):
-        # Before or behind the command; there, a default would undo what stands before. Pytest has options that begin alike.
+        # The options may stand before or after the command. After it they have no defaults, which would undo those before.
+        # No abbreviations, since pytest has options that begin alike.
         added = commands.add_parser(name, allow_abbrev=False, **more)
         add_choices(added, *[argparse.SUPPRESS] * 3)
         return added
@@ -96,23 +97,23 @@ def main(argv):
     environment.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process compiles ComfyUI's sources: 3 s of a core
     if options.command not in ("test", "matrix"):
         return run([python, ROOT / "dev.py", *argv], {**environment, INSIDE: "1"})
-    # Above tests/ pytest would import our __init__.py once more, as a package of tests.
+    # Without confcutdir, pytest would also import our __init__.py above tests/, as a package of tests.
     pytest = [python, "-m", "pytest", f"--confcutdir={ROOT / 'tests'}"]
-    if options.part == "first" and rest:  # what is named runs
+    if options.part == "first" and rest:  # tests that are named run, in whatever part they are
         options.part = "whole"
     part = suite.arguments(options.part)
     if options.command == "test":
         return run([*pytest, *(rest or in_parallel()), *part], environment)
     junit = matrix.junit_file(options.part)
     code = run([*pytest, *in_parallel(), *part, f"--junitxml={junit}"], environment)
-    # Anything else is no result: interrupted, nothing collected, wrongly called.
+    # Another exit status is no result: interrupted, nothing collected, wrongly called.
     if code in (0, 1):
         matrix.record(junit, python, host, options.part, " ".join(["python dev.py", *argv]))
     return code
 
 
 def run(command, environment):
-    """Run a command until it ends, also when this process is told to end; its exit status, 143 in that case."""
+    """Run a command until it ends, even if this process is told to end; returns its exit status, or 143 if told to end."""
     process = subprocess.Popen([str(word) for word in command], cwd=ROOT, env=environment)
     told = []
 
@@ -126,22 +127,22 @@ def run(command, environment):
             code = process.wait()
             return 143 if told else code  # pytest ends with 0 where all tests that had ended passed
         except KeyboardInterrupt:
-            # The child has it too, and ends its own server.
+            # The child is interrupted too, and ends its own server.
             continue
 
 
 def in_parallel():
-    """For a part of the suite: on the cores that there are; a process takes about 4 GB.
+    """Arguments that have pytest use up to four of the machine's cores; a process takes about 4 GB.
 
-    Each process gets a run of neighbours, so that a module's models and servers are made once, and takes the end of another's
-    run when its own is done.
+    Each process gets a run of neighbouring tests, so that a module's models and servers are made once. When its run is done, it
+    takes tests from the end of another process's run.
     """
     workers = min(4, os.cpu_count() or 1)
     return ["-n", str(workers), "--dist", "worksteal"] if workers > 1 else []
 
 
 def inside(options):
-    # As an exception, so that the server is ended on the way out.
+    # SIGTERM becomes an exception, so that the server is ended on the way out.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     if options.command == "demo":
         from .demo import main as demo

@@ -5,7 +5,7 @@
 3. Wait until our blocks are compiled; then the pictures for the comparison, at both sizes.
 4. Print the waits as bars, save both pictures as one file, and check what must hold.
 
-Core's node comes last, so kernels that PyTorch finds in its cache then are in favour of core's node.
+Core's node comes last, so that kernels which PyTorch then finds in its cache make core's node faster, not ours.
 """
 
 import shutil
@@ -19,7 +19,8 @@ from pathlib import Path
 from . import inprocess, prompts
 from .server import PromptRejectedError, Server, ServerError, error_of, outputs_of, wait_until
 
-# Relative, of all latents. On a GPU ComfyUI samples in half precision, where every rounding shows; another image is 1 away.
+# Relative difference of latents. On a GPU ComfyUI samples in half precision, where every rounding shows; for another image
+# the difference is about 1.
 TOLERANCE_CPU, TOLERANCE_GPU = 1e-3, 5e-2
 # Mean distance of the tiny Flux' latent from the scene, whose values go from -1 to 1.
 NEAR_THE_SCENE = 0.05
@@ -40,7 +41,7 @@ class DemoError(Exception):
 
 @dataclass
 class Images:
-    """What one way of running the model left.
+    """The results of one way of running the model.
 
     seconds: from the start of a prompt to the saved image.
     latents, pictures: file names of the compared images.
@@ -131,8 +132,8 @@ def wait(server, job, compiler, images):
 
 
 def make_compared(server, job, compiler, images):
-    """Make the images that are compared. A step's time is that between two progress events: the fastest, since whatever
-    else runs on the machine can only slow a step down.
+    """Make the images that are compared. A step's time is the shortest between two progress events, since
+    other work on the machine can only slow a step down.
     """
     with server.progress() as events:
         for _, seed, other in COMPARED:
@@ -263,7 +264,7 @@ def check_scene(latents):
 
 
 def show(made, compiled, after, output, folder, gpu):
-    """Print what came out; the checks that failed."""
+    """Print the results; returns the checks that failed."""
     say("\nThe wait, from the start of a prompt to the saved image:\n")
     for line in bars(made):
         say(line)

@@ -15,7 +15,7 @@ HOSTS = {
     "0.30.0": ("2.6.0", "de5d0c3204f9235bfa8e5b4e64d4b33439103b0fae9e668cfc25baecd467134a"),
     "0.26.0": ("2.4.5", "3d6df87d09657260444a5fae28684c35212873dddd78e909be596ba7c0664cba"),
 }
-# The newest is not in the registry: (version, sha256) of an archive in a folder beside the checkout, where there is one.
+# Version and sha256 of the newest ComfyUI, which is not in the registry: its archive is in a folder beside the checkout.
 NEWEST = ("0.33.0", "13a3af620872092cf891c3bd2bfe598b28a0d3ffaf75d928b3bc596c6aa05585")
 LENT = ROOT.parent / "shared" / "hosts"
 
@@ -80,7 +80,7 @@ def check(archive, sha256):
 
 
 def unpack(archive, target, inside):
-    """Only the folder `inside` of the archive, moved into place as a whole: an interruption leaves nothing half-done."""
+    """Unpack the folder `inside` of the archive, and move it into place as a whole: no interruption leaves a part of it."""
     partial = target.with_name(target.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     with tarfile.open(archive) as tar:

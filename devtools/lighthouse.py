@@ -15,13 +15,13 @@ WEIGHTS = Path(__file__).with_suffix(".safetensors")
 # The scene, (1, 16, HEIGHT / 8, WIDTH / 8), and those weights of the decoder that are not zero.
 PICTURE = WEIGHTS.with_name("lighthouse-picture.safetensors")
 VAE = "lighthouse-vae.safetensors"
-# Of the whole scene; a narrower image shows its left part.
+# Pixels of the whole scene; a narrower image shows its left part.
 WIDTH, HEIGHT = 512, 512
 NARROW = 384
 CHANNELS = 16
-# Tokens of the prompt. Their width is their number: the prompt is an identity matrix, and txt_in the model's only text encoder.
+# The number of tokens of the prompt, and their width: the prompt is an identity matrix, and txt_in the only text encoder.
 TOKENS = 32
-# Of the host's latent format for Flux: undone here, so that the decoder is given what the model made.
+# Constants of the host's latent format for Flux, undone here so that the decoder gets what the model made.
 SCALE, SHIFT = 0.3611, 0.1159
 
 

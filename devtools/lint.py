@@ -12,11 +12,11 @@ from .commands import ROOT, say
 
 @dataclass(frozen=True)
 class Step:
-    """A check that ends with 0 where nothing is wrong.
+    """A command that ends with 0 if nothing is wrong.
 
     Args:
-        command: of the interpreter in which the pack's tests run.
-        refused: what must not stand in the output either, whatever the command ends with.
+        command: arguments of the interpreter in which the pack's tests run.
+        refused: a pattern that must not be in the output, whatever the exit status.
     """
 
     name: str
@@ -55,12 +55,12 @@ def run_step(step, root=ROOT):
     )
     output = done.stdout + done.stderr
     good = done.returncode == 0 and not (step.refused and re.search(step.refused, output))
-    # comfy-cli says on stderr what it has found; other tools write there what has nothing to do with it.
+    # comfy-cli says on stderr what it has found; other tools write unrelated lines there.
     return good, output if step.refused or not good else done.stdout, time.monotonic() - started
 
 
 def run_steps(chosen, root=ROOT, at_once=2):
-    """Run all steps, whether or not one fails, and tell each in a line; the number of those that failed."""
+    """Run all steps, whether or not one fails, and print a line for each; returns how many failed."""
     failed = 0
     with ThreadPoolExecutor(at_once) as pool:
         for step, (good, output, seconds) in zip(chosen, pool.map(lambda step: run_step(step, root), chosen), strict=True):
@@ -73,7 +73,7 @@ def run_steps(chosen, root=ROOT, at_once=2):
 
 
 def main(python, host):
-    """All steps; the exit status."""
+    """Run all steps; returns the exit status."""
     chosen = steps(python, host)
     failed = run_steps(chosen)
     say(f"{len(chosen) - failed} passed, {failed} failed")

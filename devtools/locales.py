@@ -69,7 +69,7 @@ def choices(schemas):
 
 
 def texts(tree, path=""):
-    """Each text of a tree of dicts by its path; what is neither is a text as well, and wrong."""
+    """Each text of a tree of dicts by its path; a value that is neither text nor dict counts as a text, a wrong one."""
     if not isinstance(tree, dict):
         return {path: tree}
     return {key: text for name, below in tree.items() for key, text in texts(below, f"{path}/{name}".lstrip("/")).items()}

@@ -44,7 +44,7 @@ def outcome(junit):
 
 
 def _pair(run):
-    """What a later run of the same replaces."""
+    """The key of a run: a later run replaces an earlier one with the same key."""
     return run["comfyui"], run["torch"].split(".")[:2], run["part"]
 
 
@@ -82,7 +82,7 @@ def record(junit, python, host, part, command):
 
 
 def junit_file(part):
-    """Where pytest is told to write; what an earlier run left there is gone."""
+    """The file that pytest is told to write; an earlier run's is removed."""
     file = DEV / f"matrix-{part}.xml"
     file.unlink(missing_ok=True)
     return file

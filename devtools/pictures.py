@@ -83,7 +83,7 @@ class Story:
         self.window.wait_for_function(condition, polling=100)
 
     def prompt(self):
-        """The demo's, with our node, and with a node that shows the picture."""
+        """The demo's prompt, with our node, and with a node that shows the picture."""
         ours = prompts.MODEL_NODE
         prompt = self.job.prompt((ours, prompts.widgets(self.info[ours])), 1, False)
         return {**prompt, "save": {"class_type": "PreviewImage", "inputs": prompt["save"]["inputs"]}}

@@ -109,14 +109,14 @@ def with_latent(prompt, prefix):
 
 
 def with_benchmark(prompt, **inputs):
-    """Also benchmark, with what the warmup is given; `inputs` are added or replace these."""
+    """Also benchmark, with the inputs of the warmup; `inputs` are added to these, or replace them."""
     given = {name: value for name, value in prompt[find(prompt, WARMUP_NODE)]["inputs"].items() if name != "extra_sizes"}
     node = {"class_type": BENCHMARK_NODE, "inputs": {**given, "steps": 2, "trace": False, **inputs}}
     return {**prompt, "benchmark": node}
 
 
 def without_kit(prompt):
-    """The prompt without our nodes: whoever read a model from one reads what that one was given."""
+    """The prompt without our nodes: a node that got its model from one of ours gets the model that ours was given."""
     kit = {node_id: node for node_id, node in prompt.items() if node["class_type"].startswith(KIT)}
 
     def behind(value):

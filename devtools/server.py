@@ -77,7 +77,7 @@ class Server:
 
     Args:
         host: the folder of ComfyUI.
-        base: its base directory; made where it is not there.
+        base: its base directory; made if it does not exist.
         arguments: more arguments of main.py.
         environment: variables that are added to ours.
         launcher: a command that starts the process, such as ("taskset", "-c", "0-3").
@@ -211,7 +211,7 @@ class Server:
 
     @contextmanager
     def heard(self, client_id=None):
-        """A list that fills with (event, data): what the page of a client is sent; None: ours."""
+        """A list that fills with (event, data): what is sent to the page of a client; None: to ours."""
         events = []
         with self._listening(client_id or self.client_id, lambda *event: events.append(event)):
             yield events

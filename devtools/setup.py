@@ -11,9 +11,9 @@ def set_up(comfyui=None, python=None, torch=None):
     """(interpreter, ComfyUI folder), made ready.
 
     Args:
-        comfyui: a ComfyUI folder, or a version that can be set up; the pinned one without.
+        comfyui: a ComfyUI folder, or a version that can be set up; None: the pinned version.
         python: an interpreter to use as it is.
-        torch: the PyTorch of a venv of ours, a key of `venvs.TORCH`; the pinned one without.
+        torch: the PyTorch of a venv of ours, a key of `venvs.TORCH`; None: the pinned version.
 
     Raises:
         SetupError: what is missing or does not fit, and what to do.

@@ -1,6 +1,6 @@
 """Parts of the suite: what runs in any ComfyUI, and what a newer ComfyUI or PyTorch can break."""
 
-# File below tests/ -> tests by name; all of its parameters, or those that are named. These run in every ComfyUI, old or new.
+# File below tests/ -> names of tests, each with all parameters or one; (): all tests. These run in every ComfyUI, old or new.
 CORE = {
     "host/model/test_integrity": (
         "test_keys_are_the_same_before_inside_and_after",
@@ -23,7 +23,7 @@ CORE = {
     ),
 }
 MODELS = "flux", "wan", "qwen_image", "z_image", "sd3", "sdxl"
-# Beside these: what newer versions have broken, or could.
+# Run with CORE on new versions: what newer versions have broken, or could.
 NEWEST = {
     "canaries/test_names": (),
     "canaries/test_objects": (),
@@ -91,7 +91,7 @@ def arguments(part):
     if part == "windows":
         return [*WINDOWS, *(f"--deselect={test}" for test in NOT_ON_WINDOWS)]
     if part == "newest":
-        # What renames each name takes minutes, and is in the rest, and in "pytorch" for each PyTorch.
+        # The test that renames each name takes minutes; it is in "rest", and in "pytorch" for each PyTorch.
         renames = "tests/canaries/test_names.py::test_with_any_private_name_renamed_an_image_comes_out"
         return [*tests_of({**CORE, **NEWEST}), f"--deselect={renames}"]
     return tests_of(CORE)

@@ -77,7 +77,7 @@ def wrong_report(english, translated):
 
 
 def unused_or_missing(root=ROOT):
-    """Texts of the scripts, of the settings and of reports that are not there, or that nothing uses."""
+    """Texts of the scripts, of the settings and of reports that are missing, or that nothing uses."""
     english = locales.read("en")
     script = (root / "js" / "settings.js").read_text(encoding="utf-8")
     settings = {name.replace(".", "_") for name in re.findall(r'"(TorchCompileKit\.\w+)"', script)}
@@ -106,7 +106,7 @@ def wrong_files(folder=locales.FOLDER):
 
 
 def same_names(language):
-    """Nodes that have one name in a language."""
+    """Names that several nodes share in a language, a line each."""
     titles = [node["display_name"] for node in locales.read(language)["nodeDefs.json"].values()]
     return [f"nodeDefs.json: two nodes are named {title}" for title in sorted({t for t in titles if titles.count(t) > 1})]
 

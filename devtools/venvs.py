@@ -23,7 +23,7 @@ TORCH = {
     "2.15": ("2.15.0", "0.29.2"),
 }
 NEWEST = "2.15"
-# The last one; it asks for no version of PyTorch. Those before are made for one.
+# The last version of torchaudio; it asks for no version of PyTorch. Each earlier version is made for one of PyTorch's.
 TORCHAUDIO = "2.11.0"
 WITHOUT_CHECK = """
 
@@ -66,7 +66,7 @@ def requirements(host, torch=PINNED):
     lines = [line for line in lines if line.strip() not in ("torch", "torchvision", "torchaudio")]
     version, torchvision = TORCH[torch]
     torchaudio = min(version, TORCHAUDIO, key=_numbers)
-    # A build for CPUs alone, where an index has one, satisfies the first too, but torchvision does not go with it.
+    # A build for CPUs alone, if an index has one, would satisfy `torch==` too, but torchvision does not go with that build.
     lines += [f"torch=={version},!={version}+cpu", f"torchvision=={torchvision}", f"torchaudio=={torchaudio}"]
     lines += (ROOT / "requirements-dev.txt").read_text(encoding="utf-8").splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
@@ -82,7 +82,7 @@ def difference(before, after):
 
 
 def install(venv, host, torch=PINNED):
-    """Install what this host wants with this PyTorch, unless that was the last that was installed there."""
+    """Install what this host wants with this PyTorch, unless it is what was installed there last."""
     wanted = requirements(host, torch)
     stamp, text = venv / "torch-compile-kit-installed.txt", "\n".join(wanted)
     before = stamp.read_text(encoding="utf-8") if stamp.exists() else None
@@ -94,7 +94,7 @@ def install(venv, host, torch=PINNED):
     else:
         say(f"  {venv.name} was made for other requirements; this ComfyUI wants {difference(before.splitlines(), wanted)}")
         doing = f"the requirements of {host.name}, where they differ"
-        # Until all of it is there, the environment is as neither wants it.
+        # Until all is installed, the environment fits neither the old nor the new requirements.
         stamp.unlink()
     file = venv / "requirements.txt"
     file.write_text(text, encoding="utf-8")
@@ -106,7 +106,7 @@ def install(venv, host, torch=PINNED):
 
 
 def let_torchaudio_import(venv):
-    """torchaudio refuses a PyTorch of another CUDA than its own, and ComfyUI imports it: that check off, in this venv."""
+    """Switch off, in this venv, torchaudio's check that PyTorch has the same CUDA: ComfyUI imports torchaudio."""
     name = "site-packages/torchaudio/_extension/utils.py"
     for file in [*venv.glob(f"lib/python*/{name}"), *venv.glob(f"Lib/{name}")]:
         text = file.read_text(encoding="utf-8")

@@ -47,7 +47,7 @@ class CompileCost:
     seconds: float
     graphs: int
     graphs_before: int  # of `graphs`, those from before the benchmark
-    from_disk: int  # graphs whose code was kept when the benchmark began
+    from_disk: int  # graphs whose code was on disk when the benchmark began
     first_steps: tuple[float, ...]  # seconds of the benchmark's first compiled steps, before anything was measured
 
     @property
@@ -82,7 +82,7 @@ class BenchmarkResult:
     cost: CompileCost
     error: float  # relative error of the final latent, compiled against eager
     repeat_error: float  # the same, of one eager round against another
-    late_graphs: int = 0  # compiled in the measured rounds
+    late_graphs: int = 0  # graphs compiled in the measured rounds
     video: bool = False
     trace: Trace | None = None
     limits: list[str] = field(default_factory=list)  # what takes the time of a prompt, the most first
@@ -97,7 +97,7 @@ class BenchmarkResult:
     def verdict(self) -> str:
         """`faster` or `slower` by `CLEAR` or more, where the spreads do not overlap; else `no clear difference`.
 
-        Not by the medians of the rounds: of three and three equal ones all are slower one time in twenty.
+        Medians of rounds are not compared: with three rounds each of equal speed, all of one side are slower one time in 20.
         """
         (fast, slow), (compiled_fast, compiled_slow) = self.eager.spread, self.compiled.spread
         if compiled_slow < fast and self.speedup >= 1 + CLEAR:
@@ -115,7 +115,7 @@ class BenchmarkResult:
 
     @property
     def cost_seconds(self) -> float:
-        """Seconds to win back: if cold, what the first steps took longer than warm ones, else what compiling took."""
+        """Seconds to win back: what compiling took, or, if cold and more, what the first steps took longer than warm ones."""
         extra = sum(max(0.0, first - self.compiled.median) for first in self.cost.first_steps)
         return max(self.cost.seconds, extra) if self.cost.cold else self.cost.seconds
 

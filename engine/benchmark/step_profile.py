@@ -1,7 +1,7 @@
 """Record a step with PyTorch's profiler, and add up where the step's time goes.
 
-On a GPU each moment counts once: for the kernel that runs, else for a transfer of weights, else the GPU waits. Without a GPU
-it counts for the innermost operator of the sampler's thread.
+On a GPU each moment counts once: for the kernel that runs, else for a transfer of weights, else as waiting. Without a GPU it
+counts, on the sampler's thread, for the outermost operator of a kind in KINDS, else for a compiled region, else as other.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 TRACE_STEPS = 2
 FUSED, ATTENTION, PRODUCTS, CONVOLUTIONS, OTHER = "fused", "attention", "products", "convolutions", "other"
 TRANSFERS, WAITING = "transfers", "waiting"
-# In the names of kernels and operators, in lower case; the first match wins. Names of fused kernels hold what is around them.
+# Patterns for lower-case names of kernels and operators; the first match wins. A fused kernel's name may hold other kinds'.
 KINDS = {
     FUSED: re.compile(r"^triton_(?!tem_)"),
     ATTENTION: re.compile(r"fmha|flash|attention|attn|sdpa|sage_|softmax"),
@@ -35,7 +35,7 @@ _COMPILED = "Torch-Compiled Region"
 _TRANSFER = re.compile(r"htod|dtoh|hosttodevice|devicetohost|m2d|d2m", re.IGNORECASE)
 # If transfers take this share of a step, the step cannot get much shorter, whatever runs beside them.
 _SATURATED = 0.8
-# Begin and end in microseconds, which layer it is of, its kind.
+# Begin and end in microseconds, layer (see `_seconds`), kind.
 _Interval = tuple[float, float, int, str]
 
 
@@ -45,13 +45,13 @@ class StepProfile:
 
     span: float
     seconds: dict[str, float]  # by kind; blocks whose compiling has failed are kinds of their own
-    compiled: float = 0.0  # of these, in compiled blocks or in CUDA graphs
-    transferring: float = 0.0  # also beside kernels
+    compiled: float = 0.0  # how many of these seconds are in compiled blocks or in CUDA graphs
+    transferring: float = 0.0  # seconds of transfers, also of those beside kernels
     transferred: int = 0  # bytes
     on_gpu: bool = True
 
     def of_step(self, step: float) -> dict[str, float]:
-        """Seconds by kind of a step of `step` seconds, which was not slowed down by the profiler, as launching is."""
+        """Seconds by kind of a step that took `step` seconds without the profiler, which slows launching down."""
         busy = {kind: seconds for kind, seconds in self.seconds.items() if kind != WAITING or not self.on_gpu}
         total = sum(busy.values())
         share = min(1.0, step / total) if self.on_gpu and total else step / self.span
@@ -74,12 +74,12 @@ def kind_of(name: str) -> str:
 
 @contextmanager
 def step_trace(path: Path, device: torch.device) -> Iterator[profile]:
-    """Call `step()` at the end of each step; the second one is written to `path` as a Chrome trace (`.json`)."""
+    """Yield a profiler; call its `step()` after each step. The second step is written to `path` as a Chrome trace (`.json`)."""
     activities = [ProfilerActivity.CPU]
     if device.type in ("cuda", "xpu"):
         activities.append(getattr(ProfilerActivity, device.type.upper()))
     one_step = schedule(wait=0, warmup=1, active=1, repeat=1)
-    # `acc_events`: or it warns that events are cleared between cycles, of which there is one
+    # without `acc_events` PyTorch warns that events are cleared between cycles; there is one cycle
     with profile(activities=activities, schedule=one_step, acc_events=True) as recording:
         yield recording
     recording.export_chrome_trace(str(path))
@@ -96,13 +96,13 @@ def events_of(path: Path) -> list[dict]:
 
 
 def count(events: list[dict], device: torch.device) -> int:
-    """Kernels of a trace, or without an accelerator its operators, with those inside others."""
+    """How many kernels a trace has or, without an accelerator, how many operators, nested ones included."""
     wanted = "kernel" if device.type in ("cuda", "xpu") else "cpu_op"
     return sum(event.get("cat") == wanted for event in events)
 
 
 def profile_of(events: list[dict]) -> StepProfile | None:
-    """Where the time goes in the step that `events` record; None if it is not among them."""
+    """Where the time goes in the step that `events` record; None if they hold no step."""
     operators = [event for event in events if event.get("cat") in ("cpu_op", "user_annotation")]
     step = next((event for event in operators if event["name"].startswith("ProfilerStep")), None)
     if step is None:
@@ -114,14 +114,14 @@ def profile_of(events: list[dict]) -> StepProfile | None:
 
 def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[dict]) -> StepProfile:
     launches = {_correlation(e): e for e in events if e.get("cat", "").endswith(("runtime", "driver"))}
-    operators = sorted(operators, key=lambda e: (e["ts"], -e["dur"]))  # of nested ones the outermost first
+    operators = sorted(operators, key=lambda e: (e["ts"], -e["dur"]))  # if nested, the outermost first
     regions, failed_blocks = ([e for e in operators if e["name"].startswith(name)] for name in (_COMPILED, UNCOMPILED))
     kernels, transfers, transferred, compiled = [], [], 0, 0.0
     for event in work:
         launch = launches.get(_correlation(event), {})
         if event["cat"] == "gpu_memcpy" and _TRANSFER.search(event["name"]):
             transferred += event.get("args", {}).get("bytes", 0)
-            # From memory that is not pinned the CPU copies, and launches nothing meanwhile.
+            # From memory that is not pinned, the CPU itself copies, and launches nothing meanwhile.
             transfers += [_interval(e, 1, TRANSFERS) for e in (event, launch) if e]
             continue
         kernels.append(_interval(event, 0, _name_around(launch, failed_blocks) or kind_of(event["name"])))
@@ -133,7 +133,7 @@ def _on_gpu(events: list[dict], work: list[dict], step: dict, operators: list[di
 
 
 def _on_cpu(operators: list[dict], step: dict) -> StepProfile:
-    """Without a GPU: of the thread that samples, and not of the thread that compiles."""
+    """A step's profile without a GPU: of the thread that samples, and not of the thread that compiles."""
     here = [e for e in operators if e["tid"] == step["tid"] and step["ts"] <= e["ts"] <= step["ts"] + step["dur"]]
     intervals = [_interval(step, 3, WAITING)]
     for event in here:
@@ -169,6 +169,6 @@ def _seconds(intervals: Iterable[_Interval]) -> dict[str, float]:
 
 
 def _name_around(event: dict, others: list[dict]) -> str | None:
-    """The name of the first of the others in whose time the event began."""
+    """The name of the first of `others` that was running when the event began."""
     began = event.get("ts", -1.0)
     return next((e["name"] for e in others if e["ts"] <= began <= e["ts"] + e["dur"]), None)

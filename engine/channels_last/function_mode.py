@@ -19,17 +19,17 @@ from ..torch_compat import private
 from .preparing import kernels
 
 SIDE_BY_SIDE = torch.channels_last
-# By dimensions: images, videos.
+# By number of dimensions: images, videos.
 _LAYOUTS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # The types that tensor cores take. Tensors of other types keep their layout.
 DTYPES = {torch.float16, torch.bfloat16}
-# The kernels count an image's values in 32 bits; a decoder for 4096x4096 has more.
+# The kernels count an image's values in 32 bits; a decoder of 4096x4096 pixels has images of more values.
 MOST_VALUES = 2**31 - 1
 
 
 @dataclass
 class _Waiting:
-    """A group norm whose result is not written yet: if a SiLU alone reads it, it never is."""
+    """A group norm whose result is not written yet, and never will be if only a SiLU reads the result."""
 
     x: torch.Tensor
     factors: torch.Tensor
@@ -104,7 +104,7 @@ class ChannelsLast(TorchFunctionMode):
         return out
 
     def _contiguous(self, func: Callable, x, *args, **kwargs):
-        """No copy of an image in channels_last, as at the end of the host's transformers."""
+        """Return an image in channels_last as it is, for instance at the end of the host's transformers."""
         if not args and not kwargs and _is_image(x) and x.is_contiguous(memory_format=SIDE_BY_SIDE):
             return x
         return func(x, *args, **kwargs)
@@ -142,7 +142,7 @@ def paused() -> Iterator[None]:
 
 def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch.Tensor]]]:
     """Copy images to channels_last if the mode is on; returns the arguments with the copies, and each (image, copy) to write
-    back: an expanded image, whose elements share memory, cannot be written to.
+    back. Expanded images, whose elements share memory, cannot be written to and are left out of these.
     """
     if _active() is None:
         return args, []
@@ -154,12 +154,12 @@ def to_channels_last(args: tuple) -> tuple[tuple, list[tuple[torch.Tensor, torch
 
 
 def result_channels_last(result: Any) -> object:
-    """A block's result, while the mode is on, for the next layers: one copy here saves one in each of them."""
+    """A block's result, copied to channels_last if the mode is on: one copy here saves one in each of the next layers."""
     return result.contiguous(memory_format=SIDE_BY_SIDE) if _active() is not None and _is_image(result) else result
 
 
 def run_channels_last(forward: Callable, args: tuple, kwargs: dict, video: bool = False) -> object:
-    """`forward` with the mode on; its results are contiguous, as without."""
+    """Run `forward` with the mode on; its results are contiguous, as without the mode."""
     with ChannelsLast(video):
         result = forward(*args, **kwargs)
     return private.pytree.tree_map_only(torch.Tensor, torch.Tensor.contiguous, result)
@@ -176,5 +176,5 @@ def _is_expanded(image: torch.Tensor) -> bool:
 
 
 def _as_image(x: torch.Tensor) -> torch.Tensor:
-    """A view of a video as one image, frames below each other; of a 3d kernel likewise."""
+    """A view of a video, or of the weight of a 3d convolution, as one image with the frames below each other."""
     return x.flatten(2, 3) if x.dim() == 5 else x

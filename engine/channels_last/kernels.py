@@ -1,4 +1,4 @@
-"""Compute the group norm of images in channels_last, and convert weights to it, with Triton kernels.
+"""Compute the group norm of images in channels_last, and convert weights to that layout, with Triton kernels.
 
 PyTorch's group norm copies such images first. cuDNN's 16-bit convolutions want channels_last, and convert images and weights of
 other layouts at each call.
@@ -20,7 +20,7 @@ _PROGRAMS = 512
 
 @triton.jit(do_not_specialize=["share"])
 def _sum_channels(x, sums, pixels, channels, share, ROWS: tl.constexpr, CHANNELS: tl.constexpr):
-    """Per channel and share of the pixels: the sum of its values and of their squares, from the first pixel's value on."""
+    """For each channel and share of the pixels: the sums of (value - the first pixel's value), and of that squared."""
     image = tl.program_id(2).to(tl.int64)
     c = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     there = c < channels
@@ -44,7 +44,7 @@ def _sum_channels(x, sums, pixels, channels, share, ROWS: tl.constexpr, CHANNELS
 
 @triton.jit(do_not_specialize=["shares", "width"])
 def _find_factors(x, sums, weight, bias, factors, pixels, channels, shares, width, eps, WIDTH: tl.constexpr):
-    """Of one group: what its channels are multiplied by, and what is added then."""
+    """For each channel of one group: what it is multiplied by, and what is then added."""
     image = tl.program_id(1).to(tl.int64)
     lane = tl.arange(0, WIDTH)
     there = lane < width
@@ -76,7 +76,7 @@ def _apply_factors(x, factors, out, size, channels, SILU: tl.constexpr, BLOCK: t
     at = factors + image * 2 * channels + c
     value = tl.load(x + image * size + index, mask=inside, other=0.0).to(tl.float32)
     value = value * tl.load(at, mask=inside, other=0.0) + tl.load(at + channels, mask=inside, other=0.0)
-    if SILU:  # of the rounded value, as where two kernels do it
+    if SILU:  # of the rounded value, as if another kernel computed it
         value = value.to(out.dtype.element_ty).to(tl.float32)
         value = value * tl.sigmoid(value)
     tl.store(out + image * size + index, value.to(out.dtype.element_ty), mask=inside)
@@ -124,7 +124,7 @@ def factors_of(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.T
     factors = torch.empty(images, 2, channels, dtype=torch.float32, device=x.device)
     _launched(_sum_channels, shares, columns, images)(x, sums, pixels, channels, share, _ROWS, _CHANNELS)
     each = channels // groups
-    padded = max(128, triton.next_power_of_2(each))  # the widest of the usual ones: one kernel for all
+    padded = max(128, triton.next_power_of_2(each))  # 128 is the widest usual group: one kernel serves all
     args = (x, sums, weight, bias, factors, pixels, channels, shares, each, eps, padded)
     _launched(_find_factors, groups, images)(*args, num_warps=1)
     return factors

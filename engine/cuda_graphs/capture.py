@@ -1,35 +1,37 @@
 """Capture and replay CUDA graphs of a whole diffusion model, one per shape.
 
 PyTorch's own graphs (`triton.cudagraphs`) are a tree per compiled region, and consecutive regions overwrite each other's
-outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay needs no Python and
-launches no kernels one by one. Small models are bound by those; large ones gain little.
+outputs (pytorch#152887). Here the model's forward, compiled blocks included, is one graph: a replay runs no Python and
+launches no kernels one by one. Python and launches limit the speed of small models; large models gain little.
 
-1. `drop_if_stale` has `ModelState.check_unchanged` note, once a sampling run and after changes, where the weights are and what
-   the layers hold; graphs of a model that has changed are dropped. All code in a call is the host's (ownership.py).
-2. The first call for a key runs the forward, so that Dynamo traces what it needs. When compiled code appears during the call,
-   the call counts as none: that code has never run, and a capture can neither trace nor load kernels. Shapes of the result
-   are noted.
+1. Once a sampling run, and after changes, `ModelState.check_unchanged` notes where the weights are and what the layers hold.
+   If the model has changed, its graphs are dropped. Only calls in which all code is the host's get graphs (ownership.py).
+2. The first call for a key runs the forward, so that Dynamo traces what it needs. If a block ran uncompiled and its code
+   appeared during the call, the next call is the first again: that code has never run, and a capture can neither trace nor
+   load kernels. Shapes of the result are noted.
 3. The second call captures, on copies of its tensors, under the lock of its device (`gpu_locks`); the worker loads kernels
    under the same lock. The graph is then replayed, which gives the result of this call.
-4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output. A check (`_checked`), after
-   a capture and in some runs, once no code is being made, compares a replay with a plain call. The model gets no graphs any
-   more if they differ.
-5. New compiled code (`code`) drops all graphs. MAX_GRAPHS bounds them: the least recently replayed goes, for good if it was
-   never replayed. A call that cannot be captured is remembered with the reason, and runs without.
-6. Out of memory drops all graphs and their pool; that call gets none until the weights move. A call that failed in a capture
-   in another way, or keeps memory that it has allocated, is not captured again while the layers run the same functions.
+4. Later calls copy their tensors into those of the graph, replay, and return a copy of the output. After a capture, and in
+   some runs, `_checked` compares a replay with a plain call, once no code is being made. If the two differ, the model gets no
+   graphs any more.
+5. New compiled code (`code`) drops all graphs. A model has at most MAX_GRAPHS: to make room the least recently replayed one
+   is dropped, and if only the call that captured that graph replayed it, its key gets no graph again. A call that cannot be
+   captured is remembered with the reason, and runs without a graph.
+6. Running out of memory drops all graphs and their pool; the call that ran out gets no graph until the weights move. A call
+   whose capture failed for another reason, or that keeps memory it has allocated, is not captured again while the layers run
+   the same functions.
 
-Memory. What a capture allocates must be freed within it: under cudaMallocAsync a tensor of a capture that is freed later is at
-best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process when the graph has never run, or
+Memory. What a capture allocates must be freed within the capture. Under cudaMallocAsync, freeing such a tensor later is at
+best a warning ("Attempting uncaptured free of a captured allocation"), and ends the process if the graph has never run, or
 its memory was given back (CUDAMallocAsyncAllocator.cpp, `free_impl`). So inputs, outputs and cuBLAS's workspace are allocated
-before; garbage is collected within a capture only when it holds memory of the capture; and an error drops the locals of the
-frames that it has left. What is alive all the same belongs to others, who may free it at any time: it is kept for good, with
-its graph (`_kept_for_good`).
+before the capture; garbage is collected within it only if memory of the capture is left; and after an error the locals of the
+frames that the error has left are dropped. Memory that is still alive then is held by other code, which may free it at any
+time: that memory is kept for good, with its graph (`_kept_for_good`).
 
-Launches of Triton kernels. Triton's launchers ask the driver about each pointer that comes as a tensor
-(triton/backends/nvidia/driver.py, `getPointer`), and the driver knows nothing of memory from cudaMallocAsync, ComfyUI's default
-allocator, that belongs to a running capture: "CUDA driver error: invalid argument", or "Pointer argument cannot be accessed
-from Triton". Pointers that come as numbers are not checked, so `as_numbers` makes numbers of tensors.
+Launches of Triton kernels. Triton's launchers ask the driver about each pointer that is passed as a tensor
+(triton/backends/nvidia/driver.py, `getPointer`). The driver does not know memory that a running capture has allocated with
+cudaMallocAsync, ComfyUI's default allocator: "CUDA driver error: invalid argument", or "Pointer argument cannot be accessed
+from Triton". Pointers that are passed as numbers are not checked, so `as_numbers` passes addresses in place of tensors.
 """
 
 import ctypes
@@ -56,7 +58,7 @@ from ..torch_compat import private
 from ..torch_settings import SharedScope
 from .model_state import ModelState
 
-# Inductor's launchers, and Triton's own: for kernels of ours and of others (SageAttention).
+# The launcher of inductor's kernels, and Triton's own, for other kernels: ours and those of others (SageAttention).
 _LAUNCHERS = {
     "inductor": private.switch("run_of_autotuner", late=True),
     "triton": private.switch("call_of_launcher", late=True),
@@ -66,7 +68,7 @@ _scope = SharedScope(_LAUNCHERS)
 
 @contextmanager
 def as_numbers() -> Iterator[None]:
-    """While it lasts, a capturing thread passes addresses to Triton's kernels in place of tensors."""
+    """Within this context, a capturing thread passes addresses to Triton's kernels in place of tensors."""
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         yield
         return
@@ -83,9 +85,9 @@ def _with_addresses(launcher: Callable) -> Callable:
     return launch
 
 
-# Each graph holds its inputs and its output; working memory is shared.
+# The most graphs of a model. Each graph holds its inputs and its output; the graphs share their working memory.
 MAX_GRAPHS = 8
-# Keys without a graph that are remembered.
+# The most keys that `_remember` keeps in each table: of calls seen, and of failures.
 MAX_OTHERS = 256
 
 
@@ -95,7 +97,7 @@ _capture_lock = threading.Lock()
 
 @contextmanager
 def _all_held(*locks: threading.Lock) -> Iterator[bool]:
-    """Hold all of some locks, if they are free; whether they were."""
+    """Hold the locks if all of them are free; yields whether they were."""
     with ExitStack() as held:
         for lock in locks:
             if not lock.acquire(blocking=False):
@@ -132,7 +134,7 @@ class Captured:
 def capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream on which all graphs of a device are captured, since they share memory.
 
-    PyTorch's default (`torch.cuda.graph`) belongs to the device that came first: on others it records nothing.
+    The default stream of `torch.cuda.graph` is on the first device that captured: on other devices it records nothing.
     """
     return torch.cuda.Stream(device)
 
@@ -156,7 +158,7 @@ def give_back(device: torch.device | None) -> None:
         driver.cuDeviceGraphMemTrim(handle)
 
 
-# Graphs, each with memory of its capture that was alive at the end. PyTorch keeps a pointer to a graph that could not be ended.
+# Graphs, each with what its capture allocated and did not free. PyTorch keeps a pointer to a graph whose capture cannot end.
 _kept_for_good: list[tuple[torch.cuda.CUDAGraph, list[torch.UntypedStorage]]] = []
 # Graphs that are being captured.
 _capturing: list[torch.cuda.CUDAGraph] = []
@@ -166,8 +168,9 @@ _capturing: list[torch.cuda.CUDAGraph] = []
 def _recording(graph: torch.cuda.CUDAGraph, pool: object, stream: torch.cuda.Stream) -> Iterator[None]:
     """As `torch.cuda.graph`, but an operation that waits for the GPU raises before CUDA invalidates the capture.
 
-    PyTorch cannot end an invalid capture, and leaves the thread on its stream. The setting is the process's, so with a second
-    GPU, which may be at work, it is not changed. Garbage waits: what an earlier capture has left might be in it.
+    PyTorch cannot end an invalid capture, and leaves the thread on the capture's stream. `set_sync_debug_mode` applies to the
+    whole process, so it is not called if there is a second GPU, which may be at work. Garbage collection is off during the
+    capture, since the garbage may hold memory of an earlier capture.
     """
     collects = gc.isenabled()
     capture = torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="relaxed")
@@ -200,7 +203,7 @@ def _keep_for_good(graph: torch.cuda.CUDAGraph, left: list[torch.UntypedStorage]
 
 
 def allocate_workspace(stream: torch.cuda.Stream) -> None:
-    """cuBLAS's, which PyTorch allocates at the first product on a stream, and keeps for all later ones."""
+    """Have PyTorch allocate cuBLAS's workspace: it does so at the first product on a stream, and keeps the workspace."""
     with torch.cuda.stream(stream):
         one = torch.ones(1, 1, device=stream.device)
         torch.mm(one, one)
@@ -217,14 +220,14 @@ def _driver() -> ctypes.CDLL | None:
 
 
 def _is_allocated(address: int) -> bool:
-    """Whether the driver knows the address: not one that the running capture has allocated."""
+    """Whether the driver knows the address; it does not know memory that the running capture has allocated."""
     driver, memory_type = _driver(), ctypes.c_uint()
     query = ctypes.byref(memory_type), 2, ctypes.c_ulonglong(address)  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
     return driver is not None and driver.cuPointerGetAttribute(*query) == 0
 
 
 def _may_free(stream: torch.cuda.Stream) -> bool:
-    """Whether the running capture is valid: in an invalid one freeing memory ends the process."""
+    """Whether the running capture is valid: freeing memory in an invalid capture ends the process."""
     driver, status = _driver(), ctypes.c_int()
     if driver is None or driver.cuStreamIsCapturing(ctypes.c_void_p(stream.cuda_stream), ctypes.byref(status)):
         return True
@@ -232,21 +235,21 @@ def _may_free(stream: torch.cuda.Stream) -> bool:
 
 
 def _allocated_by_capture(device: torch.device) -> list[torch.UntypedStorage]:
-    """What the running capture has allocated and not freed, whoever has it: looks at all tensors."""
+    """What the running capture has allocated and not freed, found by looking at all tensors of the process."""
     storages: list[torch.UntypedStorage] = []
     kept = {storage.data_ptr() for _graph, left in _kept_for_good for storage in left}
     for tensor in (value for value in gc.get_objects() if type(value) in (torch.Tensor, nn.Parameter)):
-        with suppress(RuntimeError):  # no memory: another thread traces with it
+        with suppress(RuntimeError):  # the tensor has no memory: another thread traces with it
             if tensor.device == device and tensor.data_ptr() and not _is_allocated(tensor.data_ptr()):
                 storage = tensor.untyped_storage()
-                # Not resizable: not PyTorch's memory, but pages of dynamic VRAM, which may not be there.
+                # A storage that is not resizable is not PyTorch's: it is pages of dynamic VRAM, which may not be there.
                 if storage.resizable() and storage.data_ptr() not in kept:
                     storages.append(storage)
     return storages
 
 
 def _left_by_capture(device: torch.device, may_free: bool) -> list[torch.UntypedStorage]:
-    """What the running capture has allocated and others than garbage have."""
+    """What the running capture has allocated and not freed; if `may_free`, garbage is collected first."""
     if torch.cuda.get_allocator_backend() != "cudaMallocAsync":
         return []
     left = _allocated_by_capture(device)
@@ -258,7 +261,7 @@ def _left_by_capture(device: torch.device, may_free: bool) -> list[torch.Untyped
 
 
 def _drop_locals(error: BaseException | None, dropped: set[int]) -> None:
-    """Drop the locals of the frames that an error, and those behind it, have left; `dropped`: ids of errors to leave alone."""
+    """Drop the locals of the frames that an error, its cause and its context have left; `dropped`: ids of errors to skip."""
     if error is None or id(error) in dropped:
         return
     dropped.add(id(error))
@@ -268,7 +271,7 @@ def _drop_locals(error: BaseException | None, dropped: set[int]) -> None:
 
 
 def _without_data(result: object) -> list[tuple[torch.Tensor, torch.device]]:
-    """For each tensor in a call's result, one that is like it on the meta device, and its device."""
+    """For each tensor in a call's result: a tensor like it on the meta device, and the device that it is on."""
     tensors = [leaf for leaf in private.pytree.tree_flatten(result)[0] if type(leaf) is torch.Tensor]
     return [(torch.empty_like(tensor, device="meta"), tensor.device) for tensor in tensors]
 
@@ -288,8 +291,8 @@ def _kind(tensor: torch.Tensor) -> tuple:
     return type(tensor), tensor.shape, tensor.dtype, tensor.device
 
 
-# By so much of its norm a replay may differ from a plain call, in which cuBLAS and cuDNN may choose other kernels: TF32 has ten
-# bits; of smaller numbers four times the last bit.
+# How far a replay may differ from a plain call, as a share of the result's norm. In a plain call cuBLAS and cuDNN may choose
+# other kernels, and TF32 has ten bits. For dtypes with fewer bits, the limit is four times their last bit.
 _ROUNDING = 4e-3
 
 
@@ -316,12 +319,12 @@ class ModelGraphs:
 
     Args:
         graphs: ordered by their last replay.
-        seen: keys of calls that have run without a graph, and so have compiled code; with what their result is like.
+        seen: keys of calls that have run without a graph, and so are compiled; each with `_without_data` of the result.
         failures: why a call is not captured.
-        _functions_of_failures: for failures that do not pass when the weights move, what the layers ran.
+        _functions_of_failures: for failures that remain when the weights move, the functions that the layers ran.
         is_check_due: the next replay is to be compared with a plain call.
-        checks: how many were.
-        differences: how many replays differed.
+        checks: how many replays were compared with a plain call.
+        differences: how many of those replays differed.
     """
 
     graphs: dict[Hashable, Captured] = field(default_factory=dict)
@@ -376,15 +379,15 @@ class ModelGraphs:
             key: all that the call depends on but the data in tensors: `value_key` of the arguments and more.
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
-            code: another value when more of the model has been compiled.
+            code: gives a value, which changes when more of the model has been compiled.
             ran_uncompiled: whether a block ran uncompiled in the call that has just ended.
-            is_compiling: whether code is being made for the model, which a plain call may run before `code` is another value.
+            is_compiling: whether code is being made for the model; a plain call may run that code before `code` changes.
         """
         self._drop_if_code_is_new(code())
         leaves, spec = private.pytree.tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         device = self.model.device
-        if any(t.device != device for t in tensors):  # a number on the CPU becomes a constant of the graph
+        if any(t.device != device for t in tensors):  # a number on the CPU would be a constant of the graph
             _remember(self.failures, "device", "an input is on another device")
             return forward(*args, **kwargs, **fixed)
         if key in self.seen and key not in self.failures:
@@ -395,7 +398,7 @@ class ModelGraphs:
                     self._never_replayed.discard(key)
                     self.replays += 1
                 elif in_place:
-                    with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else at the next call
+                    with _all_held(_capture_lock, gpu_locks[device]) as are_held:  # else the next call tries
                         if are_held:
                             self._make_room()
                             captured = self._capture(key, forward, leaves, spec, tensors, fixed)
@@ -422,16 +425,16 @@ class ModelGraphs:
         return result
 
     def _checked(self, replayed: object, run: Callable[[], object], has_other_code: Callable[[], bool]) -> object:
-        """What was replayed; where a check is due, the result of the plain call `run` if that is another one.
+        """The replayed result; if a check is due and finds a difference, the result of the plain call `run`.
 
         Args:
-            has_other_code: whether a plain call may run other code than the graph: compiled, where the graph has operators.
+            has_other_code: whether a plain call may run compiled code where the graph has uncompiled operators.
         """
         if not self.is_check_due or has_other_code():
             return replayed
         device = self.model.device
         try:
-            # The replay has drawn the random numbers of this call.
+            # The replay has drawn this call's random numbers; the plain call must not advance the generators again.
             with torch.random.fork_rng([device] if device is not None and device.type == "cuda" else []):
                 expected = run()
         except RuntimeError as error:
@@ -483,7 +486,7 @@ class ModelGraphs:
     def _capture(
         self, key: Hashable, forward: Callable, leaves: list, spec: object, tensors: list, fixed: dict
     ) -> Captured | None:
-        """The call as a graph that has not run yet; None if that fails. A graph that is for this call alone is not kept."""
+        """Capture the call, without running it; None if that fails. A graph that serves this call alone is not stored."""
         device = self.model.device
         stream = capture_stream(device)
         left: list[torch.UntypedStorage] = []
@@ -513,7 +516,7 @@ class ModelGraphs:
                             _drop_locals(failed, {id(sys.exc_info()[1])})
                         left = _left_by_capture(device, may_free)
                     if left and failed is not None:
-                        graph.replay()  # whoever has what is left may read it
+                        graph.replay()  # the code that holds the tensors that are left may read them
                         torch.cuda.synchronize(device)
                 except RuntimeError:
                     is_kept = True
@@ -544,13 +547,13 @@ class ModelGraphs:
         return captured
 
     def _fails_for_good(self, key: Hashable, reason: str) -> None:
-        """Until the layers run other functions."""
+        """Do not capture the call again until the layers run other functions."""
         self._fails(key, reason)
         _remember(self._functions_of_failures, key, self.model.functions)
 
 
 def _remember(table: dict[Hashable, Any], key: Hashable, value: object) -> None:
-    """Put an entry last; the first of more than MAX_OTHERS go."""
+    """Put an entry last, and remove the first entries beyond MAX_OTHERS."""
     table.pop(key, None)
     table[key] = value
     while len(table) > MAX_OTHERS:

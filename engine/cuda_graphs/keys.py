@@ -1,4 +1,4 @@
-"""Key what a call of the host's code depends on beside tensors: equal only for what that code cannot tell apart."""
+"""Make keys of what a call depends on beside tensors; keys are equal only if the host's code cannot tell the calls apart."""
 
 import enum
 import functools
@@ -20,7 +20,7 @@ def value_key(value: Any, inputs: bool = False) -> Hashable:
     """A key by value of numbers, strings, dtypes and containers of them, by identity of functions and classes.
 
     Args:
-        inputs: tensors in lists, tuples and dicts are inputs of the graph: all but their data counts.
+        inputs: whether to accept tensors in lists, tuples and dicts, as inputs of the graph: all but their data counts.
 
     Raises:
         NoKey: `value` holds another object, which could change in place or be replaced at the same address.
@@ -38,7 +38,7 @@ def value_key(value: Any, inputs: bool = False) -> Hashable:
         return cls, frozenset(map(value_key, value))
     if cls is functools.partial:
         return cls, value_key((value.func, value.args, value.keywords))
-    # Enumerations of pybind11 are no `enum.Enum`. What a function of the host closes over may change.
+    # Enumerations of pybind11 are no `enum.Enum`. What a function closes over may change, unless the function is ours.
     is_plain_function = cls is types.FunctionType and (not value.__closure__ or is_ours(value))
     if is_plain_function or isinstance(value, enum.Enum | type | types.BuiltinFunctionType) or hasattr(cls, "__members__"):
         return Same(value)

@@ -16,8 +16,8 @@ from ..per_model import Same
 # Up to this size a weight is copied to the address that the graphs expect: under dynamic VRAM the host allocates small weights,
 # and those of layers that it does not page, again for each run.
 SMALL = 2**20
-# How often a model is looked at in a run: LoRA that change within it move weights a few times, but some models keep tensors of
-# each call (Cosmos-Predict2), or are given other weights in each.
+# How often a model is looked at in a run: LoRA that change within the run move weights a few times, but some models change in
+# each call, since they keep its tensors (Cosmos-Predict2) or are given other weights.
 MOST_LOOKS = 8
 
 
@@ -41,7 +41,7 @@ class ModelState:
     _copies: dict[tuple[str, str], torch.Tensor] = field(default_factory=dict)
 
     def new_run(self) -> None:
-        """At the start of a sampling run, and at its end: weights may have moved. The glance refers to layers."""
+        """Called when a sampling run starts and ends: weights may have moved, and the glance holds references to layers."""
         self._glance = self.obstacle = self.foreign = None
         self._looks = 0
 
@@ -53,7 +53,7 @@ class ModelState:
     def check_unchanged(
         self, model: nn.Module, device: torch.device, places: Callable[[nn.Module], object] | None, forget: Callable[[], None]
     ) -> None:
-        """Before each call; all is looked at once a sampling run, and again where a glance shows a change.
+        """Called before each call. Looks at the whole model once a sampling run, and again if the glance shows a change.
 
         Args:
             places: gives where the host pages the weights of a layer, None for other layers. A host that pages weights
@@ -94,14 +94,14 @@ class ModelState:
 
 
 class _Glance:
-    """What shows at little cost that a network may have changed: its modules and weights, how many attributes each module has,
-    hooks, methods of the network's own, and tensors beside weights."""
+    """Tell at little cost whether a network may have changed, by its modules and weights, how many attributes each module has,
+    hooks, callables set on the network itself, and tensors beside weights."""
 
     def __init__(self, model: nn.Module, tensors: list[tuple[Callable, str]]):
         self._own, *self._entries = (vars(module) for module in model.modules())
         kinds = "_modules", "_parameters", "_buffers"
         tables = [entries[name] for entries in (self._own, *self._entries) for name in kinds]
-        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are none
+        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are no dicts
         names = "_forward_hooks", "_forward_pre_hooks"
         self._hooks = [*(entries[name] for entries in (self._own, *self._entries) for name in names), *GLOBAL_HOOKS]
         self._tensors = tensors
@@ -112,7 +112,7 @@ class _Glance:
         return not self._are_hooks_new() and self._look() == self._seen
 
     def _are_hooks_new(self) -> bool:
-        before, self._handles = self._handles, RemovableHandle.next_id  # of the last hook in this process
+        before, self._handles = self._handles, RemovableHandle.next_id  # counts the hooks of the process
         return before != self._handles and sum(map(len, self._hooks)) != self._count
 
     def _look(self) -> list:

@@ -43,8 +43,8 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def never_swallowed(error: BaseException) -> bool:
-    """Out of memory is the host's to handle: it frees models and tries again. Gradient checkpointing ends a block's second run
-    so, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
+    """Whether an error must reach the host. When out of memory, the host frees models and tries again. Gradient checkpointing
+    ends a block's second run by an error, as soon as it has all that the backward needs (torch/utils/checkpoint.py)."""
     return any(
         isinstance(e, MemoryError | private.StopRecomputation)
         or is_out_of_memory(e)
@@ -54,7 +54,7 @@ def never_swallowed(error: BaseException) -> bool:
     )
 
 
-# Of CUDA's runtime, of its driver, which loads kernels, and of Triton's launcher.
+# Messages of CUDA's runtime, of CUDA's driver, which loads kernels, and of Triton's launcher.
 _NO_MEMORY = re.compile(r"(CUDA|HIP)( driver)? error: out of memory|Triton Error \[(CUDA|HIP)\].*out of memory")
 
 
@@ -86,11 +86,11 @@ def _described(block: str, error: Exception, machine: Machine | None) -> Failure
     for described in errors:
         if isinstance(described, DescribedError):
             return Failure(block, described.reason, described.cure, described.may_pass)
-    # Without a row in the table: what the backend raised, without PyTorch's wrapping.
+    # For an error without a row in the table: what the backend raised, without PyTorch's wrapping.
     unwrapped = next(e for e in errors if not isinstance(getattr(e, "inner_exception", None), BaseException))
     diagnosed, reason, cure = diagnose(errors) or (None, sentence(unwrapped), OTHERWISE)
-    # An error of the system may pass, unless it has led to, or is, what the table has a cure for: "cl is not found" comes from
-    # a FileNotFoundError.
+    # An error of the system may pass, unless it is, or has caused, the error that the table has a cure for: "cl is not found"
+    # comes from a FileNotFoundError.
     unexplained = errors[: [*map(id, errors)].index(id(diagnosed))] if diagnosed is not None else errors
     may_pass = any(isinstance(e, OSError | EOFError) for e in unexplained)
     may_pass = may_pass or any(re.search(MAY_PASS, text_of(e)) for e in errors)

@@ -53,7 +53,7 @@ class Machine:
 
     @property
     def traits(self) -> set[str]:
-        """The words that keys of cures may have; "2.13" stands for PyTorch 2.13 and newer."""
+        """The words in keys of cures that are true of this machine; "2.13" means PyTorch 2.13 or newer."""
         wanted = table.TRITON_FOR.get(self.pytorch)
         flags = {"unknown": wanted is None, "misfit": wanted not in (None, self.triton)}
         flags["spaced"] = not self.missing and re.search(r"[\s'\"]", self.folder + self.cache) is not None
@@ -85,7 +85,7 @@ class Gpu:
 
     @classmethod
     def this(cls) -> Gpu | None:
-        """The first GPU that PyTorch sees and Triton is for."""
+        """The first GPU that PyTorch sees, if it is of a kind that Triton compiles for."""
         if torch.cuda.is_available():
             capability = None if torch.version.hip else torch.cuda.get_device_capability()
             return cls(torch.cuda.get_device_name(), capability, _has_code(capability), _driver())
@@ -93,7 +93,7 @@ class Gpu:
 
 
 def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None] | None = None) -> tuple[str, list[str]]:
-    """What this machine has, in a line, and the cures of what it lacks; without a GPU models run on the CPU and need C++."""
+    """What this machine has, in a line, and cures for what it lacks. Without a GPU, models run on the CPU and need C++."""
     if compilers is None:
         compilers = {"C": _on_path("CC", "gcc", "clang", "cc"), "C++": _on_path("CXX", "g++", "clang++", "cl")}
     triton = f"Triton {_dotted(machine.triton)}" if machine.triton else "no Triton"
@@ -123,7 +123,7 @@ def preflight(machine: Machine, gpu: Gpu | None, compilers: dict[str, str | None
 
 
 def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
-    """`preflight` of this machine, where models run on the GPU or not; where Triton does not load, why, and where no GPU is."""
+    """`preflight` of this machine, and cures if Triton does not load or there is no GPU; `on_gpu`: models run on the GPU."""
     machine, gpu = Machine.this(), Gpu.this() if on_gpu else None
     has, lacks = preflight(machine, gpu)
     if gpu is not None and machine.triton is not None:
@@ -138,7 +138,7 @@ def preflight_here(on_gpu: bool = True) -> tuple[str, list[str]]:
 
 
 def _driver() -> str:
-    """The version of NVIDIA's driver, or nothing: PyTorch knows only that of CUDA."""
+    """The version of NVIDIA's driver, or an empty string. PyTorch knows only the version of CUDA."""
     asked = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(asked, capture_output=True, text=True, timeout=10).stdout.strip().partition("\n")[0]

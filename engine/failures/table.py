@@ -3,7 +3,7 @@
 Errors are matched by their text: one class (CalledProcessError, ImportError) stands for many causes, and PyTorch's wrapping
 keeps the text. tests/engine/failures/test_toolchain.py has the texts as users reported them, with their sources.
 
-A cure is a text, or texts by key, from which `Machine.cure` takes the first whose key ("NVIDIA 2.13") has only words that are
+A cure is a text, or several texts by key. `Machine.cure` takes the first text whose key ("NVIDIA 2.13") has only words that are
 among `Machine.traits`, and fills in its {names}.
 """
 
@@ -38,14 +38,14 @@ MISFIT = {
     "": "Reinstall Triton: {install}",
 }
 NO_TRITON = {"no-triton": "Install Triton: {install}", **MISFIT}
-# All that compilers need is there: what is not found is a piece of a path.
+# If a file is not found although all that compilers need is there, the name of that file is a piece of a path.
 _SPACED = (
     "PyTorch passes paths to the C++ compiler unquoted: move ComfyUI and its Python to folders without spaces and quotes in "
     "their paths (now {folder}; C++ is compiled in {cache}), and set the variable TMPDIR (Windows: TEMP) to one."
 )
 PYTHON_FILES = {
     "spaced": _SPACED,
-    # The file that triton-windows' own guide names; other patch versions of the same Python do.
+    # The file that triton-windows' own guide names; it serves all patch versions of the same Python.
     "Windows": "Python's folders include and libs are missing, as in the portable ComfyUI: download "
     "python_{python}..._include_libs.zip from https://github.com/woct0rdho/triton-windows/releases/tag/v3.0.0-windows.post1 "
     "(or take an installed Python {python}) and copy both folders to {folder} (libs is not Lib).",
@@ -112,7 +112,7 @@ _LONG_PATH = (
 )
 # One of inductor's templates holds a character that is not in every encoding (pytorch#189342).
 _UTF8 = "PyTorch reads its own files in the encoding of this system: set the variable PYTHONUTF8=1 before ComfyUI starts."
-# PyTorch before 2.15 needs it as it imports inductor; at the second try the half of it that is there says the latter.
+# PyTorch before 2.15 needs the name to import inductor; a second import of the half-imported one says "already registered".
 _NAMELESS = "This user has no name, as in a container: set the variable USER before ComfyUI starts (docker run -e USER=me)."
 _LANGUAGE = "The C++ compiler must speak English: add that language pack in the Visual Studio Installer."
 _OLD_GPU = "This GPU is too old for Triton (compute capability 7.0 is needed); use backend aot_eager or none."
@@ -124,7 +124,7 @@ _GRAPH_BREAK = "The block has code that PyTorch cannot trace; set fullgraph to f
 OTHERWISE = "Try backend aot_eager or mode default; leave the block out with only_blocks if the error stays."
 
 _FILE = r"(Python\.h|pyconfig\.h|python3\d*\.lib)"
-# What docs/troubleshooting.md names the error by; a pattern of "Class: text"; the cure. The most specific first.
+# For each error: its name in docs/troubleshooting.md; a pattern of "Class: text"; the cure. The most specific pattern first.
 TROUBLES: tuple[tuple[str, str, Cure], ...] = (
     ("fp8e4nv", r"fp8e4nv [^\n]*not supported", _FP8),
     ("Python.h", rf"{_FILE}\W{{1,4}}(No such file|(file )?not found)|LNK1104[^\n]*{_FILE}", PYTHON_FILES),
@@ -174,7 +174,7 @@ def diagnose(errors: Iterable[BaseException]) -> tuple[BaseException, str, Cure]
 
 
 def message_of(error: BaseException) -> str:
-    """The text of an error; one of another pack's classes may fail to write it."""
+    """The text of an error; empty if it cannot be written, as with some classes of other packs."""
     try:
         return str(error).strip()
     except Exception:
@@ -191,7 +191,7 @@ def text_of(error: BaseException) -> str:
 
 
 def sentence(error: BaseException, start: int = 0) -> str:
-    """The line of the error's text that begins at `start`; of a long command its first and last words."""
+    """The line of the error's text that begins at `start`; of a long line its beginning and its end."""
     name, line = type(error).__name__, text_of(error)[start:].partition("\n")[0].strip()
     line = line if line.startswith(f"{name}:") else f"{name}: {line}"
     line = line if len(line) <= 240 else f"{line[:160]} ... {line[-60:]}"

@@ -1,8 +1,8 @@
 """Lower a graph with PyTorch's inductor, with decompositions of the host's kernels.
 
-Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. Where
-the kernel only saves what fusion saves, the same in plain PyTorch is faster: the norm and the rotary embedding of queries and
-keys become one kernel (docs/measurements.md, where the time goes).
+Inductor cannot fuse a hand-written kernel with its neighbours, so that input and output of the kernel go through memory. If
+the kernel saves no more than fusion does, the same in plain PyTorch is faster: inductor makes one kernel of the norm and the
+rotary embedding of queries and keys (docs/measurements.md, where the time goes).
 """
 
 import functools
@@ -23,7 +23,7 @@ REPLACEMENTS: dict[Any, Callable] = {}
 
 
 def inductor(graph: fx.GraphModule, example_inputs: Sequence, *, options: dict | None = None) -> Callable:
-    """A backend of torch.compile: inductor with `options`; on CUDA with REPLACEMENTS, and rounded as eager."""
+    """A backend of torch.compile: inductor with `options`; on NVIDIA's GPUs with REPLACEMENTS, and with eager's rounding."""
     if private.compile_fx is None:
         private.NAMES["compile_fx"].find()  # raises the error of the import, for which there may be a cure
     options = {**(_as_eager_rounds() if _has_replacements(example_inputs) else {}), **(options or {})}
@@ -37,8 +37,8 @@ def _has_replacements(inputs: Sequence) -> bool:
 
 
 def replacements(inputs: Sequence) -> AbstractContextManager:
-    """Have inductor replace operators as `REPLACEMENTS` says, where it does. An artefact is to be serialised inside as well:
-    from PyTorch 2.15 on it names the function that gives the table."""
+    """A context in which inductor replaces the operators in `REPLACEMENTS`. Serialise artefacts within the context too:
+    from PyTorch 2.15 on, an artefact names the function that gives the table."""
     return _table_scope.applied(table=_table_with_replacements) if _has_replacements(inputs) else nullcontext()
 
 
@@ -49,10 +49,10 @@ def _table_with_replacements() -> dict:
     return table | {**REPLACEMENTS, aten.gelu.default: functools.partial(_gelu, exact)}
 
 
-# PyTorch's key of a graph has the name of the function that gives the table, so it must be that of PyTorch's function.
+# PyTorch's cache key of a graph contains the name of the function that gives the table, so ours takes the name of PyTorch's.
 _module, _, _name = private.NAMES["decomp_table_in_use"].path.partition(":")
 _table_with_replacements.__module__, _table_with_replacements.__qualname__ = _module, _name
-# As an argument the table itself would be part of that key from 2.15 on, and no graph would be kept on disk.
+# If the table were passed as an argument, it would be part of that key from 2.15 on, and no graph would be kept on disk.
 _table_scope = SharedScope({"table": private.switch("decomp_table_in_use", late=True)})
 
 

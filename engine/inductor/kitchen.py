@@ -1,9 +1,9 @@
 """comfy-kitchen's matrix products as operators while blocks are traced and lowered.
 
-Most of comfy-kitchen's functions are operators of PyTorch. Its products of 4-bit weights (ConvRot W4A4, W4A8) and newer ones
-(`fp16_linear`) are Python that ends in a kernel, or reads a matrix that was made before: PyTorch can look into neither, and the
-block would run uncompiled. They ask comfy-kitchen's registry for the implementation that fits the arguments; while a graph is
-made, the registry gives an operator, which asks it again when it runs.
+Most of comfy-kitchen's functions are operators of PyTorch. Its products with 4-bit weights (ConvRot W4A4, W4A8) and newer ones
+(`fp16_linear`) are Python code that ends in a kernel, or reads a matrix that was made before: PyTorch can trace neither, and
+the block would run uncompiled. These products ask comfy-kitchen's registry for the implementation that fits the arguments.
+While a graph is made, the registry returns an operator; when the operator runs, it asks the registry again.
 """
 
 import inspect
@@ -24,14 +24,14 @@ try:
 except (ImportError, AttributeError):  # ComfyUI before it had quantised formats, or another comfy-kitchen: no operators
     registry = None
 
-# What the weight is called, whose rows are the output's channels.
+# Names of the argument that is the weight. The weight's rows are the output's channels.
 _WEIGHTS = ("weight", "qweight", "qdata")
 _operators: dict[str, Callable] = {}
 _scope = SharedScope({"choose": attribute(BackendRegistry, "get_implementation")} if registry else {})
 
 
 def _operator(name: str) -> Callable[..., torch.Tensor] | None:
-    """An operator with the arguments of comfy-kitchen's own Python version of the product; None: it is no such product."""
+    """An operator with the arguments of comfy-kitchen's own Python version of the product; None if there is no such product."""
     plain = getattr(eager, name)
     try:
         schema = torch.library.infer_schema(plain, mutates_args=())
@@ -65,7 +65,7 @@ def _is_fake(x: torch.Tensor | None) -> bool:
 
 
 def products_as_operators() -> AbstractContextManager:
-    """A context in which graphs are made with operators for these products, and run: Dynamo guards the method that it read."""
+    """A context to make graphs in, with operators for these products, and to run them: Dynamo guards the registry's method."""
     # Another pack's replacement of the method stays in charge.
     if registry is None or BackendRegistry.get_implementation not in (_choose, _get_implementation):
         return nullcontext()

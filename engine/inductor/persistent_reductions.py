@@ -10,14 +10,14 @@ from contextlib import AbstractContextManager, nullcontext
 from ..torch_compat import private
 from ..torch_settings import is_nvidia
 
-# Elements of a row: at 8 warps 32 a thread.
+# The most elements of a row: with 8 warps, 32 per thread.
 MOST = 8192
 _TILED = "torch_compile_kit_tiled"
 _STRICT = "strict_reduction_rblock", "strict_sum_rblock"  # the name since PyTorch 2.15, and that of 2.14
 
 
 def in_one_pass() -> AbstractContextManager:
-    """While it lasts, this thread's inductor makes such kernels, unless another pack has set a handler of choices."""
+    """A context in which this thread's inductor makes such kernels, unless another pack has set a handler of choices."""
     if None in (private.InductorChoices, private.ReductionHint, private.V, private.inductor_config):
         return nullcontext()
     chosen = private.V.choices
@@ -33,7 +33,7 @@ def _choices() -> object:
         def should_use_persistent_reduction(features, cooperative_reduction: bool, *rest: object) -> bool:
             if private.InductorChoices.should_use_persistent_reduction(features, cooperative_reduction, *rest):
                 return True
-            # Tiled ones have no block sizes for long rows; strict ones have theirs for their rounding.
+            # Tiled reductions have no block sizes for long rows; strict ones have block sizes that their rounding depends on.
             is_strict = any(getattr(features, name, lambda: None)() is not None for name in _STRICT)
             if (
                 is_strict

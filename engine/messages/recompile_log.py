@@ -31,7 +31,7 @@ class CallInfo:
     layers: tuple[str, ...] = ()  # names of functions that run in place of layers
 
     def size(self) -> str:
-        """The size as a line of extra_sizes, which has none for sound."""
+        """The size as a line of extra_sizes; `latent_image` for sound, which has no such line."""
         frames = f"x{self.length}" if self.length > 1 else ""
         size = f"{self.width}x{self.height}{frames}" if self.width else "latent_image"
         return f"{size} batch {self.batch}" if self.batch > 1 else size
@@ -43,17 +43,17 @@ class Watch:
 
     compiled_for: dict[tuple, list[CallInfo]] = field(default_factory=dict)  # by `CompileSettings.settings_key`
     warmed: set[tuple] = field(default_factory=set)  # the settings under which a warmup has run
-    # The last calls that compiled outside of a warmup, each with its sentence, but for those that a warmup has made since.
+    # The last calls that compiled outside of a warmup, each with its sentence; without calls that a warmup has made since.
     outside_warmup: list[tuple[CallInfo, str]] = field(default_factory=list)
     sizes: dict[Hashable, str] = field(default_factory=dict)  # labels of compiled calls, by the shape of their input
     limits: Sequence[str] = ()  # what limited the model in its last benchmark (host/nodes/limits.py), a line each
     left: list | None = None  # why the model is left as it is (host/model/wrapper.py), see `words.told`
     foreign: str | None = None  # the pack whose code keeps CUDA graphs off (host/graphs/replay.py)
-    # In about how many runs of the sampler compiling begins, and the name by which the page can begin it now
+    # After about how many runs of the sampler compiling begins, and the name by which the page can start it now
     # (host/model/payback.py).
     put_off: Callable[[], tuple[int, str] | None] = lambda: None
-    saved: float | None = None  # share of a step; None: as `gained`
-    gained: float | None = None  # seconds; None: at no size have uncompiled steps run as well
+    saved: float | None = None  # share of a step's time; None where `gained` is, or too few steps
+    gained: float | None = None  # seconds; None: too few uncompiled steps have run to compare with
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 
     def added(self, settings: tuple, now: CompileStats) -> CompileStats:
@@ -129,7 +129,7 @@ def is_warming() -> bool:
 def report_compilation(
     model: nn.Module, name: str, info: CallInfo, added: CompileStats, settings: CompileSettings, node: str | None = None
 ) -> None:
-    """After a call of a model that compiled, or is part of a warmup: tell the log and the page what a warmup lacks.
+    """Tell the log and the page what a warmup lacks, after a call that compiled or is part of a warmup.
 
     Args:
         node: id of the node that compiles the model.
@@ -151,7 +151,7 @@ def cause(before: CallInfo, now: CallInfo, dynamic: str, warmed: bool, guard: st
 
     Args:
         before: the call nearest to `now` among those that had been compiled for.
-        guard: PyTorch's own words; told only where `before` equals `now`.
+        guard: the failed guard in PyTorch's words; told only if `before` equals `now`.
     """
     for what, cure, other_cure, size in _differences(before, now, dynamic):
         if warmed:

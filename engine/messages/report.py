@@ -158,7 +158,7 @@ def _model_json(model: nn.Module, groups: list[BlockGroup]) -> dict:
 
 
 def _by_class(plan: BlockPlan, parts: Counter[str], groups: Iterable[BlockGroup]) -> list[tuple[str, int, int, bool]]:
-    """Classes of blocks, and of the parts inside them that are compiled in their place: name, how many, their graphs, which."""
+    """Classes of blocks, and of parts that are compiled in their place: name, how many, their graphs, whether it is a part."""
     graphs: Counter[str] = Counter()
     for group in groups:
         graphs[group.class_name] += group.stats.graphs

@@ -20,9 +20,9 @@ from .words import COMPILED_ELSEWHERE, told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
-# Inputs of which steps are kept: each length of a prompt is another.
+# For how many inputs steps are kept: each length of a prompt is another input.
 MOST_INPUTS = 32
-# Pages that get one node's line: scripts may queue each prompt under another client_id.
+# The most pages that get one node's line: scripts may queue each prompt under another client_id.
 MOST_OWNERS = 8
 MOST_LINES = 200
 # Share by which two medians of equal work may differ.
@@ -35,7 +35,7 @@ class News(NamedTuple):
     state: str = ""  # compiling, ready, faster, unclear, slower or failed; empty: there is no line
     says: list | tuple = ()  # of `words.told`, or several of these
     seconds: int | None = None  # that compiling has taken so far; the page goes on counting
-    begins: str | None = None  # what the page sends to have compiling begin now; None: it does, or did
+    begins: str | None = None  # what the page sends to start compiling now; None: compiling has begun, or ended
 
 
 BEGINS_NEXT = News("unclear", told("beginsNext"))
@@ -51,7 +51,7 @@ class Steps:
     """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
 
     Args:
-        is_fast: the last step was.
+        is_fast: whether the last step was one of `fast`.
     """
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
@@ -68,7 +68,7 @@ class Steps:
                 watch.saved = 1 - statistics.median(self.fast) / before
 
     def compared(self) -> tuple[str, list]:
-        """The state of the line, and compiled steps beside uncompiled ones; empty where too few have run.
+        """The state of the line, and a comparison of fast steps with uncompiled ones; empty if too few have run.
 
         While the middle halves of both overlap, neither is called faster: other programs may have used the GPU.
         """
@@ -87,7 +87,7 @@ class Steps:
 
 
 class Line:
-    """A line of text that the page shows on a node, by the node's id in the workflow; None: shown nowhere."""
+    """A line of text that the page shows on a node. `node`: its id in the workflow; None: the line is shown nowhere."""
 
     _told: News | None = None  # what the pages were told last; None: nothing in this run
 
@@ -122,12 +122,12 @@ class Line:
                 _send(owner, self.node, news)
 
     def tell_begun(self, begins: str) -> None:
-        """After the user had compiling begin; ComfyUI may have freed the model."""
+        """Say that compiling begins next, after the user has started it; ComfyUI may have freed the model."""
         if (told := self._told) is not None and told.begins == begins:
             self.tell(BEGINS_NEXT)
 
     def _register(self) -> None:
-        """Make the owner of the prompt that runs the last of this line's owners, and drop the first beyond MOST_OWNERS."""
+        """Add the running prompt's owner as the last owner of this line, and drop the first owners beyond MOST_OWNERS."""
         if self.node is not None:
             key = owner_now(), self.node
             lines.pop(key, None)  # newest last
@@ -144,7 +144,7 @@ class Line:
 class Status(Line):
     """The line of a node that compiles a model: whether the model is being compiled, and how long a step takes.
 
-    The thread that compiles tells it too, and may change any attribute between two reads.
+    The thread that compiles calls `tell` too, and may change any attribute between two reads.
     """
 
     def __init__(self, node: str, settings: CompileSettings):
@@ -169,12 +169,12 @@ class Status(Line):
         self._step = self._told = self.left = None
 
     def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
-        """Note the begin of a call of the model.
+        """Note that a call of the model begins.
 
         Args:
             step: the same object for all calls of one step.
-            inputs: shapes of what the call gets; steps are compared if all their calls get the same, or those that ran
-                compiled larger numbers.
+            inputs: shapes of the call's inputs; steps are compared if all their calls have the same shapes, or the compiled
+                ones larger shapes.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
@@ -270,8 +270,8 @@ class Status(Line):
         return News(state, says if len(says) > 1 else says[0], begins=name) if says else News()
 
     def _compared(self) -> tuple[str, list]:
-        """As `Steps.compared`; where too few steps of the same inputs ran uncompiled, beside those of a shorter prompt: these
-        compute less, so that only `faster` can be told."""
+        """As `Steps.compared`. If too few steps of the same inputs ran uncompiled, compare with uncompiled steps of a shorter
+        prompt: these compute less, so only `faster` can be told."""
         steps = self._steps.get(self._last, Steps())
         for inputs, others in list(self._steps.items())[::-1]:
             if len(steps.uncompiled) < FEWEST and _is_at_most(inputs, self._last):
@@ -282,7 +282,7 @@ class Status(Line):
 
 
 def _is_at_most(inputs: Any, others: Any) -> bool:
-    """Whether the inputs of a step differ from others in smaller numbers at most."""
+    """Whether `inputs` are `others`, but for numbers that are smaller."""
     if isinstance(inputs, tuple) and isinstance(others, tuple):
         return len(inputs) == len(others) and all(map(_is_at_most, inputs, others))
     return inputs == others or (type(inputs) is type(others) is int and inputs <= others)
@@ -300,14 +300,14 @@ def _send(owner: Owner, node: str | None, news: News) -> None:
 
 
 def forget_line(node: str | None) -> None:
-    """A node of the prompt that runs has nothing to say any more."""
+    """Remove the line of a node in the prompt that runs."""
     if node is not None:
         lines.pop((owner_now(), node), None)
         _send(owner_now(), node, News())
 
 
 def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str, News]:
-    """The lines by node, of two the newer; None: those of all clients, of all workflows."""
+    """The lines by node, of two on a node the newer; None: the lines of all clients, or of all workflows."""
     of_page = [
         (node, line.now())
         for (owner, node), line in list(lines.items())
@@ -317,13 +317,13 @@ def lines_of(client: str | None = None, workflow: str | None = None) -> dict[str
 
 
 def tell_all() -> None:
-    """When a trace begins, and on the worker after each job."""
+    """Send all lines that have changed; called when a trace begins, and by the worker thread after each job."""
     for line in list(lines.values()):
         line.tell()
 
 
 def tell_begun(begins: str) -> None:
-    """After the user had compiling begin for the models whose lines have this as `begins`."""
+    """Update the lines, after the user has started compiling for the models whose lines have this `begins`."""
     tell_all()
     for line in list(lines.values()):
         line.tell_begun(begins)

@@ -1,6 +1,7 @@
-"""Say sentences in the language of whom they are for, from locales/LANGUAGE/report.json, or in English where there is none.
+"""Say sentences in the user's language, from locales/LANGUAGE/report.json, or in English if the text is missing there.
 
-That is the prompt that runs, whoever has queued another meanwhile, or inside `speaking` the page whose request is answered.
+The language is that of the prompt that runs, whoever has queued another meanwhile. Inside `speaking` it is that of the page
+whose request is answered.
 """
 
 import functools
@@ -15,7 +16,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "locales"
 LANGUAGES = tuple(folder.name for folder in FOLDER.iterdir())
 ENGLISH = "en"
 _spoken: ContextVar[object] = ContextVar("language", default=None)
-# Of the prompt that runs; set by the server's part (nodes/routes.py).
+# Gives the language of the prompt that runs; nodes/routes.py sets this function.
 language_of_prompt: Callable[[], object] = lambda: ENGLISH  # noqa: E731
 
 
@@ -44,7 +45,7 @@ def say_in_english(key: str, *values: object) -> str:
 
 
 def _filled(text: str, values: tuple[object, ...]) -> str:
-    return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # at once: values may hold such signs
+    return re.sub(r"%(\d)", lambda place: str(values[int(place[1]) - 1]), text)  # in one pass: values may contain %1
 
 
 def counted(number: int, noun: str) -> str:

@@ -1,9 +1,9 @@
-"""Attention with its kernel by name: which kernel PyTorch would take is decided where a graph is traced.
+"""Name the kernel of each call of attention, where a graph is traced.
 
-There the card is; the compile process has none to ask, and would be told that no kernel can run. So `kernel_for` looks
-at what PyTorch makes of each call of `scaled_dot_product_attention`, and the call goes over as one of KERNELS: what PyTorch
-does once it has decided (aten/src/ATen/native/transformers/attention.cpp). The traced function's guards on sizes hold for the
-choice, since tracing has asked PyTorch the same.
+PyTorch asks the card which kernels can run. The compile process has no card, and would be told that none can. So in the process
+that traces, `kernel_for` looks at what PyTorch makes of each call of `scaled_dot_product_attention`, and the call is sent as
+one of KERNELS: what PyTorch does once it has decided (aten/src/ATen/native/transformers/attention.cpp). The traced function's
+guards on sizes hold for the choice too, since tracing has asked PyTorch the same.
 """
 
 import functools
@@ -19,25 +19,25 @@ from torch.utils._pytree import tree_map_only
 aten = torch.ops.aten
 FUNCTIONS = {
     torch.nn.functional.scaled_dot_product_attention,
-    torch._C._nn.scaled_dot_product_attention,  # what a pack calls that has put its own in that one's place
+    torch._C._nn.scaled_dot_product_attention,  # what a pack calls that has replaced the function above
     aten.scaled_dot_product_attention.default,
 }
-# By kernel, operators that only it has.
+# For each kernel, operators that no other kernel calls.
 _OPERATORS = {
     "flash_attention": {"_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"},
     "efficient_attention": {"_scaled_dot_product_efficient_attention"},
     "cudnn_attention": {"_scaled_dot_product_cudnn_attention"},
     "math": {"_softmax", "_safe_softmax"},
 }
-# As cuDNN's kernel and the others take a mask of bools.
+# What a mask of bools adds to the scores where it is False: for cuDNN's kernel, and for the others.
 _MASKED_FOR_CUDNN, _MASKED = -65504.0, float("-inf")
-# Widths of heads for flash attention, and of rows of a mask for efficient attention, are multiples of it.
+# Flash attention needs heads, and efficient attention rows of a mask, of a width that is a multiple of this.
 _ALIGNMENT = 8
 
 
 class _OfThread(TorchDispatchMode):
-    """A mode that concerns its own thread. Of others PyTorch keeps for the process that there is one: while one thread is in
-    it, Dynamo traces nothing on any (up to 2.10), and where two overlap that may stay so."""
+    """A mode that concerns its own thread. For other modes PyTorch sets a flag of the process: while one thread is in such a
+    mode, Dynamo traces nothing on any thread (up to 2.10), and if two modes overlap, the flag may stay set."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -52,7 +52,7 @@ class _Noting(_OfThread):
         self.called: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is aten.scaled_dot_product_attention.default:  # in inference mode it comes whole
+        if func is aten.scaled_dot_product_attention.default:  # in inference mode PyTorch has not decomposed the call
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         self.called.add(func.name().removeprefix("aten::"))
@@ -74,8 +74,8 @@ def kernel_for(node: fx.Node, enabled: Sequence[SDPBackend]) -> str | None:
 
 
 class WithoutPlans(_OfThread):
-    """Calls of cuDNN's attention give zeros, but for the first on a device, which loads cuDNN. For each shape it compiles a
-    plan, a quarter of a second and more, which no other thread finds (aten/src/ATen/native/cudnn/MHA.cpp)."""
+    """A mode in which cuDNN's attention gives zeros, but for a device's first call, which loads cuDNN. For each shape cuDNN
+    compiles a plan, in a quarter of a second or more, which no other thread finds (aten/src/ATen/native/cudnn/MHA.cpp)."""
 
     _loaded: ClassVar[set[torch.device]] = set()
 
@@ -98,7 +98,7 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """With the strides that inductor expects."""
+    """Zeros with the strides of `tensor`, which inductor expects."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
 
 
@@ -109,7 +109,7 @@ def _additive(mask: torch.Tensor | None, masked: float, dtype: torch.dtype) -> t
 
 
 def _autocast(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """As autocast does with the arguments of the function that is called, but not of its kernels."""
+    """Cast as autocast casts arguments of `scaled_dot_product_attention`; it does not cast those of the kernels."""
     if tensor is None or not torch.is_autocast_enabled(tensor.device.type):
         return tensor
     is_cast = tensor.is_floating_point() and tensor.dtype is not torch.float64
@@ -122,7 +122,7 @@ def _padded(tensor: torch.Tensor, size: Any) -> torch.Tensor:
 
 
 def _as_called(kernel: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """With the arguments of `scaled_dot_product_attention`."""
+    """Give `kernel` the signature of `scaled_dot_product_attention`."""
 
     def attend(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
         query, key, value, attn_mask = map(_autocast, (query, key, value, attn_mask))

@@ -1,9 +1,9 @@
 """Make tensors on a card that is not there: they have shapes and no numbers. For prebuild.py, whose process is no server.
 
-ComfyUI runs there as it does on a server with that card, and what `stand_in` (stand_in_card.py) answers is what it asks for.
-What is made on the card becomes a fake tensor of PyTorch's, by the two operators in which all that makes tensors ends. Tensors
-on the CPU stay what they are, as samplers read their numbers. A dispatch mode would do it too, but under one Dynamo traces
-nothing.
+In that process ComfyUI runs as on a server with the card: `stand_in` (stand_in_card.py) answers what it asks of the card.
+All functions that make tensors end in two operators, which are replaced: a tensor on the card becomes a fake tensor of
+PyTorch's. Tensors on the CPU stay real, as samplers read their numbers. A dispatch mode could replace the operators too, but
+Dynamo traces nothing in a dispatch mode.
 """
 
 import collections
@@ -20,15 +20,15 @@ from . import attention, private
 from .stand_in_card import stand_in
 
 CARD = torch.device("cuda", 0)
-_aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
+_aten = torch.library.Library("aten", "IMPL")  # registrations last as long as this object
 _MEMORY = 2**50  # so that ComfyUI moves no weights
 _SIXTEEN_BITS = {torch.float16, torch.bfloat16}
-# Channels a head that kernels take at most; cuDNN's takes as many as flash attention where the card is Hopper.
+# The most channels of a head that a kernel takes; on Hopper, cuDNN's kernel takes as many as flash attention.
 _FLASH_WIDTH, _CUDNN_WIDTH, _HOPPER = 256, 128, (9, 0)
 
 
 class _NoNumbers(FakeTensorMode):
-    """Numbers of tensors on the card are unknown: who reads one gets 1, and two tensors are equal."""
+    """Numbers of tensors on the card are unknown: reading one gives 1, and comparing two tensors says that they are equal."""
 
     def dispatch(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -68,7 +68,7 @@ def begin(card: dict[str, Any]) -> _NoNumbers:
         **dict.fromkeys(("set_device", "empty_cache", "ipc_collect"), stream.nothing),
     }
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # one function is put in the place of another
+        warnings.simplefilter("ignore")  # PyTorch warns that one function replaces another
         stand_in([card], functools.partial(_fake, mode))
         for name, answer in answers.items():
             setattr(torch.cuda, name, functools.partial(answer))
@@ -86,7 +86,7 @@ def _fake(mode: FakeTensorMode, empty: Callable, size: Any, *strides: Any, dtype
 
 
 def _apply(self, fn, recurse=True):
-    """In place of `nn.Module._apply`, which swaps what is in fake parameters: it cannot while something holds them weakly."""
+    """Replaces `nn.Module._apply`, which swaps the contents of fake parameters, and cannot while weak references exist."""
     for module in self.children() if recurse else ():
         module._apply(fn)
     for name, parameter in self._parameters.items():
@@ -97,7 +97,7 @@ def _apply(self, fn, recurse=True):
 
 
 def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, number: torch.Tensor | None = None) -> torch.Tensor:
-    """A tensor on the CPU that takes no memory; `number` tells its only element."""
+    """A tensor on the CPU that takes no memory; `number` is its only element, if that is known."""
     tensor: Any = FakeTensor(mode, torch.empty(shape, dtype=dtype, device="meta"), torch.device("cpu"))
     if number is not None:
         tensor.number = number
@@ -105,7 +105,7 @@ def weight(mode: FakeTensorMode, shape: Sequence[int], dtype: torch.dtype, numbe
 
 
 def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=None, enable_gqa=False):
-    """By the kernel that PyTorch would take, for which it asks the card."""
+    """Attention by the kernel that PyTorch would choose by asking the card."""
     args, named = (q, k, v, attn_mask, dropout_p, is_causal), {"scale": scale, "enable_gqa": enable_gqa}
     for backend in private.sdpa_backends(with_priority=True) if q.is_cuda else ():
         name = backend.name.lower().removesuffix("_attention")
@@ -117,12 +117,13 @@ def _attend(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, *, scale=No
 
 
 def can_run(kernel: str, q, k, v, mask, is_grouped: bool = False) -> bool:
-    """As PyTorch decides it (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), for what models ask of attention."""
+    """Whether PyTorch would run the kernel (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp), for calls as models make."""
     width, is_short = q.shape[-1], q.dtype in _SIXTEEN_BITS
     is_alike = len({t.shape[-1] for t in (q, k, v)}) == len({t.dtype for t in (q, k, v)}) == 1
     if q.dim() != 4 or not is_alike or any(t.stride(-1) != 1 for t in (q, k, v)):
         return False
-    # A guard of a trace, as there: else prompt and image would have a batch each, and code another name.
+    # A trace guards on this comparison, as on PyTorch's own: without the guard, prompt and image would have a symbol each for
+    # their batch, and the code another name.
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         return False
     if kernel == "flash":

@@ -1,8 +1,8 @@
 """Look up PyTorch's private names at their first use, and warn what a missing one costs.
 
 A new version of PyTorch may rename any of them, so no other package names one. `private.counters` is the object of that name in
-`NAMES`, or its `instead`. If a name without a `without` is missing, nothing is compiled (`unsupported`); one that only the
-compile process needs raises `MissingName`, and the graph is lowered in the call that traced it.
+`NAMES`, or its `instead`. If a name whose `without` is None is missing, nothing is compiled (`unsupported`). A missing name
+that only the compile process needs raises `MissingName`, and the graph is lowered in the call that traced it.
 """
 
 import functools
@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 logger = logging.getLogger("torch-compile-kit")
-# The versions of PyTorch with which the tests have passed, oldest first: those in the table of docs/compatibility.md; with
-# what goes with each in devtools/venvs.py (`TORCH`).
+# The versions of PyTorch with which the tests have passed, oldest first: those in the table of docs/compatibility.md.
+# devtools/venvs.py (`TORCH`) says what goes with each.
 TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 # Versions with which captures from memory of cudaMallocAsync work (tests/captures_async.py). A capture that fails can end the
 # process, so other versions run without CUDA graphs.
 CAPTURES_ASYNC = {"2.11", "2.15"}
-# Where `mark_static` keeps the dimensions on a tensor (torch/_dynamo/decorators.py), and from 2.13 on that there are marks.
+# Attributes that `mark_static` sets on a tensor (torch/_dynamo/decorators.py): the dimensions, and from 2.13 on, a flag.
 STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
 
 
@@ -34,7 +34,7 @@ class NeverRaised(Exception):
 
 
 class MissingName(Exception):
-    """Say which name is missing, without which graphs are lowered in the call that traced them."""
+    """A name is missing that the compile process needs: graphs are lowered in the call that traced them."""
 
 
 def _nothing(*_args: object, **_kwargs: object) -> None: ...
@@ -42,7 +42,7 @@ def _nothing(*_args: object, **_kwargs: object) -> None: ...
 
 @dataclass(frozen=True)
 class PrivateName:
-    """The `path` is `module:attribute.attribute`, or a module; `without` says what is off without it (None: compiling)."""
+    """`path` is `module:attribute.attribute`, or a module; `without`: what is off if the name is missing (None: compiling)."""
 
     path: str
     without: str | None = None
@@ -177,7 +177,7 @@ def _find(entry: PrivateName) -> Any:
 
 
 def is_imported(name: str, attribute: str = "") -> bool:
-    """Whether PyTorch has imported the module of a name, at least as far as the name, or as an attribute of that module."""
+    """Whether the module of a name is imported, at least as far as the name or, if the name is a module, `attribute` in it."""
     module, _, path = NAMES[name].path.partition(":")
     first = path.partition(".")[0] or attribute
     return module in sys.modules and (not first or hasattr(sys.modules[module], first))
@@ -205,7 +205,7 @@ def switched_off() -> str | None:
 
 
 def switch(name: str, late: bool = False) -> tuple[Callable[[], Any], Callable[[Any], None]]:
-    """(read, write) of a function of PyTorch; None if it is missing or, with `late`, its module is not imported yet."""
+    """(read, write) for a name; `read` gives None if it is missing or, with `late`, while its module is not imported."""
     module, _, path = NAMES[name].path.partition(":")
     owners, _, attribute = path.rpartition(".")
 

@@ -1,8 +1,8 @@
 """Stand in for graphics cards in a process that must not touch them: the compile process lowers for cards that are described.
 
-It then makes no CUDA context, which would take some 600 MiB of the card's memory, and needs neither a card nor a driver: the
-cards are hidden from it (`CUDA_VISIBLE_DEVICES`), and what lowering asks a driver is answered here, from `describe`, which runs
-where the cards are. Nothing can be launched, so nothing can be measured. Constants are folded on the CPU.
+So that process makes no CUDA context, which would take some 600 MiB of the card's memory, and needs neither a card nor a
+driver: `CUDA_VISIBLE_DEVICES` hides the cards, and this module answers what lowering asks a driver. The answers come from
+`describe`, which runs where the cards are. Nothing can be launched, so nothing is measured. Constants are folded on the CPU.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch._subclasses import FakeTensorMode
 
-# In a cubin: the section on all kernels, the attribute with registers a thread, and the form of attributes with a payload
+# In a cubin: the section on all kernels, the attribute with registers per thread, and the form of attributes with a payload
 # (docs.nvidia.com/cuda/cuda-binary-utilities; seen with `cuobjdump -elf`: EIATTR_REGCOUNT, EIFMT_SVAL).
 _INFO, _REGISTERS, _WITH_PAYLOAD = b".nv.info", 0x2F, 4
 
@@ -37,8 +37,8 @@ def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | No
     """Answer for these cards until the process ends. To be called before inductor is imported.
 
     Args:
-        cards: of `describe`.
-        make: makes a tensor on a card by a function of PyTorch's; without it there are constants alone, on the CPU.
+        cards: the result of `describe`.
+        make: makes a tensor on a card, given a function of PyTorch's; None: only constants are made, on the CPU.
     """
     properties = [SimpleNamespace(**card) for card in cards]
 
@@ -76,26 +76,26 @@ def stand_in(cards: list[dict[str, Any]], make: Callable[..., torch.Tensor] | No
             "_cuda_getCurrentRawStream": first,
             "_accelerator_getDeviceIndex": first,
         },
-        # Of an accelerator Dynamo would ask the current stream.
+        # If there were an accelerator, Dynamo would ask for its current stream.
         torch.accelerator: {"is_available": lambda: False, "current_accelerator": nothing, "current_device_index": first},
     }
-    # As PyTorch itself does where it sees no card, so that entering the device of a fake tensor does nothing.
+    # PyTorch itself sets this where it sees no card: entering the device of a fake tensor then does nothing.
     FakeTensorMode.avoid_device_init = property(lambda _mode: True)
     for owner, functions in answers.items():
         for name, function in functions.items():
-            setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each, so they must differ
-    # All that makes tensors ends in these two. Folding looks at the values of constants, not at where they are.
+            setattr(owner, name, functools.partial(function))  # Dynamo has a rule for each function: they must differ
+    # All functions that make tensors end in these two. Folding looks at the values of constants, not at their devices.
     for name, empty in {"empty.memory_format": torch.empty, "empty_strided": torch.empty_strided}.items():
         _aten.impl(name, functools.partial(make or _constant, empty), "CUDA")
     _stand_in_for_compiler(of)
 
 
-_aten = torch.library.Library("aten", "IMPL")  # what is registered holds as long as this
+_aten = torch.library.Library("aten", "IMPL")  # registrations last as long as this object
 _NO_CARD = "there is no card here"
 
 
 def _constant(empty: Any, size: Any, *strides: Any, **kwargs: Any) -> torch.Tensor:
-    if math.prod(size) != 1:  # inductor folds what is one number all over; others are to run kernels on
+    if math.prod(size) != 1:  # inductor folds constants of one value; kernels would run on other tensors
         raise RuntimeError(_NO_CARD)
     return empty(size, *strides, **{name: value for name, value in kwargs.items() if name not in ("device", "pin_memory")})
 
@@ -137,14 +137,14 @@ def _stand_in_for_compiler(of: Any) -> None:
         def get_benchmarker(self) -> Any:
             raise RuntimeError(_NO_CARD)
 
-    inductor_config.shape_padding = False  # whether it pays is measured, for each product
+    inductor_config.shape_padding = False  # inductor measures for each product whether padding pays
     backends["nvidia"] = replace(backends["nvidia"], driver=Card)
     CachingAutotuner._make_launchers = _note_registers
 
 
 def _note_registers(autotuner: Any) -> None:
-    """In place of `CachingAutotuner._make_launchers`, which loads kernels onto the card. Inductor asks a loaded kernel for its
-    registers, whether another with smaller blocks would run faster."""
+    """Replaces `CachingAutotuner._make_launchers`, which loads kernels onto the card. Inductor reads the number of registers
+    from a loaded kernel, to tell whether a kernel with smaller blocks would run faster."""
     for result in autotuner.compile_results:
         kernel = result.kernel
         if getattr(kernel, "n_regs", None) is None:
@@ -161,9 +161,9 @@ def _cubin_of(kernel: Any) -> bytes:
 
 
 def registers(cubin: bytes) -> int | None:
-    """Registers a thread, of the kernel in a cubin, a file of ELF's; None if it does not tell."""
+    """Registers per thread of the kernel in a cubin (an ELF file); None if the file does not tell."""
     (table,), (size, count, names) = struct.unpack_from("<Q", cubin, 40), struct.unpack_from("<HHH", cubin, 58)
-    # Of each section: where its name is among the names, where it begins, and its size.
+    # For each section: the offset of its name in the section of names, its own offset, and its size.
     sections = [struct.unpack_from("<I20xQQ", cubin, table + i * size) for i in range(count)]
     for name, begin, length in sections:
         at = sections[names][1] + name

@@ -12,17 +12,17 @@ from torch import nn
 
 from ..ownership import contents_of
 
-# Functions among a block's arguments that close over an object which changes, such as a cache. Qwen-Image 2.1 passes each block
-# its attention as a closure; in the first step that closure puts keys and values of the text into a cache, under the block's
-# number. Compiled, each block would need a graph. That step runs once, on the tokens of the text alone, and stays eager.
+# The types of functions that may hold an object which changes, such as a cache. Qwen-Image 2.1 passes each block its attention
+# as a closure; in the first step the closure puts keys and values of the text into a cache, under the block's number. Compiled,
+# each block would need a graph of its own. That step runs once, on the tokens of the text alone, and stays eager.
 _FUNCTION = types.FunctionType | types.MethodType | functools.partial
 _SEQUENCE = list | tuple | set | frozenset
-# Guards see what the block reads of these.
+# Not searched, since guards cover what the block reads of these.
 _PLAIN = torch.Tensor | nn.Module | Mapping | type | types.ModuleType
 _LIBRARIES = {"torch", *sys.stdlib_module_names}
 _STORES = {"STORE_ATTR", "STORE_SUBSCR", "STORE_SLICE", "DELETE_ATTR", "DELETE_SUBSCR"}
 _CHANGERS = {"append", "appendleft", "extend", "insert", "update", "setdefault", "add", "pop", "popitem", "remove", "clear"}
-# Python calls other methods of this form, and objects that never change have them as well (frozen dataclasses).
+# Special methods that are looked at. Python itself calls the others, which unchanging objects have too (frozen dataclasses).
 _SPECIAL = {"__call__", "__setitem__", "__delitem__"}
 
 _changing: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()

@@ -1,4 +1,4 @@
-"""Find the code that modules run: of their methods, and of the functions that these name, in Python modules or on modules."""
+"""Find the code that an `nn.Module` runs: its methods, and functions that these name, in Python modules or on `nn.Module`s."""
 
 import functools
 import itertools
@@ -19,11 +19,11 @@ DEPTH = 4
 class NamedFunctions:
     """The functions that code names in Python modules, at one time; keeps none of them alive.
 
-    Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options. What a
-    `SharedScope` has put in the place of a function counts as that function.
+    Other nodes exchange such functions (`comfy.ldm.flux.layers.attention`) for functions that read more of the options. If a
+    `SharedScope` has replaced a function, the replacement counts as that function.
 
     Args:
-        codes: of `codes_of`.
+        codes: the result of `codes_of`.
     """
 
     def __init__(self, codes: Mapping[types.CodeType, dict]):
@@ -36,7 +36,7 @@ class NamedFunctions:
         self._originals = self._last_seen = SameObjects(map(original, self._now()))
 
     def are_current(self) -> bool:
-        """Whether none was exchanged since."""
+        """Whether no function was exchanged since this object was made."""
         try:
             now = self._now()
         except KeyError:  # a name is gone
@@ -53,7 +53,7 @@ class NamedFunctions:
 
 
 def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeType, dict]:
-    """The code of `modules`, which are in `block`, and of the functions it names; each with its globals."""
+    """The code of `modules`, which are in `block`, and of the functions that this code names; each with its globals."""
     seen: dict[types.CodeType, dict] = {}
     modules = list(modules)
     functions = [*_forwards_given_to(module for module in modules if module is not block)]
@@ -62,10 +62,10 @@ def codes_of(block: nn.Module, modules: Iterable[nn.Module]) -> dict[types.CodeT
             if base.__module__.partition(".")[0] not in ("torch", "builtins", "typing"):
                 members = {name: getattr(member, "__func__", member) for name, member in vars(base).items()}
                 members = {name: noted_for(member) or member for name, member in members.items()}
-                if issubclass(type(block), base):  # what is around its forward runs outside of its graphs (`BlockGroup`)
+                if issubclass(type(block), base):  # what wraps its forward runs outside of its graphs (`BlockGroup`)
                     members["forward"] = forward_inside(base)
                 functions += (member for member in members.values() if isinstance(member, types.FunctionType))
-    # Only what the code names: a trainer keeps there, unnamed, the forward that it has replaced.
+    # Only attributes that the code names: in one that no code names, a trainer keeps the forward that it has replaced.
     attributes: dict[str, dict[int, object]] = {}
     for name, value in (entry for module in modules for entry in callables_of(module)):
         attributes.setdefault(name, {})[id(value)] = value
@@ -88,12 +88,12 @@ def _forwards_given_to(modules: Iterable[nn.Module]) -> Iterator[types.FunctionT
 def _functions_in(
     function: types.FunctionType, seen: dict[types.CodeType, dict], attributes: Mapping[str, Mapping[int, object]]
 ) -> Iterator[types.FunctionType]:
-    """The functions that the code of `function` names, in modules of Python or as `attributes`, and that it closes over; none
-    of code that was `seen`."""
+    """The functions that the code of `function` names, in Python modules or in `attributes`, and those that it closes over;
+    skips code in `seen`."""
     for code in codes_in(function.__code__):
         if code in seen:
             continue
-        seen[code] = function.__globals__  # `functools.wraps` copies `__module__`
+        seen[code] = function.__globals__  # not of `__module__`, which `functools.wraps` copies
         named = (value for _, _, value in named_by(code, function.__globals__))
         names = {*code.co_names, *(const for const in code.co_consts if isinstance(const, str))}  # getattr(self, "attention")
         held = (value for name in names for value in attributes.get(name, {}).values())

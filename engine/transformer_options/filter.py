@@ -1,14 +1,14 @@
 """Remove from a block's `transformer_options` what changes on every call, and put patches where no graph reaches them.
 
-The host hands every block one dict in which it also keeps its own books: the current sigma, uuids of the conditions, the index
-of the block. Dynamo guards on what the traced code reads, and on every entry where code loops over the dict, as the host's
-`BasicTransformerBlock` does: a graph for each block and step. Hiding the dict from the guards (as core and other packs do)
-makes patches that are added later silently ineffective. So:
+The host hands every block one dict in which it also keeps its own state: the current sigma, uuids of the conditions, the index
+of the block. Dynamo guards on what the traced code reads, and on every entry if code loops over the dict, as the host's
+`BasicTransformerBlock` does: each block and step would need its own graph. Hiding the dict from the guards (as core and other
+packs do) makes patches that are added later silently ineffective. So:
 
 1. Patches and overrides are never traced. They are called outside of the graphs (`outside.py`), with the host's own
    options, complete. Only the attention that this pack has chosen stays in the graph.
-2. Blocks of the host get what some code inside the block names: what it does not name it does not read.
-3. Blocks with code of other packs that may be given the dict get all that the host's dict holds: such code may read anything.
+2. Blocks of the host get the entries whose keys the code inside the block names: the code reads no other entries.
+3. If code of another pack in a block may be given the dict, the block gets the whole dict: such code may read anything.
 """
 
 import dis
@@ -24,7 +24,7 @@ from .code import NamedFunctions, codes_of
 from .outside import HOLDER, OVERRIDE, HostOptions
 
 PATCHES = ("patches", "patches_replace")
-# Written by the host's samplers and models for patches to read; see research of ComfyUI 0.30 (samplers.py, ldm/*/model.py).
+# Keys that the host's samplers and models write for patches to read, in ComfyUI 0.30 (samplers.py, ldm/*/model.py).
 BOOKKEEPING = frozenset(
     {
         "wrappers", "callbacks", "sample_sigmas", "sigmas", "cond_or_uncond", "uuids", "prefetch_dynamic_vbars",
@@ -32,23 +32,23 @@ BOOKKEEPING = frozenset(
         "activations_shape", "original_shape", "reference_image_num_tokens", "multigpu_thread_device", "easycache",
     }
 )  # fmt: skip
-# What a block may have got another value of.
+# Keys that `write_back` does not copy: the block may have been given another value than the host's.
 _NOT_WRITTEN = BOOKKEEPING.union(PATCHES, {OVERRIDE, HOLDER})
-# Say where a block stands.
+# Keys that say where in the model a block is.
 POSITION = frozenset({"block", "block_index", "block_type", "transformer_index"})
 # The UNets' attention: it loops over the options, and uses POSITION only to look up replacements in `patches_replace`.
 UNET_ATTENTION = "comfy.ldm.modules.attention"
 # Names of arguments in which code is given the options.
 _BY_NAME = ("extra_options", "transformer_options")
-# The host, and libraries that it calls with tensors alone: no code of theirs reads options but by a literal key.
+# The host, and libraries that it calls with tensors alone: their code reads options only by literal keys.
 _NO_PACKS = {"comfy", "comfy_extras"}.union(TRUSTED, sys.stdlib_module_names)
 
 
 def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = None) -> frozenset[str]:
     """The bookkeeping keys that the code of `block` may depend on.
 
-    Code of the host depends on the keys that it names: in the methods of the block's class and of the classes below it, and in
-    the functions that these name. BOOKKEEPING if code of another pack may get the options.
+    Code of the host depends on the keys that it names: in the methods of the block's class and of its modules' classes, and in
+    the functions that these methods name. All of BOOKKEEPING if code of another pack may get the options.
 
     Args:
         codes: the result of `codes_of` for all modules in the block.
@@ -71,7 +71,7 @@ def keys_read(block: nn.Module, codes: Mapping[types.CodeType, dict] | None = No
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether `module` is of a class of PyTorch's that is called with tensors alone, or of one derived from that."""
+    """Whether the class of `module` is, or is derived from, a layer of PyTorch's: these are called with tensors alone."""
     origins = [base.__module__ for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules.")]
     return not {"torch.nn.modules.module", "torch.nn.modules.container"}.issuperset(origins)
 
@@ -81,10 +81,10 @@ def _is_foreign(origin: str) -> bool:
 
 
 def _may_read_options(code: types.CodeType, in_rest: bool) -> bool:
-    """Whether code uses a variable, key or attribute under the options' names.
+    """Whether code uses a variable, key or attribute with one of the options' names (`_BY_NAME`).
 
     Args:
-        in_rest: the options may also be in its `*args` or `**kwargs`: what uses these counts.
+        in_rest: the options may also be in the code's `*args` or `**kwargs`: using these counts too.
     """
     names = set(_BY_NAME)
     if in_rest and code.co_name != "__init__":
@@ -126,7 +126,7 @@ class OptionsFilter:
         self._strings = frozenset(c for code in codes for c in code.co_consts if isinstance(c, str))
 
     def is_current(self) -> bool:
-        """Whether the functions are the same that the block's code named then."""
+        """Whether the block's code still names the same functions as when this filter was made."""
         return self._named.are_current()
 
     def __call__(self, options: dict) -> tuple[dict, list[str]]:
@@ -140,7 +140,7 @@ class OptionsFilter:
             override = None
         if self.is_whole and not patches and not replacements and override is None:
             return options, []
-        # Present and empty is one state, absent another, and guards see the order: settle on one.
+        # Guards tell an empty entry from an absent one, and see the order of the keys: always have these two, first.
         kept: dict = {"patches": {}, "patches_replace": {}}
         kept |= {k: v for k, v in options.items() if k not in self._dropped and k not in PATCHES}
         if not patches and not replacements and override is None:
@@ -152,7 +152,7 @@ class OptionsFilter:
         return kept, list(dict.fromkeys(f"{name} {_name_of(patch)}" for name, patch in wrapped))
 
     def _inside(self, patches: Mapping) -> dict:
-        """The patches of the kinds that the block's code looks for: the others run around it."""
+        """The patches of the kinds that the block's code looks for: patches of other kinds run outside of the block."""
         return {name: value for name, value in patches.items() if value and (self.is_whole or name in self._strings)}
 
     @staticmethod
@@ -164,7 +164,7 @@ class OptionsFilter:
 
 
 def _only_here(replacements: Mapping, options: Mapping) -> dict[str, dict]:
-    """The replacements without those of other blocks than the one that `options` places: the block does not look them up."""
+    """The replacements without those for blocks at other places than that in `options`: the block does not look these up."""
     here, tables = _place(options), dict(replacements)
     for name in () if here is None else ("attn1", "attn2"):
         tables[name] = {k: v for k, v in tables.get(name, {}).items() if not _is_place(k) or k[:2] == here}
@@ -172,9 +172,9 @@ def _only_here(replacements: Mapping, options: Mapping) -> dict[str, dict]:
 
 
 def _add_position(kept: dict, options: Mapping, dropped: frozenset[str]) -> None:
-    """Keep in the options what the block looks up its replacements by.
+    """Keep in the options the keys by which the block looks up its replacements.
 
-    Where nothing but that lookup depends on the block's place, all blocks get the same place, and share a graph.
+    If nothing but that lookup depends on the block's place, all blocks get the same place, and share a graph.
     """
     tables = kept["patches_replace"]
     here = _place(options)

@@ -1,7 +1,7 @@
 """Call patches outside of the graphs of a block, with the host's own options.
 
-A patch may read anything, change anything and keep state anywhere. Dynamo breaks the graph at a `Patch`: what is before and
-behind it stays compiled, in graphs that know nothing of it, and that all blocks, steps and patches share.
+A patch may read anything, change anything and keep state anywhere. Dynamo breaks the graph at a `Patch`: the code before and
+after the call stays compiled, in graphs that do not depend on the patch, and that all blocks, steps and patches share.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _ABSENT = object()
 
 
 class HostOptions:
-    """The host's options of one call of a block; `_handed` is what the block gets of them, as it was.
+    """The host's options of one call of a block; `_handed` is a copy of the dict that the block gets, as handed over.
 
-    Nothing refers to it but what the block gets: options hold models and tensors of the call, which would stay until garbage is
-    collected.
+    Only the dict that the block gets refers to this object, else there would be a cycle: options hold models and tensors of the
+    call, which would stay until garbage is collected.
     """
 
     def __init__(self, host: dict):
@@ -85,7 +85,7 @@ class HostOptions:
 
 
 class Patch:
-    """In place of a patch in the options of a block; its attributes are the patch's."""
+    """Stands in for a patch in the options of a block, with the attributes of the patch."""
 
     def __init__(self, patch: Callable, options: HostOptions):
         self._patch, self._options = patch, weakref.ref(options)
