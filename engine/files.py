@@ -17,7 +17,8 @@ TRIES, PAUSE_SECONDS = 20, 0.05
 UNFINISHED, LEFTOVER_SECONDS = re.compile(r"[0-9a-f]{32}\.tmp"), 3600
 
 
-def _when_free(action: Callable[[], _T]) -> _T:
+def when_free(action: Callable[[], _T]) -> _T:
+    """The result of `action` on a file; on Windows, where other processes forbid it, it is tried again for a second."""
     for further_tries in reversed(range(TRIES)):
         try:
             return action()
@@ -29,7 +30,7 @@ def _when_free(action: Callable[[], _T]) -> _T:
 
 
 def read_whole(file: Path) -> bytes:
-    return _when_free(file.read_bytes)
+    return when_free(file.read_bytes)
 
 
 def replace(source: Path, target: Path) -> None:
@@ -39,7 +40,7 @@ def replace(source: Path, target: Path) -> None:
         OSError: the file cannot be replaced, or on Windows is not closed within a second.
     """
     try:
-        _when_free(lambda: os.replace(source, target))
+        when_free(lambda: os.replace(source, target))
     except BaseException:
         remove_file(source)
         raise
@@ -67,7 +68,7 @@ def remove_leftovers(folder: Path) -> None:
 def remove_file(file: Path) -> None:
     """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open for long (Windows)."""
     with suppress(OSError):
-        _when_free(file.unlink)
+        when_free(file.unlink)
 
 
 def status_of(file: Path) -> os.stat_result | None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ..failures.describe import in_one_line
-from ..files import read_whole, remove_file, remove_leftovers, replace, status_of, write_whole
+from ..files import read_whole, remove_file, remove_leftovers, replace, status_of, when_free, write_whole
 from ..log import logger
 from .environment import FOLDER, KIT, environment, limit_in_bytes, users_folder
 from .shared import configured
@@ -268,8 +268,9 @@ def read_key(folder: Path) -> bytes:
 def _key_in(file: Path) -> bytes:
     """The key in a file that only this user can read; empty if there is none. What is looked at is what is read: whoever may
     write into the folder could exchange the file in between."""
+    flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
-        with os.fdopen(os.open(file, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)), "rb") as opened:
+        with os.fdopen(when_free(lambda: os.open(file, flags)), "rb") as opened:
             status, key = os.fstat(opened.fileno()), opened.read(SIGNATURE_BYTES + 1)
     except (FileNotFoundError, PermissionError, IsADirectoryError):
         return b""

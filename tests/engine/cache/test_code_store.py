@@ -282,6 +282,20 @@ def test_servers_that_start_at_once_sign_with_one_key(stores, tmp_path):
     assert len(keys) == 16 and len(set(keys)) == 1 and [file.name for file in tmp_path.iterdir()] == ["signature.key"]
 
 
+def test_a_key_that_another_server_has_open_is_no_lost_key(engine, stores, tmp_path, monkeypatch):
+    """Windows opens no file that another process is about to remove or replace: the key was made anew, and entries lost."""
+    key, real, refusals = stores.read_key(tmp_path), os.open, [PermissionError(13, "in use")] * 3
+
+    def refusing(file, *given):
+        if refusals and Path(file).name == "signature.key":
+            raise refusals.pop()
+        return real(file, *given)
+
+    monkeypatch.setattr(engine("files"), "READERS_BLOCK", True)
+    monkeypatch.setattr(os, "open", refusing)
+    assert stores.read_key(tmp_path) == key and not refusals
+
+
 def test_a_drive_without_links_has_a_key_too(stores, tmp_path, monkeypatch):
     monkeypatch.setattr(os, "link", unittest.mock.Mock(side_effect=PermissionError(1, "Operation not permitted")))
     key = stores.read_key(tmp_path)
