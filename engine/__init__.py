@@ -3,10 +3,10 @@
 A model call, from the node's wrapper to the kernel:
 
 1. `BlockCompiler.__call__` (host/model/wrapper.py), an APPLY_MODEL wrapper, has network_calls.py choose how the call runs. If
-   `graphed` (host/graphs/replay.py) knows the call, it replays a CUDA graph, and the walk ends here.
+   `graphed` (host/graphs/replay.py) knows the call, it replays a CUDA graph, and no later step runs.
 2. `Binding.bound` (compile/binding.py) gives each block a `forward` of ours until the call ends.
-3. `_run_block`, that forward, has `ModelCode.group_of` (compile/registry.py) look whether the block is what it was
-   (blocks/state.py), puts weights in place (host/weights/) and calls the block's group.
+3. `_run_block`, the forward of step 2, asks `ModelCode.group_of` (compile/registry.py) for the block's group, which checks
+   whether the block has changed (blocks/state.py). It puts weights in place (host/weights/) and calls the group.
 4. `BlockGroup` (compile/group.py) calls what other packs have put around the forward of the block's class, and inside that
    removes from `transformer_options` what the block does not read, wraps patches so that no graph reaches them
    (transformer_options/filter.py, outside.py), and normalizes layouts. `why_eager` (compile/eager.py) says
@@ -17,9 +17,9 @@ A model call, from the node's wrapper to the kernel:
    it runs the code.
 7. `Compiler.submit` (background/thread.py) has the worker thread `obtain` the code (compile_process/obtain.py): from the store
    (cache/code_store.py), else from the compile process. Then `TracedGraph.lower` loads it and its kernels.
-8. In that process `answer` (compile_process/lowering.py) reads the graph (wire.py), and `inductor` (inductor/backend.py)
-   lowers it: the kernels of step 6.
+8. In the compile process `answer` (compile_process/lowering.py) reads the graph (wire.py), and `inductor`
+   (inductor/backend.py) lowers it to the code that step 6 runs.
 
-Modules in this folder import no room: settings, errors, values per model, switches of PyTorch. devtools/rooms.py has the
-floors.
+Modules directly in this folder (settings, errors, values per model, switches of PyTorch) import no room (a subfolder).
+devtools/rooms.py lists which room may import which.
 """

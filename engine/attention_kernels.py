@@ -25,31 +25,32 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-# What PyTorch tries for each, in this order: never one kernel alone, since the others would be off for the whole process, in
-# which other threads lower graphs and call other models.
+# By name, the kernels that PyTorch tries, in this order. Never one kernel alone: that switches the others off for the whole
+# process, in which other threads lower graphs and call other models.
 PRIORITIES = {
     name: [first, *(kernel for kernel in KERNELS.values() if kernel is not first), SDPBackend.MATH]
     for name, first in KERNELS.items()
 }
-# The only function of the host whose kernel may be exchanged: the user has not chosen another one (sage, xformers).
+# The host's only function whose kernel may be replaced. With any other, the user has chosen a kernel (sage, xformers).
 HOST_FUNCTION = "attention_pytorch"
-# PyTorch's flash attention cannot launch more (70,000: "CUDA error: invalid argument" on an H100); the host splits them
-# (comfy/ldm/modules/attention.py, SDP_BATCH_LIMIT).
+# The largest batch that PyTorch's flash attention can launch (70,000: "CUDA error: invalid argument" on an H100). The host
+# splits larger ones (comfy/ldm/modules/attention.py, SDP_BATCH_LIMIT).
 _MOST_IN_BATCH = 2**15
 # The choice where a checkpoint asks the host for an attention of its own.
 CHECKPOINT = "checkpoint"
-# Fewer than this share of time saved is noise.
+# A kernel must take less than this share of flash attention's time: a smaller gain is noise.
 _WORTHWHILE = 0.95
 _REPEATS = 5
-# Some five milliseconds, longer than launching all calls takes; twice as long after each attempt in which it was not.
+# For how many cycles the GPU sleeps: about 5 ms, longer than launching all calls takes. Doubled where that was too short.
 _CYCLES = 10_000_000
 _ATTEMPTS = 7
-# Of the arithmetic of all calls, what is measured.
+# The costliest calls are measured, up to this share of the arithmetic of all calls.
 _SHARE = 0.9
-# Channels a head for which cuDNN has kernels; for others it compiles one for each shape and thread, a quarter of a second each:
-# SD 1.5's first image took half as long again, for half a millisecond a step.
+# Channels per head for which cuDNN has kernels. For other widths it compiles one for each shape and thread, a quarter of a
+# second each: SD 1.5's first image took 1.5 times as long, to save half a millisecond a step.
 _READY_WIDTHS = {64, 128}
-# For the sake of memory: 64 tokens load cuDNN in 1.1 s on an H200, 4,608 took 0.5 s more; what lies between was not measured.
+# The most tokens in the calls of `prepare`, to save memory. On an H200, 64 tokens load cuDNN in 1.1 s, and 4,608 in 0.5 s more;
+# numbers between were not measured.
 _PREPARED_TOKENS = 1024
 
 
@@ -74,7 +75,7 @@ def _may_be_exchanged(func: Callable, q: torch.Tensor, options: dict) -> bool:
 
 
 def _as_sdpa(q, k, v, heads, mask, skip_reshape):
-    """To `[batch, heads, tokens, width]`, the mask with batch and heads (comfy/ldm/modules/attention.py)."""
+    """Reshape q, k, v to `[batch, heads, tokens, width]`; give the mask batch and heads (comfy/ldm/modules/attention.py)."""
     if not skip_reshape:
         q, k, v = (t.view(t.shape[0], -1, heads, t.shape[-1] // heads).transpose(1, 2) for t in (q, k, v))
     if mask is not None:
@@ -102,8 +103,8 @@ class AttentionSurvey:
     """An override for one eager call of a model that records its attention calls; `best` times the kernels on those.
 
     Args:
-        wanted: a kernel that must be able to run them, or `auto`.
-        complete: there were the memory and the time to measure all kernels.
+        wanted: a kernel that must be able to run the calls, or `auto`.
+        complete: False if `best` could not measure: there were no calls, memory was short, or the machine was too busy.
     """
 
     wanted: str
@@ -129,8 +130,8 @@ class AttentionSurvey:
                 raise InvalidSetting("attention", self.wanted, why)
 
     def prepare(self) -> bool:
-        """Have kernels loaded that calls like these may take, on any thread: of small tensors, beside a model that samples.
-        Returns whether some were."""
+        """Load kernels that calls like the recorded ones may use, on any thread, by calls with small tensors: a model may be
+        sampling meanwhile. Returns whether any were loaded."""
         some = False
         for queries, keys, _values, _mask, scale in _costliest(self.calls) if self._suits_cudnn() else ():
             shapes = [(1, spec.shape[1], min(spec.shape[2], _PREPARED_TOKENS), spec.shape[3]) for spec in (queries, keys, keys)]
@@ -148,7 +149,7 @@ class AttentionSurvey:
     def best(self) -> str:
         """The kernel with the least time over the costliest calls; `comfyui` if none takes clearly less than the host's own.
 
-        A call that the fastest cannot run (a short prompt) is left to the next kernel, as the host does.
+        A call that the chosen kernel cannot run (a short prompt) goes to the next in `PRIORITIES`, as the host does.
         """
         if self.wanted != "auto":
             return self.wanted
@@ -172,7 +173,7 @@ class AttentionSurvey:
 
 
 def _costliest(calls: Counter[_Call]) -> dict[_Call, int]:
-    """The calls that make up most of the work. For each, cuDNN makes a plan, which takes far longer than the call."""
+    """The calls that make up most of the work. Others are not measured: cuDNN plans each far longer than it runs."""
 
     def work(call: _Call) -> int:
         (batch, heads, tokens, width), keys = call[0].shape, call[1].shape[2]
@@ -217,10 +218,10 @@ def _measure(kernel: str, call: _Call) -> float:
 
 
 def _seconds_on_gpu(function: Callable[[], object]) -> float | None:
-    """Of a call on the GPU alone, the lesser of two rounds; None if the calls never came in time.
+    """The seconds that one call takes on the GPU, the lesser of two rounds; None if the calls were never launched in time.
 
-    While the GPU sleeps all calls are launched. If it wakes before, another thread has kept Python from launching, and the time
-    would be of that: small kernels would all look alike, and any could win.
+    All calls are launched while the GPU sleeps. If it wakes too early, another thread has kept this one from launching, and the
+    time measured would be that of launching: small kernels would all look alike, and any could win.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     cycles, rounds = _CYCLES, []

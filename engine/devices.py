@@ -6,7 +6,7 @@ import time
 
 import torch
 
-# By device: a CUDA graph capture on it holds the lock, and the worker while it loads kernels and publishes code for it.
+# By device: held during a CUDA graph capture on the device, and by the worker while it loads kernels and publishes code for it.
 gpu_locks: collections.defaultdict[torch.device, threading.Lock] = collections.defaultdict(threading.Lock)
 
 
@@ -15,7 +15,7 @@ def is_capturing(device: torch.device) -> bool:
 
 
 def seconds_when_done(device: torch.device) -> float:
-    """Seconds on the clock when the work that this thread has given a device is done."""
+    """Wait until the work that this thread has given a device is done; returns the time then (`time.perf_counter`)."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
     elif hasattr(torch, device.type):

@@ -7,7 +7,7 @@ SHOWN = 200
 class TorchCompileKitError(RuntimeError):
     """Base of the errors this pack raises on purpose."""
 
-    # ComfyUI shows it with the error's name; the real one is the path of the pack's folder. The page knows our errors by it.
+    # ComfyUI shows an error's module, and the page knows our errors by it. The real one would be the path of the pack's folder.
     __module__ = "torch_compile_kit"
 
     def __init_subclass__(cls, **kwargs: object) -> None:

@@ -47,7 +47,7 @@ def replace(source: Path, target: Path) -> None:
 
 
 def write_whole(file: Path, content: bytes) -> None:
-    """Write a new file in the same folder, and rename it to `file`. Files of `tempfile` would be for their owner alone."""
+    """Write a new file in the same folder, and rename it to `file`. A file of `tempfile` could be read by its owner only."""
     unfinished = file.with_name(f"{uuid.uuid4().hex}.tmp")
     try:
         unfinished.write_bytes(content)
@@ -58,7 +58,7 @@ def write_whole(file: Path, content: bytes) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """What killed processes have left unfinished; a younger file may still be written."""
+    """Remove unfinished files of killed processes. A younger file is left, as a process may still be writing it."""
     for file in folder.glob("*.tmp"):
         with suppress(OSError):
             if UNFINISHED.fullmatch(file.name) and time.time() - file.lstat().st_mtime > LEFTOVER_SECONDS:
@@ -66,20 +66,20 @@ def remove_leftovers(folder: Path) -> None:
 
 
 def remove_file(file: Path) -> None:
-    """Unless another user's rights forbid it (a folder with the sticky bit), or a process has it open for long (Windows)."""
+    """Remove `file`, unless permissions forbid it (a folder with the sticky bit) or a process keeps it open (Windows)."""
     with suppress(OSError):
         when_free(file.unlink)
 
 
 def status_of(file: Path) -> os.stat_result | None:
-    """None: removed or renamed meanwhile."""
+    """The status of `file`; None if it was removed or renamed meanwhile."""
     with suppress(OSError):
         return file.stat()
     return None
 
 
 def locked(file: Path) -> IO | None:
-    """Open a file that no other process can lock until it is closed, or this process ends; None where another has it.
+    """Open and lock a file until it is closed or this process ends; None where another process holds the lock.
 
     Raises:
         OSError: it cannot be opened.

@@ -1,8 +1,8 @@
 """Rewrite in-place sums of a block (`img += ...`) to write a new tensor, where gradients are wanted.
 
-Autograd refuses to go back through a tensor that was written to after a norm or a product had saved it, and AOTAutograd traces
-with autograd. In eager, gradient checkpointing hides that from autograd's check: the host's Flux then trains with gradients of
-the tensor as it was afterwards.
+Autograd refuses a backward through a tensor that was written to after a norm or a product had saved it, and AOTAutograd traces
+with autograd. In eager, gradient checkpointing hides the write from autograd's check: the host's Flux then trains with
+gradients computed from the tensor as it was after the write.
 """
 
 import operator
@@ -26,7 +26,7 @@ _IN_PLACE = {operator.setitem, *(getattr(operator, f"i{name}") for name in _NAME
 
 
 def out_of_place(graph: fx.Graph) -> bool:
-    """Give the result of an in-place operation to all later nodes that read the tensor; whether the graph has changed."""
+    """Replace in-place operations: later nodes that read the tensor get the new one. Returns whether the graph has changed."""
     changed = False
     for node in list(graph.nodes):
         function = _OPERATORS.get(node.target) if node.op == "call_function" else _METHODS.get(node.target)
@@ -46,8 +46,8 @@ def out_of_place(graph: fx.Graph) -> bool:
 
 
 def written_by(node: fx.Node) -> list[fx.Node]:
-    """The operands that an operation of a graph of Dynamo's may write to: by its schema, else all where its name, `out` or
-    `inplace` tells that it works in place."""
+    """The operands that a node of a Dynamo graph may write to: by the operator's schema; without a schema all operands, if a
+    name, `out` or `inplace` shows that it works in place."""
     schemas = _schemas(node.target)
     if not schemas:
         return node.all_input_nodes if _works_in_place(node) else []
@@ -61,7 +61,7 @@ def written_by(node: fx.Node) -> list[fx.Node]:
 
 
 def _schemas(target: Any) -> list[Any]:
-    """Of an operator, one for each of its overloads; none for another function."""
+    """The schemas of an operator, one for each overload; none for any other function."""
     if isinstance(target, private.OpOverloadPacket):
         return [getattr(target, name)._schema for name in target.overloads()]
     return [target._schema] if isinstance(target, private.OpOverload) else []
@@ -75,7 +75,7 @@ def _works_in_place(node: fx.Node) -> bool:
 
 
 def _is_told_to(node: fx.Node) -> bool:
-    """Whether a function of `torch.nn.functional` has `inplace=True`; `torch.nn` passes that to some by its place."""
+    """Whether a function of `torch.nn.functional` is called with `inplace=True`, which `torch.nn` may pass by position."""
     code = getattr(node.target, "__code__", None)
     names = code.co_varnames[: code.co_argcount] if code is not None else ()
     return bool({**dict(zip(names, node.args, strict=False)), **node.kwargs}.get("inplace"))
@@ -86,7 +86,7 @@ def _value(node: fx.Node) -> Any:
 
 
 def _may_be_replaced(graph: fx.Graph, target: fx.Node) -> bool:
-    """Whether the node is the only way to the tensor's memory: no view, unless of an input, and without views."""
+    """Whether no other node has a view of the tensor's memory, and the tensor is no view itself, unless it is an input."""
     value = _value(target)
     if not isinstance(value, torch.Tensor) or not value.is_floating_point():
         return False

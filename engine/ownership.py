@@ -1,9 +1,9 @@
 """Tell whose code runs: the host's, or that of another pack.
 
-A CUDA graph does again what code did once. It is known what ComfyUI's own code depends on. Of other code that cannot be told,
-as a closure, an object or a wrapper may keep anything anywhere. So no module of this pack looks into other code: what lies in
-a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`); but a function of which its bytecode
-shows that it hands its arguments on and does nothing else to them (`noted_for`).
+A CUDA graph repeats what code did once, so it must be known what the code depends on. For ComfyUI's own code it is known. For
+other code nobody can tell: a closure, an object or a wrapper may keep anything anywhere. So no module of this pack looks into
+other code: what lies in a file outside of ComfyUI, PyTorch and the packages of TRUSTED is foreign (`pack_of_file`). The only
+exception is a function whose bytecode shows that it passes its arguments on and at most notes them (`noted_for`).
 
 `foreign_code` names the first foreign thing in a call of a network:
 
@@ -61,21 +61,21 @@ TRUSTED = {
 }
 # Parts of packs' names, and why they count as the host's.
 TRUSTED_PACKS = {"gguf": "layers of ComfyUI-GGUF and its forks keep weights and LoRA on tensors, whose addresses are compared"}
-# File and name of the host's wrappers around the network inside which the network is as it is without them.
+# File and name of the host's wrappers around the network that change nothing inside the network, and what they do.
 TRUSTED_WRAPPERS = {("nodes_easycache.py", "easycache_forward_wrapper"): "decides around the network whether it is called"}
 _OURS = tuple(os.path.normcase(Path(__file__).parent.parent / room) + os.sep for room in ("engine", "nodes"))
 _LIBRARY = os.path.normcase(os.path.join(sysconfig.get_path("stdlib"), "os.py"))
 _INSTALLED = ("site-packages", "dist-packages")
-# Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages, whose addresses stay, and
-# memory for their transfers. Other objects are there in each run, and some in each step.
+# Attributes of modules under dynamic VRAM: LoRA for weights on their way into pages, the pages (their addresses stay), and
+# memory for transfers to them. The host sets them to new objects in each run, and some of them in each step.
 OF_PAGES = frozenset(
     {"weight_lowvram_function", "bias_lowvram_function", "_v", "_v_weight", "_v_bias", "_v_signature", "_pin_state", "_pins"}
     | {"_prefetch"}
 )
-# The host's memory management, which packs replace at import and which counts what it has pinned: no kernel depends on it.
-# The host puts another callback there for each prompt (execution.py, `execute_async`).
+# The host's memory management, on which no kernel depends. It changes often: packs replace functions there at import, it counts
+# what it has pinned, and the host sets another callback there for each prompt (execution.py, `execute_async`).
 _MEMORY = re.compile(r"comfy\.\w*(_management|_memory|_prefetch)")
-# Of these `repr` says all, also the sign of a zero, which `==` does not see.
+# Types whose `repr` tells the whole value, also the sign of a zero, which `==` ignores.
 PLAIN = frozenset(
     {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -92,9 +92,9 @@ _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     functools.partialmethod: ("func", "args", "keywords"),
     type(functools.cache(len)): ("__wrapped__",),
 }
-# Of attributes that this pack sets on modules.
+# The names of attributes that this pack sets on modules begin so.
 _PREFIX = "torch_compile_kit"
-# How many names in code deep functions are followed.
+# How deep functions are followed: a function that is named in another's code is one level deeper.
 DEPTH = 4
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -106,7 +106,7 @@ _NOWHERE = "code without a module"
 
 
 class OwnForward(functools.partial):
-    """A forward of ours that may be there while blocks are bound; `given_forward` ignores it."""
+    """A forward that this pack puts on a module for training or replays; to `given_forward` it is not another node's."""
 
 
 @functools.cache
@@ -134,7 +134,7 @@ def _name_in(file: str) -> str:
 
 
 def _host_roots() -> tuple[str, ...]:
-    """Beginnings of paths."""
+    """How paths of code of this pack and of TRUSTED packages begin."""
     modules = [module for name in TRUSTED if (module := sys.modules.get(name)) is not None]
     folders = [os.path.join(folder, "") for module in modules for folder in getattr(module, "__path__", ())]
     files = [file for module in modules if not hasattr(module, "__path__") and (file := getattr(module, "__file__", None))]
@@ -147,7 +147,7 @@ def _comfy_folder() -> str | None:
 
 
 def _file_of_module(name: str) -> str:
-    """Where a Python module is from; of one that is nowhere, or was made by hand, its name."""
+    """The file of a Python module (one for the whole standard library); its name if it has no file, or was made by hand."""
     top = (name or _NOWHERE).partition(".")[0]
     places = (getattr(sys.modules.get(module), "__file__", None) for module in (name, top) if module)
     place = next(filter(None, places), "")
@@ -155,8 +155,8 @@ def _file_of_module(name: str) -> str:
 
 
 def _is_of_python(top: str, file: str) -> bool:
-    """Whether code of a module, whose name begins with `top`, is the standard library's: that may lie in a zip file, whose code
-    has relative paths (Windows portable)."""
+    """Whether code from `file`, of a module in the package `top`, is the standard library's. Decided by name, as the library
+    may lie in a zip file, whose code has relative paths (Windows portable)."""
     return top in sys.stdlib_module_names and not any(f"{folder}{os.sep}" in file for folder in ("custom_nodes", *_INSTALLED))
 
 
@@ -165,7 +165,7 @@ def _torch_or(name: str) -> str:
 
 
 def file_of(value: Any) -> str:
-    """The file of the code of a function, of a partial's, of a method or of a class; of other objects that of their class."""
+    """The file with the code of a function, method, `functools.partial` or class; for any other object, that of its class."""
     while isinstance(value, functools.partial | types.MethodType):
         value = value.func if isinstance(value, functools.partial) else value.__func__
     if isinstance(value, types.FunctionType):
@@ -179,7 +179,7 @@ def _file_of_code(code: types.CodeType, module: dict) -> str:
     name = module.get("__name__") or ""
     if not code.co_filename.startswith("<"):
         return _LIBRARY if _is_of_python(name.partition(".")[0], code.co_filename) else code.co_filename
-    # of code made by `exec`, as methods of dataclasses and named tuples are
+    # Code made by `exec`, such as the methods of dataclasses and named tuples.
     return _LIBRARY if name.startswith("namedtuple_") else _file_of_module(name)
 
 
@@ -199,7 +199,7 @@ def _is_our_file(file: str) -> bool:
 
 
 def foreign_code(network: nn.Module, options: Mapping) -> str | None:
-    """The pack of the first code in a call of `network` that is not the host's; None: all of it is.
+    """The pack of the first code in a call of `network` that is not the host's; None: all code is the host's.
 
     Args:
         options: the `transformer_options` of the call.
@@ -208,7 +208,7 @@ def foreign_code(network: nn.Module, options: Mapping) -> str | None:
 
 
 def survey_of(network: nn.Module) -> Survey:
-    """Also of what PyTorch calls for all modules and tensors: hooks, modes, methods of tensors."""
+    """Survey a network, and what PyTorch calls for all modules and tensors: hooks, modes, methods of tensors."""
     return Survey((*network.modules(), *GLOBAL_HOOKS, torch.Tensor, *private.function_modes(), *private.dispatch_modes()))
 
 
@@ -216,7 +216,7 @@ def foreign_in_options(options: Mapping) -> str | None:
     """The first pack in what a prompt hands to the model (`transformer_options`, or a patcher's `model_options`).
 
     Patches, an attention override and wrappers around the network run inside the network, keep state there, and are told the
-    step: of these the host's count as well.
+    step. So they count even if they are the host's own, except TRUSTED_WRAPPERS.
     """
     inside = [
         *_leaves((options.get("patches"), options.get("patches_replace"), options.get("optimized_attention_override"))),
@@ -229,7 +229,7 @@ def foreign_in_options(options: Mapping) -> str | None:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """The values in nested containers, but plain ones."""
+    """The values in nested containers, except tensors and values of the types in PLAIN."""
     if isinstance(value, Mapping):
         value = [*value.values()]
     if isinstance(value, list | tuple | set):
@@ -245,16 +245,16 @@ def is_trusted_wrapper(value: Any) -> bool:
 
 
 def pack_or_file(value: Any) -> str:
-    """The pack that a function, or what it holds, is from; the file of code that is the host's."""
+    """The pack that a function, or a value that it holds, is from; if both are the host's, the name of the function's file."""
     return Survey((value,), inside=False).pack or Path(file_of(value)).stem
 
 
 def foreign_around() -> str | None:
     """The first pack with a function on the stack between ComfyUI's sampler and here.
 
-    What is around `KSAMPLER.sample` acts before the first call of the model and after the last: some packs wrap it when they
-    are imported, whether or not the workflow has a node of theirs. Not seen, there and in a node before it, is a callback that
-    changes numbers in layers between two steps: only checks of replays see that.
+    Wrappers around `KSAMPLER.sample` do not count: they act before the first call of the model and after the last, and some
+    packs wrap it at import, whether or not the workflow has a node of theirs. If such a wrapper, or a node before the sampler,
+    sets a callback that changes numbers in layers between two steps, that is not seen here: only checks of replays see it.
     """
     samplers, packs = os.path.join(_comfy_folder() or "", "comfy", "samplers.py"), list[str]()
     frame: types.FrameType | None = inspect.currentframe()
@@ -275,7 +275,7 @@ def _is_sampler(code: types.CodeType) -> bool:
 
 
 class Survey:
-    """One walk through what values consist of, hold and call; it ends at the first thing that is foreign.
+    """One walk through what values consist of, hold and call; it ends at the first foreign value.
 
     Args:
         roots: modules, functions, classes, other objects, and containers of them.
@@ -293,7 +293,7 @@ class Survey:
         self.values: list[Hashable] = []
         self.tensors: list[tuple[Callable[[], Any], str]] = []
         self._inside, self._seen = inside, dict[int, int]()
-        # By how many names in code led there, the fewest first: from there most is looked at.
+        # Values to look at, by how many names in code led to them. The fewest first, as those values are followed furthest.
         waiting: list[list[object]] = [[*roots], *([] for _ in range(DEPTH + 1))]
         while self.pack is None and any(waiting):
             depth = next(depth for depth, values in enumerate(waiting) if values)
@@ -301,8 +301,8 @@ class Survey:
                 waiting[names].append(value)
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
-        """Note a value; what it holds, each with how many names in code led there. `_seen` keeps ids of what others hold, with
-        the fewest names that led there."""
+        """Note a value; returns what it holds, each with the number of names in code that led to it. `_seen` has the fewest
+        names that led to each value, by `id`; others keep these values alive."""
         cls = type(value)
         if cls in PLAIN:
             self.values.append((cls, repr(value)))
@@ -338,7 +338,7 @@ class Survey:
         return ()
 
     def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
-        """What an object holds that does not repeat its class; sorted, as the host removes attributes and puts them back."""
+        """The attributes of an object that differ from its class's. Sorted, as the host removes some and puts them back."""
         entries = vars(owner)
         for name in sorted(entries):
             value = entries[name]
@@ -382,7 +382,7 @@ class Survey:
 
 
 def named_by(code: types.CodeType, module: dict) -> Iterator[tuple[dict, str, object]]:
-    """What code names in Python modules but those of `_MEMORY`: (the module's dict, the name, the value)."""
+    """What code names in Python modules, except those of `_MEMORY`: (the module's dict, the name, the value)."""
     modules = [module]
     for entries in modules:
         if _MEMORY.fullmatch(str(entries.get("__name__"))):
@@ -411,13 +411,13 @@ def _reference(owner: Any) -> Callable[[], Any]:
 
 
 def _is_library(module: str) -> bool:
-    """Whether code from a module of the host's is Python's or a package's of TRUSTED: what it holds is not looked at."""
+    """Whether a module belongs to Python or to a package of TRUSTED, so that what its objects hold is not looked at."""
     top = module.partition(".")[0]
     return top in TRUSTED or top in sys.stdlib_module_names
 
 
 def addresses_in(value: Any, depth: int = 0) -> Iterator[Hashable]:
-    """Those of the tensors in containers, which may be nested to a depth of ten."""
+    """The addresses of the tensors in containers, which may be nested to a depth of ten."""
     if isinstance(value, torch.Tensor):
         yield address_of(value)
     elif isinstance(value, _CONTAINERS) and depth < 10:
@@ -426,8 +426,8 @@ def addresses_in(value: Any, depth: int = 0) -> Iterator[Hashable]:
 
 
 def address_of(tensor: Any) -> Hashable:
-    """What a CUDA graph keeps of a tensor: where its data is, or that of its parts if it is quantised, and the layout; the
-    number, if PyTorch passes that to kernels. Tensors of GGUF may also hold a LoRA."""
+    """What a CUDA graph keeps of a tensor: the address of its data (of all parts, if it is quantised) and its layout. Also the
+    number in a scalar on the CPU, as PyTorch passes that to kernels, and the LoRA that a tensor of GGUF may hold."""
     if type(tensor) not in _PLAIN_TENSORS or tensor.is_meta:
         if hasattr(tensor, "__tensor_flatten__"):
             return tuple(address_of(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
@@ -451,7 +451,7 @@ def is_of_class(module: nn.Module, name: str, value: Any) -> bool:
 
 
 def callables_of(module: nn.Module) -> list[tuple[str, object]]:
-    """Attributes beside `forward` that the module's code may call: (name, value); None where something may be put later."""
+    """Attributes beside `forward` that the module's code may call: (name, value). None counts: it may be replaced later."""
     return [
         (name, value)
         for name, value in [*vars(module).items()]
@@ -460,11 +460,11 @@ def callables_of(module: nn.Module) -> list[tuple[str, object]]:
 
 
 def forward_of_class(cls: type) -> object | None:
-    """As it stands in the class: asking a class of `torch.jit` for its forward is an error."""
+    """The forward in the dict of the class or a base. Not by `getattr`, which raises an error on a class of `torch.jit`."""
     return next((vars(base)["forward"] for base in cls.__mro__ if "forward" in vars(base)), None)
 
 
-# What a function does in bytecode that hands its arguments on; beside `LOAD_FAST...` and one `CALL...`.
+# The bytecode of a function that only passes its arguments on, beside `LOAD_FAST...` and one `CALL...`.
 _HANDING_ON = {
     *("COPY_FREE_VARS", "KW_NAMES", "LOAD_CONST", "LOAD_DEREF", "PRECALL", "PUSH_NULL", "RESUME", "RETURN_VALUE", "STORE_ATTR"),
     *("BUILD_LIST", "BUILD_MAP", "BUILD_TUPLE", "DICT_MERGE", "LIST_EXTEND", "LIST_TO_TUPLE"),
@@ -472,11 +472,11 @@ _HANDING_ON = {
 
 
 def noted_for(function: Any) -> types.FunctionType | None:
-    """The function that one of another pack calls with its own arguments, whose result it returns, if all else that it does is
-    to keep arguments in classes of packs; else None.
+    """The function that `function`, another pack's, calls with its own arguments and whose result it returns, if it otherwise
+    only keeps arguments in classes of packs; else None.
 
-    Such functions are around methods of the host's as soon as ComfyUI-layerdiffuse or Easy-Use is installed. What a replay does
-    not keep there only code of packs would read, and that is foreign itself.
+    ComfyUI-layerdiffuse and Easy-Use put such functions around methods of the host as soon as they are installed. In a replay
+    they keep no arguments, but only code of packs would read these, and that code is foreign itself.
     """
     if not isinstance(function, types.FunctionType) or pack_of(function) is None:
         return None
@@ -489,13 +489,13 @@ def noted_for(function: Any) -> types.FunctionType | None:
     if len(calls) != 1 or steps[calls[0] + 1 :] != ["RETURN_VALUE"]:
         return None
     is_handed_on = all(step in _HANDING_ON or step.startswith(("LOAD_FAST", "CALL")) for step in steps)
-    # An attribute of an argument, as of the module that is called, the host's code might read.
+    # Not in attributes of an argument, such as the module that is called: the host's code might read those.
     are_kept = all(before == "LOAD_DEREF" for before, step in itertools.pairwise(steps) if step == "STORE_ATTR")
     return functions[0] if is_handed_on and are_kept else None
 
 
 def forward_inside(cls: type) -> Any:
-    """The host's forward of a class, inside functions that other packs have put around it; another forward as it is.
+    """The host's forward of a class, taken out of functions that other packs have put around it; any other forward as it is.
 
     Some packs put a function there when they are imported, to note the arguments for nodes of theirs.
     """
@@ -506,7 +506,7 @@ def forward_inside(cls: type) -> Any:
             return None
         if pack_of(function) is None:
             return function if (function.__module__, function.__qualname__) in methods else None
-        if _sets_closure(function):  # which a copy would not share
+        if _sets_closure(function):  # a copy would not share the variables that it sets
             return None
         return next(filter(None, (search(value, depth - 1) for value in contents_of(function))), None)
 
@@ -515,8 +515,8 @@ def forward_inside(cls: type) -> Any:
 
 
 def rewrapped(function: Any, inner: object, replacement: Callable, path: tuple = ()) -> Any:
-    """`replacement` for `inner`; for a function that leads there by closures of other packs' functions a copy that leads to
-    `replacement`; else None. `path`: the functions whose closures led to this one, which may name themselves."""
+    """A copy of another pack's function that calls `replacement` where `function` calls `inner`, through closures; for
+    `inner` itself `replacement`; else None. `path`: the functions whose closures led here, as these may hold themselves."""
     if function is inner:
         return replacement
     if not isinstance(function, types.FunctionType) or function in path or len(path) > DEPTH or pack_of(function) is None:
@@ -568,10 +568,10 @@ def named_origin(function: Any) -> str:
 
 @contextmanager
 def exchanged(forwards: Mapping[nn.Module, Callable], name: str = "forward") -> Iterator[None]:
-    """While it lasts, these modules have these forwards.
+    """A context in which these modules have these forwards.
 
-    A forward that somebody else has put in the place of one of these stays there. It may go on calling this one, which
-    afterwards must do what the class's does.
+    If somebody else meanwhile replaces one of these forwards, the new one stays. It may go on calling ours, which after the
+    context must do what the class's forward does.
     """
     before = {module: module.__dict__.get(name) for module in forwards}
     try:
@@ -593,7 +593,7 @@ _MARK = "torch_compile_kit_foreign"
 
 @contextmanager
 def errors_marked() -> Iterator[None]:
-    """A context for calls of other packs' code outside of graphs, under their own settings; see `is_of_another`."""
+    """Call other packs' code outside of graphs, under the settings from before ours; mark its errors for `is_of_another`."""
     try:
         with compile_scope.suspended():
             yield
@@ -609,7 +609,7 @@ def is_of_another(error: BaseException) -> bool:
 
 
 def contents_of(function: types.FunctionType) -> list[object]:
-    """The values in the closure, but of variables that are not set yet."""
+    """The values of the variables in a closure, except those that are not set yet."""
     return [value for cell in function.__closure__ or () if (value := _content(cell)) is not _UNSET]
 
 

@@ -29,7 +29,7 @@ class PerModel(Generic[T]):
 
 
 class SameObjects:
-    """A list of objects by identity; keeps those alive that have no weak references."""
+    """A list of objects by identity; keeps only those alive that do not support weak references."""
 
     def __init__(self, objects: Iterable[object]):
         objects = list(objects)
@@ -49,8 +49,8 @@ class SameObjects:
 
 
 class Same:
-    """A key by identity: an object that has the same address later is not equal. Keeps the object alive only if it has no weak
-    references."""
+    """A key by identity: an object that has the same address later is not equal. Keeps the object alive only if it does
+    not support weak references."""
 
     __slots__ = ("_alive", "_hash", "_value")
 
@@ -59,7 +59,7 @@ class Same:
         self._value: object | None = None
         try:
             self._alive: weakref.ref | None = weakref.ref(value)
-        except TypeError:  # built in
+        except TypeError:  # a built-in type without weak references
             self._alive, self._value = None, value
 
     def __hash__(self) -> int:

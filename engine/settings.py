@@ -17,7 +17,7 @@ ATTENTION = ("auto", "comfyui", "cudnn", "flash", "efficient")
 ON_FAILURE = ("run uncompiled", "stop")
 COMPILE_WHEN = ("in background", "before first image")
 MAX_CACHE_LIMIT = 4096
-# Enough to name each block of a large model; each pattern is compared with each of them.
+# Characters: enough to name each block of a large model. Limited, as each pattern is compared with each block.
 MAX_ONLY_BLOCKS = 10_000
 # Enough for every size and prompt length people meet with dynamic=false, small enough to notice a runaway.
 AUTOMATIC_CACHE_LIMIT = 64
@@ -78,7 +78,7 @@ class CompileSettings:
 
     @property
     def waits(self) -> bool:
-        """Whether a call waits for code that is not ready; tuning kernels draws random numbers, so it must."""
+        """Whether a call waits for code that is not ready. With max-autotune it must: tuning kernels draws random numbers."""
         return self.compile_when == "before first image" or self.mode.startswith("max-autotune")
 
     @property
@@ -105,7 +105,7 @@ class CompileSettings:
         return self.cache_limit or AUTOMATIC_CACHE_LIMIT
 
     def settings_key(self) -> tuple:
-        """The part of the settings that compiled code depends on; equal keys share it."""
+        """The part of the settings that compiled code depends on; settings with equal keys share code."""
         return self._settings_key
 
     @functools.cached_property

@@ -8,12 +8,12 @@ import torch
 
 
 def hint(size: Any) -> Any:
-    """The number that stood there when the graph was traced."""
+    """The number that a symbolic size had when the graph was traced; any other value as it is."""
     return size.node.hint if isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool) else size
 
 
 def is_symbol(value: Any) -> bool:
-    """Whether an input of a graph is a size that varies; PyTorch also hands sizes that have turned out to be constant."""
+    """Whether an input of a graph is a size that varies; PyTorch also passes a SymInt that has turned out constant."""
     return isinstance(value, torch.SymInt) and not value.node.expr.is_number
 
 

@@ -1,4 +1,4 @@
-"""Start threads in a process that may have no room for another, or that ends; and have them make room for others."""
+"""Start threads where the system may refuse another or the process ends, and have them yield the GIL to the sampler."""
 
 import sys
 import threading
@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager
 
 from .torch_settings import SharedScope
 
-# Seconds for which a thread may run Python while another waits for its turn; Python's own are 0.005.
+# The GIL's switch interval in `yielding`: seconds for which a thread keeps the GIL while another waits. The default is 0.005.
 SWITCH_INTERVAL = 5e-5
 _scope = SharedScope({"interval": (sys.getswitchinterval, sys.setswitchinterval)})
 
 
 def started(thread: threading.Thread) -> bool:
-    """Start the thread; whether that was possible."""
+    """Start the thread; returns whether that was possible."""
     try:
         thread.start()
     except RuntimeError:
@@ -22,16 +22,16 @@ def started(thread: threading.Thread) -> bool:
 
 
 def call_later(seconds: float, call: Callable[[], object]) -> None:
-    """On a thread of its own, unless the process ends before."""
+    """Call `call` after `seconds`, on a thread of its own, unless the process ends before."""
     timer = threading.Timer(seconds, call)
     timer.daemon = True
     started(timer)
 
 
 def yielding() -> AbstractContextManager:
-    """A context for seconds of Python on a thread beside the sampler's.
+    """A context for a thread that runs Python for seconds beside the sampler's.
 
-    Each operation of PyTorch's releases Python's lock, and waits for one interval to get it back: with Python's own interval a
-    model whose weights are being loaded stands nearly still until the other thread is done (sys.setswitchinterval).
+    Each PyTorch operation releases the GIL, and then waits one interval to get it back (sys.setswitchinterval). With Python's
+    default, a model whose weights are being loaded nearly stands still until the other thread is done.
     """
     return _scope.applied(interval=SWITCH_INTERVAL)

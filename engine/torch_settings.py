@@ -22,12 +22,12 @@ import torch
 from .torch_compat import private
 
 _lock = threading.RLock()
-# By functions of this pack, those in whose place they were put.
+# The function that each function of this pack has replaced.
 _originals: weakref.WeakKeyDictionary[types.FunctionType, object] = weakref.WeakKeyDictionary()
 
 
 def original(function: Any) -> Any:
-    """The function in whose place a `SharedScope` has put `function`; any other object as it is."""
+    """The function that `function` has replaced in a `SharedScope`; any other object as it is."""
     return _originals.get(function, function) if type(function) is types.FunctionType else function
 
 
@@ -40,8 +40,8 @@ class _OfThread(threading.local):
 class SharedScope:
     """A set of switches that overlapping users share.
 
-    A function that somebody else has put in the place of this pack's stays there. It may go on calling this pack's, which
-    outside of the scope must do what the original does.
+    If somebody else replaces a function of this pack meanwhile, the new one stays. It may go on calling this pack's function,
+    which outside of the scope must do what the original does.
 
     Args:
         switches: name -> (read, write); a name without an entry is ignored.
@@ -52,7 +52,7 @@ class SharedScope:
         self._switches = switches
         self._of_thread = of_thread
         self._saved: dict[int, dict[str, object]] = {}
-        self._functions: dict[str, object] = {}  # those that were put there
+        self._functions: dict[str, object] = {}  # those of this pack, by name
         self._users: dict[int, int] = {}
         self._own = _OfThread()
 
@@ -78,7 +78,7 @@ class SharedScope:
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """While it lasts, a thread that is the only user has the values from before; what is changed meanwhile is restored."""
+        """A context with the values from before, unless other threads use the scope; `exit` restores what code sets inside."""
         with _lock:
             scope = self._scope()
             is_only_user = bool(self._own.users) and self._users.get(scope) == self._own.users
@@ -130,14 +130,14 @@ class SharedScope:
             self._own.users -= 1
             if not self._users[scope]:
                 del self._users[scope]
-                for name, value in reversed(self._saved.pop(scope).items()):  # one may rest on another before it
+                for name, value in reversed(self._saved.pop(scope).items()):  # a later one may depend on an earlier one
                     if not callable(value) or self._switches[name][0]() is self._functions.pop(name, None):
                         self._switches[name][1](value)
 
 
 @functools.cache
 def _config_is_of_thread() -> bool:
-    """Whether a setting of PyTorch that is made in one thread is made in that thread alone."""
+    """Whether PyTorch keeps its settings for each thread: other threads do not see what one thread sets."""
     config, seen = private.dynamo_config, []
     if not hasattr(config, "patch") or not hasattr(config, "recompile_limit"):
         return False
@@ -158,7 +158,7 @@ def attributes(owner: object, names: tuple[str, ...]) -> dict:
 
 
 def entry(table: Callable[[], Any], name: str) -> tuple:
-    """(read, write) of an entry of a dict; None: there is none."""
+    """(read, write) of an entry of a dict; the value None stands for no entry."""
 
     def write(value: object) -> None:
         if value is None:
@@ -197,7 +197,7 @@ lowering_settings = SharedScope(
 _LIBDEVICE = "TRITON_LIBDEVICE_PATH"
 
 
-# Where inductor and Triton write (torch/_inductor/runtime/cache_dir_utils.py): the process's, so the last user decides.
+# Folders of inductor and Triton (torch/_inductor/runtime/cache_dir_utils.py), one for the process, so the last user decides.
 folder_scope = SharedScope(
     {
         "inductor_folder": entry(lambda: os.environ, "TORCHINDUCTOR_CACHE_DIR"),
@@ -213,7 +213,7 @@ def _triton_knobs() -> dict:
 
 
 _libdevice = {"variable": entry(lambda: os.environ, _LIBDEVICE), "knob": entry(_triton_knobs, "libdevice_path")}
-# NVIDIA's library of functions, which Triton puts into kernels: the process's.
+# NVIDIA's library of functions, which Triton puts into kernels. One is set for the whole process.
 libdevice_scope = SharedScope(_libdevice)
 
 
@@ -227,9 +227,9 @@ def _tritons_libdevice() -> str | None:
 def libdevice() -> dict[str, str]:
     """The values for `libdevice_scope`: Triton's own library, unless somebody has chosen one.
 
-    With `emulate_precision_casts`, which we set, PyTorch from 2.13 on gives the process the CUDA toolkit's, if there is one,
-    when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). It uses a graph on disk only with the library
-    that it was made with (codecache.py, `extern_libs_key`), so after a restart the first graph was compiled again.
+    With `emulate_precision_casts`, which we set, PyTorch from 2.13 on sets the CUDA toolkit's library for the process, if there
+    is one, when it compiles the first kernel (torch/_inductor/runtime/compile_tasks.py). PyTorch uses a graph on disk only with
+    the library that the graph was made with (codecache.py, `extern_libs_key`): after a restart, the first was compiled again.
     """
     file = _tritons_libdevice() if private.extern_libs_key is not None else None
     return {} if file is None or any(read() for read, _write in _libdevice.values()) else dict.fromkeys(_libdevice, file)
@@ -259,8 +259,8 @@ _REDUCTIONS = "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_red
 def _precision(owner: Any, *operations: Any) -> tuple:
     """(read, write) of the precision of fp32 products: PyTorch's `allow_tf32` and each operation's newer `fp32_precision`.
 
-    PyTorch raises where somebody asks for the older setting after only the newer was changed, so both are: the older where it
-    can be read. "none" follows the setting of the operations above, and is what is written where that has the same value.
+    PyTorch raises an error where somebody reads the older setting after only the newer was changed. So both are written, the
+    older where it can be read. "none" means the precision set for all operations; it is written where that is the wanted one.
     """
 
     def older() -> bool | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-# A number for each moment that is asked for, in order. Clocks do not tell what came first: Windows' stand still for 16 ms.
+# Numbers moments in their order. Clocks do not tell which came first: that of Windows stands still for 16 ms.
 next_moment = itertools.count(1).__next__
 
 
@@ -24,8 +24,8 @@ class ModelCall:
         uncompiled: a block ran without compiled code, since there was none yet.
         waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
-        traced: for how long blocks have been traced; `lowered`: of it, for how long graphs were lowered inside.
-        put_off: a block ran uncompiled since no trace might begin.
+        traced: for how long blocks have been traced; `lowered`: for how much of that time graphs were lowered.
+        put_off: a block ran uncompiled because no trace was allowed to begin.
         settings_changed: of PyTorch's, by another pack (compile/session.py); None: not known yet.
         packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
     """

@@ -19,18 +19,18 @@ from ..failures.describe import never_swallowed
 from ..log import logger
 from ..threads import started
 
-# How often a job that has run out of memory is tried again; the seconds until then, and until one that was postponed is.
+# How often a job that runs out of memory is tried in all; after how many seconds it, or a postponed job, is tried again.
 ATTEMPTS, RETRY_SECONDS = 20, 5.0
 EXIT_SECONDS = 10.0
 
 
 class Postponed(Exception):
-    """Raised by a job that cannot run at the moment; the job says for how long at most."""
+    """Raised by a job that cannot run at the moment: the job is tried again for as long as it raises this."""
 
 
 @functools.cache
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all jobs: PyTorch keeps freed memory for the stream that it was used on."""
+    """The stream of all jobs on a device: PyTorch keeps freed memory for the stream on which the memory was used."""
     return torch.cuda.Stream(device)
 
 
@@ -40,12 +40,12 @@ class Job:
 
     Args:
         owner: a job whose owner was freed is dropped.
-        on_error: called on the worker with an error that no later attempt may mend; without one it is logged.
+        on_error: called on the worker with an error that no later attempt may mend; by default, the error is logged.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
-        is_kept: there is code for it on disk, which is read.
+        is_kept: the job's code is on disk, and only has to be read.
         is_queued: was queued once, and may be over.
-        attempts: that ran out of memory.
+        attempts: how many have run out of memory.
         due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
     """
 
@@ -68,7 +68,7 @@ class Compiler:
 
     Args:
         after_work: called on the worker after each job.
-        at_exit: end what a job may wait for.
+        at_exit: called at exit; each ends something that a job may be waiting for.
         awaited: sampling waits until the queue is empty.
     """
 

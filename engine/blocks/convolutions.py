@@ -1,8 +1,8 @@
 """Choose which blocks of a UNet are compiled.
 
-Fusing saves little for convolutions and the smallest images, beside the seconds that each graph takes to compile (SDXL: 14
-graphs for all blocks, 2 for those that matter). Transformers are compiled whole. The choice is the same for all sizes, so that
-a size that was not warmed up needs no other code.
+Fusing saves little for convolutions and the smallest images, compared with the seconds that each graph takes to compile (SDXL:
+14 graphs for all blocks, 2 for those that matter). Transformers are compiled whole. The choice is the same for all sizes, so
+that a size that was not warmed up needs no other code.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from ..per_model import PerModel
 from ..settings import CompileSettings
 from .discovery import can_be_block, foreign_forward, size_of
 
-# Blocks of a kind that process fewer elements than this share of the largest kind's, in a call of the model, are not compiled.
+# Blocks of a kind are not compiled if in a call of the model they process less than this share of the largest kind's elements.
 SHARE = 0.4
 _IMAGES = (nn.GroupNorm, nn.Conv2d, nn.Conv3d)
 
@@ -93,7 +93,7 @@ class Effort:
     _most: int = 0
 
     def is_too_small(self, block: nn.Module, args: tuple) -> bool:
-        """Whether `block` should run eager: decided when the first block of its kind runs, by the kinds before."""
+        """Whether `block` should run eager: decided when the first of its kind runs, by comparison with kinds before."""
         key = kind_of(block)
         if key not in self._small:
             work = next((a.numel() for a in args if isinstance(a, torch.Tensor)), self._most) * self.blocks[key]

@@ -1,8 +1,8 @@
 """Find the repeated blocks of a model by its structure, without knowing its class.
 
-Blocks of one class share one graph. There are two kinds, outermost first: members of a ModuleList or ModuleDict that repeat a
-class (the block lists of every DiT), and, where a model has mixed lists instead (UNets, Stable Cascade), repeated classes in
-those lists that hold no block list themselves.
+Blocks of one class share one graph. Blocks are members of a ModuleList or ModuleDict that repeat a class (the block lists of
+every DiT) and, where a model has mixed lists instead (UNets, Stable Cascade), members of repeated classes in those lists that
+hold no block list themselves. Of blocks inside blocks, only the outermost count.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ modules, also functions there, but no method of a class: compiled code would kee
 
 Guards compare classes by identity. Some models make a class anew for each instance (Stable Cascade's LayerNorm2d), and some
 nodes for each prompt; each would need a graph of its own. `sharing_classes` shows compiled code the first such class, while the
-block runs and no longer: by its class another node tells which layers it has to take back.
+block runs and no longer: by their class another node finds the layers that it has to take back.
 """
 
 import functools
@@ -25,13 +25,13 @@ from torch import nn
 from ..ownership import OF_PAGES, callables_of, contents_of, errors_marked, given_forward, is_of_class
 from ..per_model import Key, Same, SameObjects
 
-# In a block's `__dict__`: the classes that its modules share. Elsewhere a class that knows its model would keep that alive.
+# In a block's `__dict__`: the classes that its modules share. Elsewhere, a class that refers to its model would keep it alive.
 _SHARED = "torch_compile_kit_classes"
 Shared = list[tuple[weakref.ref, weakref.ref]]
 
 
 def shared_classes(block: nn.Module, first: MutableMapping[Hashable, type]) -> Shared:
-    """The modules of another class than the one in `first` with the same code and closure, each with that one."""
+    """(module, class) for each module whose class in `first`, the one with the same code and closure, is not its own class."""
     pairs, kept = [], []
     for module in block.modules():
         if is_made_anew(type(module)):
@@ -60,7 +60,7 @@ def sharing_classes(pairs: Shared) -> Iterator[None]:
                 module.__class__ = cls
 
 
-# In the dict of a layer, while `_run_outside` is in the place of its forward: that forward.
+# In a layer's dict: the forward whose place `_run_outside` has taken.
 _OUTSIDE = "torch_compile_kit_forward"
 
 
@@ -77,7 +77,7 @@ def forwards_outside(layers: Iterable[weakref.ref]) -> Iterator[None]:
     finally:
         for layer, forward in ours.items():
             before = vars(layer).pop(_OUTSIDE)
-            if vars(layer).get("forward") is forward:  # else the object has taken itself back, or put another there
+            if vars(layer).get("forward") is forward:  # else the object has removed or replaced the forward
                 vars(layer)["forward"] = before
 
 
@@ -93,7 +93,7 @@ def _run_outside(layer: nn.Module, *args: object, **kwargs: object) -> object:
 
 
 def is_made_anew(cls: type) -> bool:
-    """Whether a class is not the one that its module has under its name: it was made by a function, or by `type`."""
+    """Whether a class was made by a function or by `type`: its Python module has another object, or none, under its name."""
     place: Any = sys.modules.get(cls.__module__)
     for name in cls.__qualname__.split("."):
         place = getattr(place, name, None)
@@ -103,7 +103,7 @@ def is_made_anew(cls: type) -> bool:
 def class_key(cls: type) -> Hashable:
     """A key that classes made by one function share while their methods are the same; methods of base classes do not count.
 
-    A method that is made anew for each call, of the same code and over the same values, is the same.
+    Methods made anew for each call count as the same if their code and the values in their closures are.
     """
     methods = tuple((name, _method_key(member, cls)) for name, member in sorted(_methods_in(cls).items()))
     if not is_made_anew(cls):
@@ -112,7 +112,7 @@ def class_key(cls: type) -> Hashable:
     return cls.__module__, cls.__qualname__, cls.__bases__, methods, tuple(others)
 
 
-# What calls of a module run of PyTorch's own base class.
+# The methods of PyTorch's own base class that run when a module is called.
 _CALLED = {"__call__", "_call_impl", "_wrapped_call_impl", "__getattr__"}
 
 
@@ -155,7 +155,7 @@ class Methods:
         members = _methods_in(cls)
         self._cls = weakref.ref(cls)
         self._size = len(vars(cls))
-        self._get: Callable[[Any], tuple] = operator.itemgetter(*members, "__module__", "__module__")  # a tuple in any case
+        self._get: Callable[[Any], tuple] = operator.itemgetter(*members, "__module__", "__module__")  # two names give a tuple
         self._ids = [*map(id, self._get(vars(cls)))]
         self._freed: list[weakref.ref] = []
         functions = (function for member in members.values() for function in _functions_in(member))
@@ -189,7 +189,7 @@ def methods_of(classes: Iterable[type]) -> list[Methods]:
 
 
 def _has_methods(cls: type) -> bool:
-    """Whether methods of a class can be replaced: not of those written in C, some of which say no module (`ctypes`, `str`)."""
+    """Whether methods of a class can be replaced: not in classes written in C, some without `__module__` (`ctypes`, `str`)."""
     return bool(cls.__flags__ & _MADE_BY_PYTHON) and "__module__" in vars(cls)
 
 
@@ -203,9 +203,9 @@ class BlockState:
     Hooks and a `forward` of the block itself run outside its compiled code and do not count.
 
     Attributes:
-        groups: what the block runs, by settings.
-        options: the `OptionsFilter` of the block; a higher floor's.
-        methods: those of all classes in the block and of plain objects there; then what other nodes have put over methods.
+        groups: the block's group, or None, by settings.
+        options: the `OptionsFilter` of the block, made on a higher floor.
+        methods: keys of the methods of all modules and plain objects in the block; then what other nodes have put over methods.
         forwards: by path, what other nodes have put over forwards of the classes.
         callables: what else lies in the dicts of modules and can be called.
         shared: for `sharing_classes`; `outside`: for `forwards_outside`.
@@ -236,7 +236,7 @@ class BlockState:
                     continue
                 self._callables_at.append((reference, name))
                 callables.append(value)
-                # PyTorch sets no guards on what is over a method of the class.
+                # PyTorch sets no guards on an attribute that hides a method of the class.
                 if callable(value) and not isinstance(value, type) and hasattr(type(module), name):
                     overrides.append((path, name, tuple(_codes_in(value)) or Same(value)))
             if module is block:
@@ -264,7 +264,7 @@ class BlockState:
             module.__dict__.get(name) for reference, name in self._callables_at if (module := reference()) is not None
         ):
             return False
-        # To list what each module holds takes ten times as long as the rest.
+        # Only if a size has changed, as listing what each module holds takes ten times as long as the rest.
         if sizes != self._sizes and not self._callables.are(value for m in block.modules() for _, value in callables_of(m)):
             return False
         self._sizes = sizes
@@ -272,8 +272,8 @@ class BlockState:
 
 
 def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[tuple]]:
-    """Whether PyTorch calls hooks of all modules; list the modules in a block and their classes by `id`, and the modules with a
-    replaced forward or with hooks; `sizes` gets how many attributes each has.
+    """What `holds` compares: whether there are hooks for all modules, the `id` of each module in a block and of its class, and
+    the modules with a replaced forward or with hooks. `sizes` gets how many attributes each module has.
 
     Written with plain dicts and one loop, since the walk visits 2,000 modules of SDXL in each step.
     """
@@ -297,7 +297,7 @@ def _look_at(block: nn.Module, sizes: list[int]) -> tuple[bool, list[int], list[
 
 
 def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:
-    """The classes of plain objects in an attribute, or in the attributes of one."""
+    """The classes of plain objects in an attribute: the value, items of containers, and attributes of such objects."""
     if isinstance(value, nn.Module | torch.Tensor | type | types.ModuleType | types.FunctionType | types.MethodType):
         return
     if isinstance(value, dict | list | tuple):
@@ -312,7 +312,7 @@ def _classes_in(value: Any, depth: int = 4) -> Iterator[type]:
             yield from _classes_in(part, depth - 1)
 
 
-# A longer list or dict is data.
+# Longer lists and dicts hold data, and are not looked into.
 _LONGEST = 64
 # Objects that the host keeps on layers for their weights come and go in a run.
 _OF_EVERY_MODULE = {"forward", _SHARED, *vars(nn.Module()), *OF_PAGES, "weight_function", "bias_function"}
@@ -323,7 +323,7 @@ def _given_code(module: nn.Module) -> tuple[Code, ...] | None:
     """The code, or class, of a `forward` that another node has put over that of the module's class, and the code of the
     functions that it closes over; None without one.
 
-    If the module's dict has the forward of its class, only guards see it, so it is removed.
+    A class's own forward in the module's dict is removed: it changes nothing, but PyTorch's guards would see it.
     """
     if "forward" not in module.__dict__:
         return None

@@ -88,7 +88,7 @@ def load_cache_file(path: Path, store: CodeStore) -> CacheFile:
     """Put the entries of a cache file into the store.
 
     Raises:
-        CacheFileError: the store is unchanged then, or could not be written.
+        CacheFileError: the file cannot be used, and the store is unchanged; or the store cannot be written.
     """
     try:
         with open(path, "rb") as file:  # read once: others could change it after it was checked

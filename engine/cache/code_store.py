@@ -5,7 +5,7 @@ The signature is an HMAC by a key that only this user can read, in the same fold
 else has put there, is no entry. So the folder's rights do not matter, several servers can use it, and any file can be removed
 at any time: loaded code goes on working.
 
-When all are too large, the least recently used are removed.
+When all entries together exceed the limit, the least recently used are removed.
 """
 
 import errno
@@ -33,7 +33,7 @@ NAME = re.compile(r"[0-9a-f]{64}(-[1-9])?")
 STRUCTURE = re.compile(r"[0-9a-f]{12}")
 CODE, CHOICES = ".code", ".json"
 KEY_FILE = "signature.key"
-# Entries that are looked at for whether there is code of these versions.
+# How many entries `has_current` looks at.
 LOOKED_AT = 8
 # A file of choices is read and written as a whole, by several threads.
 _choices_lock = threading.Lock()
@@ -44,7 +44,7 @@ class CodeStore:
     """The entries in one folder.
 
     Args:
-        limit: bytes of all entries.
+        limit: the most bytes that all entries may have together.
         key: signs entries.
     """
 
@@ -55,7 +55,7 @@ class CodeStore:
     _is_unwritable: bool = False
 
     def get(self, name: str) -> bytes | None:
-        """As `read`, else from the shared cache: not on a thread that the sampler waits for."""
+        """The content of an entry, here or in the shared cache. Do not call this on a thread that the sampler waits for."""
         content = self.read(name)
         if content is None and (shared := configured()) is not None and (content := shared.get(name)) is not None:
             self.put(name, content)
@@ -65,7 +65,7 @@ class CodeStore:
         return self._file(name).exists()
 
     def put(self, name: str, content: bytes) -> bool:
-        """Keep an entry; whether it was written. What cannot be is lost, and said once."""
+        """Keep an entry; returns whether it was written. If not, it is lost, and the log says so once."""
         is_written = self._write(self._file(name), signed(self.key, name, content))
         self.trim()
         return is_written
@@ -196,7 +196,7 @@ def current() -> CodeStore | None:
 
 
 def open_store(folder: Path, limit: object = None) -> CodeStore | None:
-    """Use `folder` from now on, or the user's (`environment.users_folder`); later calls change nothing.
+    """Use the user's folder (`environment.users_folder`), else `folder`, from now on; later calls change nothing.
 
     Where the folder cannot be written or its drive keeps no rights (WSL's /mnt, NTFS, SMB, volumes of pods), use another folder
     of this user, and say so in the log; where there is none either, keep nothing. The user's setting `limit` is in GiB.
@@ -252,7 +252,7 @@ def read_key(folder: Path) -> bytes:
         with os.fdopen(os.open(unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as opened:
             opened.write(secrets.token_bytes(SIGNATURE_BYTES))
         try:
-            os.link(unfinished, file)  # of servers that start at once all use the first key
+            os.link(unfinished, file)  # servers that start at once all use the first one's key
         except FileExistsError:
             pass
         except OSError:  # a drive without links
@@ -266,8 +266,8 @@ def read_key(folder: Path) -> bytes:
 
 
 def _key_in(file: Path) -> bytes:
-    """The key in a file that only this user can read; empty if there is none. What is looked at is what is read: whoever may
-    write into the folder could exchange the file in between."""
+    """The key in a file that only this user can read; empty if there is none. The file is opened once, for its rights and its
+    content: whoever may write into the folder could exchange the file in between."""
     flags = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
     try:
         with os.fdopen(when_free(lambda: os.open(file, flags)), "rb") as opened:

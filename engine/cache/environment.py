@@ -38,7 +38,7 @@ def limit_in_bytes(setting: object = None) -> int:
 
 
 def users_folder() -> Path | None:
-    """A folder in TORCH_COMPILE_KIT_CACHE, or in the user's TORCHINDUCTOR_CACHE_DIR, which PyTorch itself sets to its default.
+    """A folder in TORCH_COMPILE_KIT_CACHE, else in TORCHINDUCTOR_CACHE_DIR, unless PyTorch itself has set that, to its default.
 
     What a variable names can hold files of the user or of others: only a folder with the pack's name is used.
     """
@@ -46,7 +46,7 @@ def users_folder() -> Path | None:
         place = Path(os.path.expanduser(folder)).absolute()  # no shell expands it for a container
         return place if place.name == KIT else place / KIT
     value, default = os.environ.get("TORCHINDUCTOR_CACHE_DIR"), ""
-    with contextlib.suppress(KeyError, OSError):  # it holds the user's name, and a container's user may have none
+    with contextlib.suppress(KeyError, OSError):  # the default has the user's name in it; a container's user may have none
         default = private.default_cache_dir()
     return Path(value) / KIT if value and Path(value) != Path(default) else None
 
@@ -64,12 +64,12 @@ def compile_for(device: str) -> None:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """What compiled code depends on beside the model: another value of any of them is another name."""
+    """What compiled code depends on beside the model: if any of these values differs, so does the code's name."""
     return {**versions(), "device": _device_name()}
 
 
 def versions() -> dict[str, str]:
-    """Of all code that takes part."""
+    """The versions of all code that takes part."""
     try:
         import triton
 
@@ -115,7 +115,7 @@ def _version_of(package: str) -> str:
         return "none"
 
 
-# Of the code that this process has loaded: an update while it runs changes the files alone.
+# Versions of the code that this process has loaded: an update while the process runs changes only files.
 LOADED = {
     "comfy-kitchen": _version_of("comfy-kitchen"),
     "code of the pack": version_of_pack(),

@@ -35,12 +35,12 @@ from ..log import logger
 from .environment import environment
 from .stores import FolderStore, RedisStore, signed, verified, without_secrets
 
-# Variables, and the files in the user's folder that count without them.
+# Variables, and the files in the user's folder that count where a variable is not set.
 ADDRESS, KEY = "TORCH_COMPILE_KIT_SHARED_CACHE", "TORCH_COMPILE_KIT_SHARED_KEY"
 FILES = {ADDRESS: "shared.address", KEY: "shared.key"}
 SHORTEST_KEY = 16
 
-# For what a store is asked: looking up a host's name, and a network volume that hangs, have no limit of their own.
+# For each request to a store: neither looking up a host's name nor a network volume that hangs has a limit of its own.
 ANSWER_SECONDS = 5.0
 OFF_SECONDS = 60.0
 PREFIX = "torch-compile-kit:"
@@ -59,7 +59,7 @@ class SharedCache:
         self.waiting_since: dict[str, float] = {}
         self._key, self._connect = key, connect
         self._store: RedisStore | FolderStore | None = None
-        self._over = threading.Event()  # the last request is
+        self._over = threading.Event()  # set: the last request is over
         self._over.set()
         self._off_until = self._read_only_until = 0.0
         self._warned: set[str] = set()
@@ -82,7 +82,7 @@ class SharedCache:
         return None
 
     def put(self, name: str, content: bytes) -> bool:
-        """Whether the entry is in the shared cache now."""
+        """Put an entry; returns whether it is in the shared cache now."""
         entry = signed(self._key, name, content)
         is_there = bool(self._try(lambda store: store.put(PREFIX + name, entry) or True, writes=True))
         if is_there and not self._has_told:
@@ -91,7 +91,7 @@ class SharedCache:
         return is_there
 
     def claim(self, name: str) -> bool:
-        """Whether no other worker holds the claim, as far as can be told."""
+        """Claim a graph; returns False if another worker holds the claim, as far as can be told."""
         return self._try(lambda store: store.claim(PREFIX + name), writes=True) is not False
 
     def release(self, name: str) -> None:
@@ -168,11 +168,11 @@ def configured() -> SharedCache | None:
 def configure(folder: Path) -> None:
     """Use the shared cache that the environment, or else files in `folder`, name; say in the log why it is off.
 
-    Never one that a setting of ComfyUI's page names: pages of other sites can write those, and old files are deleted there.
+    No setting of ComfyUI's page names it: pages of other sites can write settings, and old files in the cache are deleted.
     """
     where = tuple((os.environ.get(variable), *_version_of(folder / file)) for variable, file in FILES.items())
     with _Configured.lock:
-        if where == _Configured.where:  # the log may have asked to write a file, or to close one to others
+        if where == _Configured.where:  # else the user may have written a file, or closed it to others, as the log asked
             return
         _Configured.where, _Configured.cache = where, None
         try:

@@ -61,7 +61,7 @@ class RedisStore:
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), **limits)
 
     def _ask(self, command: Callable[[Any], Any]) -> Any:
-        """Twice where a connection breaks: the server or a firewall has closed one that was idle."""
+        """Ask twice if the connection breaks: the server or a firewall may have closed it while it was idle."""
         try:
             return command(self._client)
         except self._broken:
@@ -76,7 +76,7 @@ class RedisStore:
 
     def claim(self, name: str) -> bool:
         key, me = f"{name}:claim", self._worker
-        # The first of two attempts may have claimed the name without an answer.
+        # The first of two attempts may have claimed the name, and only its answer was lost.
         return bool(self._ask(lambda c: c.set(key, me, nx=True, ex=CLAIM_SECONDS) or c.get(key) == me.encode()))
 
     def release(self, name: str) -> None:
@@ -86,8 +86,8 @@ class RedisStore:
 class FolderStore:
     """A subfolder of a folder that all workers can write, such as a network volume. Its rights do not matter.
 
-    Other people's files may lie beside the subfolder: one without the marker is refused unless it is empty, and a link too.
-    Only the file server's clock is asked, as this machine's may be wrong by days. What has a date in the future is new.
+    The folder may hold other people's files. A subfolder without the marker is refused unless it is empty; a link is, too.
+    Only the file server's clock is asked, as this machine's may be wrong by days. A file with a date in the future is new.
     """
 
     refused: type[Exception] = OSError
@@ -100,7 +100,7 @@ class FolderStore:
             raise OSError(errno.EEXIST, f"{self._folder} holds something else; rename it, or choose another folder")
         if not names:
             (self._folder / MARKER).write_text(_ABOUT, encoding="utf-8")
-        # On a network volume each look takes milliseconds: this worker sees to some of what there is, others to more.
+        # On a network volume each look at a file takes milliseconds: this worker checks some of the files, others check more.
         files = [self._folder / name for name in names if _ENTRY.fullmatch(name)]
         random.Random().shuffle(files)
         until, now = time.monotonic() + CLEANING_SECONDS, self._now()
@@ -141,7 +141,7 @@ class FolderStore:
                     return False
             else:
                 return True
-        return is_over  # and cannot be removed
+        return is_over  # the claim is over, but cannot be removed
 
     def release(self, name: str) -> None:
         claim = self._file(name, "claim")

@@ -27,16 +27,16 @@ from .traced_graph import LOWERERS
 
 
 class _Search:
-    """The blocks of a model, and its modules when they were searched for."""
+    """The blocks of a model, and its modules when the blocks were last searched for."""
 
     def __init__(self, model: nn.Module):
         self.plan = find_blocks(model)
         self.modules = SameObjects(model.modules())
         self.run = code_of(model).runs
-        code_of(model).not_looked_at.pop(type(model).__name__, None)  # of a search that failed
+        code_of(model).not_looked_at.pop(type(model).__name__, None)  # left by a search that failed
 
     def renew(self, model: nn.Module) -> None:
-        """At the begin of a run: search again if the modules are others, as another node's may have hidden blocks then."""
+        """Once a run: search again if the model's modules have changed, as another node's modules may have hidden blocks."""
         self.run = code_of(model).runs
         if not self.modules.are(model.modules()):
             search = _Search(model)
@@ -61,7 +61,7 @@ def plan_for(model: nn.Module) -> BlockPlan:
 
 
 def _covered(model: nn.Module, plan: BlockPlan) -> int:
-    """How many parameters the blocks of a plan hold that are in the model now."""
+    """How many parameters are in those blocks of a plan that the model has now."""
     return 0 if plan.whole_model else sum(map(size_of, dict.fromkeys(modules_at(model, plan))))
 
 
@@ -90,7 +90,7 @@ class Binding:
             self._weights = code.look(model, lambda: weights_of(self._free), None)
 
     def _taken(self) -> Iterator[tuple[str, str]]:
-        """Blocks, and parts of others, that run another node's forward: (class, the forward's name)."""
+        """Blocks, and parts of our own blocks, that run another node's forward: (class, the forward's name)."""
         for block in (*self._blocks, *itertools.chain.from_iterable(map(parts_of, self._free))):
             if (forward := foreign_forward(block)) is not None:
                 yield type(unwrapped(block)).__name__, named_origin(forward)
@@ -125,10 +125,10 @@ class Binding:
             with exchanged({block: functools.partial(_run_block, runs, block) for block in runs}):
                 yield
             code.called(Counter(type(block).__name__ for block in runs), self.call.ran)
-            effort = next((run.effort for run in runs.values()), None)  # one for all
+            effort = next((run.effort for run in runs.values()), None)  # all runs share one
             code.eager[Eager.SMALL] = Counter(effort.left_out.values()) if effort is not None else Counter()
         finally:
-            runs.clear()  # what another node has kept of our forwards runs uncompiled
+            runs.clear()  # a forward of ours that another node has kept runs uncompiled
             code.bound = []
             called = (group for group in code.groups.values() if group.called_in == self.call.began)
             self.call.uncompiled |= any(group.bypassed is not None for group in called)
@@ -142,8 +142,8 @@ class Binding:
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:
         """How each block runs. Blocks of a UNet that run eager, or are compiled in parts, also get their weights put in place:
-        the block before them has begun to fetch these."""
-        if self.settings.backend == "cudagraphs":  # that one records eager code, see cuda_graphs/capture.py
+        the block before them has begun to fetch these weights."""
+        if self.settings.backend == "cudagraphs":  # that backend records eager code, see cuda_graphs/capture.py
             code.eager.clear()
             code.parts.clear()
             return {}
@@ -154,7 +154,7 @@ class Binding:
         places = self._weights.of_block if self._weights is not None else {}
         compiled = {} if self.call.waits else dict.fromkeys(choice.compiled)
         code.bound = list(compiled)
-        # The GPU works off what was launched before a trace, the more of it the less of the trace is waited for.
+        # Trace the last block of each kind: meanwhile the GPU works off what the blocks before it have launched.
         is_waited_for = self.call.synchronous or self.settings.backend not in LOWERERS
         last = {kind_of(block): block for block in compiled}
         runs = {}
@@ -171,7 +171,7 @@ class Binding:
 @dataclass(frozen=True)
 class _Run:
     """How a block runs in this call of the model. Without `code` it runs eager; without `weights` its weights are in place.
-    `traced`: another block of the same kind, which is to be traced in its place; None: no other."""
+    `traced`: the block of its kind that is to be traced first, which may be itself; None: any of them may be."""
 
     call: ModelCall
     code: ModelCode | None
@@ -182,13 +182,13 @@ class _Run:
 
 
 def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **kwargs: object) -> object:
-    # While Dynamo traces this, somebody compiles the whole model around us.
+    # If Dynamo traces this function, somebody compiles the whole model around us.
     run = None if torch.compiler.is_dynamo_compiling() else runs.get(block)
     if run is None:
         return type(block).forward(block, *args, **kwargs)
     run.call.ran = True
     run.call.poll()
-    # Now, as it is when it is called: wrappers around the model, and what runs between its blocks, may have changed it.
+    # Look at the block only now that it is called: wrappers around the model, or code between its blocks, may have changed it.
     group, state = (None, None) if run.code is None else run.code.group_of(block, run.settings)
     with nullcontext() if run.weights is None else _placed(run.weights):
         if group is None or state is None:
@@ -197,7 +197,7 @@ def _run_block(runs: dict[nn.Module, _Run], block: nn.Module, *args: object, **k
 
 
 def _may_begin(run: _Run, group: BlockGroup, block: nn.Module) -> bool:
-    """Whether the group's first trace may begin with `block`, as no other block of the group is to be traced."""
+    """Whether the group's first trace may begin with `block`: not if the trace is left to another block of the group."""
     if run.code is None or run.traced is None or run.traced is block:
         return True
     return run.code.group_of(run.traced, run.settings)[0] is not group
@@ -219,7 +219,7 @@ def blocks_of(model: nn.Module, settings: CompileSettings) -> list[nn.Module]:
 
 def modules_at(model: nn.Module, plan: BlockPlan) -> Iterator[nn.Module]:
     """The modules of the plan's blocks; a module that a patch has removed, or that another node compiles from outside, is left
-    out. For a module that a patch has put there, and that calls some of the blocks (a step cache over the blocks), those."""
+    out. If a patch has put a module there that holds several blocks (a step cache over the blocks), those blocks instead."""
     classes = {block.class_name for block in plan.blocks}
     for block in plan.blocks:
         module: nn.Module | None = model

@@ -14,7 +14,7 @@ from ..torch_settings import modes, numerics
 
 
 def tensors_in(args: tuple, kwargs: dict) -> list[torch.Tensor]:
-    """All tensors among the arguments but those of `transformer_options`."""
+    """All tensors among the arguments, except those in `transformer_options`."""
     values = [*args, *(v for k, v in kwargs.items() if k != "transformer_options")]
     return [leaf for leaf in private.pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
 
@@ -51,7 +51,7 @@ def traced_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple:
 
 @contextmanager
 def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
-    """While it lasts, Dynamo takes heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` for constants.
+    """A context in which Dynamo takes heads and pairs of rotary embeddings `[batch, tokens, heads, pairs, 2, 2]` for constants.
 
     With symbols for both (LTX-AV), sympy takes four fifths of the trace to divide the channels by heads and multiply by pairs.
     """
@@ -75,7 +75,7 @@ def static_heads(args: tuple, kwargs: dict) -> Iterator[None]:
 
 
 class Changed:
-    """Restore the tensors among the arguments `call` of a call that failed halfway."""
+    """Restore the tensors among the arguments `call` (args, kwargs) after a call with them has failed halfway."""
 
     def __init__(self, call: tuple):
         self._call = call
@@ -83,7 +83,7 @@ class Changed:
         self._is_kept = False
 
     def keep(self) -> None:
-        """Copy all tensors, the first time; without the memory for that, nothing can be put back."""
+        """Copy all tensors when called the first time. If memory is too short for that, nothing can be put back."""
         if self._is_kept:
             return
         self._is_kept = True
@@ -107,7 +107,7 @@ class Changed:
 
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a tensor, each once: expanded and overlapping tensors cannot be written to."""
+    """The memory of a tensor as a flat tensor, with each element once: PyTorch writes to no expanded or overlapping tensor."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.layout is not torch.strided or not tensor.numel():
         return tensor.detach()
     return tensor.detach().as_strided((TensorSpec.of(tensor).extent,), (1,))

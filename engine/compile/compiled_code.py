@@ -35,21 +35,21 @@ from .session import (
 )
 from .traced_graph import backend_for, current, dead_code, with_own_code
 
-# PyTorch 2.13 and later take the limit of a function from its caller; before, it is a setting.
+# From PyTorch 2.13 on, torch.compile takes a function's recompile limit as an argument; before, the limit is a setting.
 TAKES_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 # Callbacks of the host. After a block failed to compile, each may exclude layers from its graphs and return True; then the
 # block is traced again.
 on_compile_failure: list[Callable[[nn.Module], bool]] = []
-# The `next_moment` at which that was last so.
+# The `next_moment` at which a callback last returned True.
 _excluded_at = 0
 # Called when a trace begins.
 on_trace: list[Callable[[], None]] = []
-# In how many new runs code is compiled again that failed for a reason that may have passed.
+# How many new runs try again to compile code that failed for a reason that may have passed.
 RETRIES = 3
 # A group with code of another pack that may read the options is given up if it was traced more often than this for the same
-# shapes in one run: it reads what differs in each block or step.
+# shapes in one run: that code reads what differs in each block or step.
 TRACES_IN_RUN = 4
-# Two threads that meet a new shape at once would share PyTorch's process-wide settings and counters.
+# Held in a call with new shapes: two such calls at once would share PyTorch's process-wide settings and counters.
 first_call_lock = threading.RLock()
 
 
@@ -58,25 +58,25 @@ class BlockCode:
     """The compiled code of one block group.
 
     Args:
-        name: for reports, its patches included.
+        name: for reports.
         folder: name of its folder in the disk cache, and the class of its blocks.
-        varying: attributes that hold another number in each block: no constants of the graph (VACE's `block_id`).
-        compiles: how often it was traced, and how often a graph of it was lowered.
-        jobs: graphs of it that wait for the worker or are being lowered.
+        varying: attributes whose number differs between blocks (VACE's `block_id`), so that it is no constant of the graph.
+        compiles: how often it was traced, plus how often a graph of it was lowered.
+        jobs: one for each graph of it that waits for the worker or is being lowered.
         version: goes up when what was compiled is discarded.
         writes_in_place: some graph of it writes into a tensor, which may be an input.
         failure: why all calls run eager.
         limit_reached: calls with new shapes run eager.
-        patches: names of those inside the block in this call.
-        failed_with: why calls with patches of these names run eager: others may be compiled.
+        patches: names of the patches inside the block in the current call.
+        failed_with: by names of patches, why calls with them run eager; other calls may be compiled.
         breaks_alone: graph breaks of calls without patches.
         entries: names of the entries in which its code is kept (cache/code_store.py).
-        why_inline: why a graph of it was lowered in the call that traced it, the last one that was.
-        must_be_inline: why all graphs must be.
-        _retries: by patches, how often their failure, or without any `failure`, has been forgotten since a graph was lowered.
+        why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
+        must_be_inline: why all its graphs must be lowered in the call that traces them.
+        _retries: by patches, how often their failure was reset; for no patches, how often `failure` was since a lowering.
         _traces_in_run: by shapes, how often it was traced for them in this run.
         _traced: by result of `traced_state`, how many graphs there are for it.
-        _traced_from: when the model's call began in which it was traced last.
+        _traced_from: start (`ModelCall.began`) of the last call of the model that traced it.
     """
 
     name: str
@@ -120,7 +120,7 @@ class BlockCode:
 
     @property
     def is_only_read(self) -> bool:
-        """Whether code for all graphs that have none yet is kept on disk."""
+        """Whether the code of all graphs that wait for it is on disk, and only has to be read."""
         return all(job.is_kept for job in list(self.jobs) if not job.over)
 
     def count_lowered(self, seconds: float, from_disk: int, name: str | None = None) -> None:
@@ -139,7 +139,7 @@ class BlockCode:
         """Call the block's graphs, and count what that traces."""
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
-            if _excluded_at > call.began:  # the layers that were excluded are so from the model's next call on
+            if _excluded_at > call.began:  # excluded layers are left out from the model's next call on
                 call.uncompiled = True
                 return self.forward(block, *args, **kwargs)
             try:
@@ -151,7 +151,7 @@ class BlockCode:
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         if self.writes_in_place and (self.breaks_alone or (self.is_patched and self.stats.graph_breaks)):
-            changed.keep()  # the first piece may have run, and written to them, when one behind it is traced or refused
+            changed.keep()  # the first graph may have run and written to arguments before a later one fails
         traces_for: set[tuple] = set()
         session = CompileSession(
             self.name,
@@ -211,10 +211,10 @@ class BlockCode:
             tell()
 
     def lower_in_call(self, version: int, for_good: str | None = None) -> None:
-        """Called on the worker when a graph has no code that could be loaded: the next call traces the block again.
+        """Called on the worker when a graph must be lowered in the call that traces it: the next call traces the block again.
 
         Args:
-            for_good: why no graph of it ever will.
+            for_good: why this holds for all its graphs from now on; None: it may pass.
         """
         if version == self.version:
             self.must_be_inline = for_good
@@ -244,7 +244,7 @@ class BlockCode:
             self.give_up(describe_failure(self.name, error))
 
     def _excludes_layers(self, error: Exception, block: nn.Module, since: int) -> bool:
-        """Whether layers that may have caused the error have been excluded since `since`; not if excluding them has failed."""
+        """Exclude layers that may have caused the error; whether any have been excluded since `since`. False if that fails."""
         global _excluded_at
         try:
             if describe_failure(self.name, error).may_pass:
@@ -265,7 +265,7 @@ class BlockCode:
         self.version += 1
 
     def raise_if_stopped(self, failure: Failure | None = None) -> None:
-        """Args: failure: instead of the code's own."""
+        """Raise `failure`, or else the code's own failure, if the user has set `on_failure` to stop."""
         failure = failure or self.failure
         if failure is not None and self.settings.on_failure == "stop":
             raise BlockCompileError(failure.message())
@@ -276,7 +276,7 @@ class BlockCode:
         if self.settings.on_failure == "stop":
             self._remember(failure)
             raise BlockCompileError(failure.message()) from error
-        # An error of the model itself is raised again here, for the user to see, as without this pack.
+        # If the error is the model's own, this raises it again, and the user sees it as without this pack.
         result = self.forward(block, *args, **kwargs)
         self._remember(failure)
         logger.warning("%s", failure.message())
@@ -329,7 +329,7 @@ class BlockCode:
             self.give_up(Failure(self.name, reason, "Other blocks stay compiled."))
 
     def _compile(self) -> Callable:
-        """torch.compile of a copy of the forward: each group and setting has its own limit, and frees its code."""
+        """torch.compile of a copy of the forward, so that each group and setting has its own limit and can free its code."""
         function = self._function = with_own_code(self.forward)
         weakref.finalize(self, dead_code.append, function.__code__).atexit = False
         limit = {"recompile_limit": self.settings.variant_limit} if TAKES_LIMIT else {}
@@ -343,13 +343,13 @@ class BlockCode:
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
 
     def _switches(self, block: nn.Module, args: tuple, kwargs: dict, traces_for: set[tuple]) -> dict[str, object]:
-        """Settings of a trace: which sizes vary, and numbers in which blocks differ, after those that the user has set.
+        """Settings of a trace: which sizes vary, and which numbers: those in which blocks differ, and those that users named.
 
-        Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm had PyTorch trace a block twice
-        (torch/fx/passes/_tensorify_python_scalars.py), and a graph with symbols is lowered in the call.
-        `traces_for` gets the `traced_state` of the call. If there is a graph for the same state, a float differs.
+        Floats are constants until they are seen to differ: as a symbol, the epsilon of a norm made PyTorch trace a block twice
+        (torch/fx/passes/_tensorify_python_scalars.py), and a graph with such symbols is lowered in the call that traces it.
+        `traces_for` gets the `traced_state` of the call. If two calls have traced for the same state, a float differs.
         """
-        if not self.variants():  # a reset
+        if not self.variants():  # Dynamo was reset
             self._traced.clear()
         traced_for = traced_state(block, args, kwargs)
         floats_vary = self._traced[traced_for] >= 2
@@ -364,8 +364,8 @@ class BlockCode:
 def free_unused() -> None:
     """Free the compiled code of `dead_code`, which PyTorch keeps for ever.
 
-    PyTorch's `orig_code_map` keeps a code object alive as long as its compiled code lives, and the code object keeps that
-    alive: graphs, guards and a name in the module of the block's class would stay for each freed model.
+    PyTorch's `orig_code_map` keeps a code object alive as long as its compiled code lives, and the code object keeps the
+    compiled code alive: graphs, guards and a name in the module of the block's class would stay for each freed model.
     """
     while dead_code:
         private.reset_code(dead_code.pop())

@@ -19,8 +19,8 @@ from ..ownership import TORCH_COMPILE
 from ..transformer_options.arguments import changes_an_object
 from .call_shapes import have_offsets
 
-# After so many seconds of tracing no trace begins in one call of the model, and in one sampling run: whatever other nodes do, a
-# step is so much longer at most, and one trace (LTX-AV's block: 13 s on two slow cores). Flux takes 2.3 s in all.
+# After so many seconds of tracing in one call of the model, or in one sampling run, no further trace begins in it. So whatever
+# other nodes do, a step gets longer by at most that and one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s).
 CALL_SECONDS, RUN_SECONDS = 4.0, 20.0
 
 
@@ -41,7 +41,7 @@ class Taken(NamedTuple):
     """Blocks of one class that run another node's forward, or that another node compiles."""
 
     class_name: str
-    forward: str  # of `named_origin`
+    forward: str  # a result of `named_origin`
     blocks: int
 
     @property
@@ -92,8 +92,8 @@ def why_eager(
         return None
     if not call.may_trace:
         return Eager.TRACE_TIME
-    # Once: the last block may never be called. If its arguments are parts of tensors (Chroma's modulations), the first block is
-    # traced in the next call: its code fits parts at any place, that of others none at the beginning.
+    # Put off the trace only once, as the last block may never be called. If its arguments are parts of tensors (Chroma's
+    # modulations), the first block is traced in the next call: only its code fits parts at any offset, also at 0.
     if group.put_off_in not in (None, call.began):
         return None
     if not may_begin() or (group.put_off_in is not None and have_offsets(args, kwargs)):

@@ -36,9 +36,10 @@ class BlockGroup:
         numbers: attributes of the first block that are whole numbers.
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
-        called_in: when the call of the model began in which a block was called last.
-        _came_in: the same, of a block that came to its code inside `_outer`, what packs have put around its class's forward.
-        put_off_in: when the call of the model began in which the first trace was left to a later block.
+        called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
+        _outer: what packs have put around the forward of the class, else that forward.
+        _came_in: start of the last call of the model in which `_outer` called the group's code.
+        put_off_in: start of the call of the model that left the first trace to a later block.
     """
 
     class_name: str
@@ -68,12 +69,12 @@ class BlockGroup:
 
     @property
     def failure(self) -> Failure | None:
-        """Why calls run eager, all or those with some patches."""
+        """Why all calls, or those with some patches, run eager."""
         return self.code.failure or self.patched or self.bypassed or next(iter(self.code.failed_with.values()), None)
 
     @property
     def failure_now(self) -> Failure | None:
-        """Why the call of now does."""
+        """Why the current call runs eager."""
         return self.code.failure or self.patched or self.code.failed_with.get(self.code.patches)
 
     @property
@@ -111,7 +112,7 @@ class BlockGroup:
 
     @property
     def bypassed(self) -> Failure | None:
-        """Why no block came to its code in the last call of the model in which some were called."""
+        """Why no block reached the group's code in the last call of the model that called some of them."""
         if self.called_in == self._came_in:
             return None
         reason = f"another node has replaced its forward by {named_origin(self._outer)}."
@@ -182,7 +183,7 @@ class BlockGroup:
                 logger.warning("%s", message)
 
     def has_run(self, shapes: tuple) -> bool:
-        """Whether the code of now has run with inputs of these shapes."""
+        """Whether the current code has run with inputs of these shapes."""
         return (self.code.version, *shapes) in self._seen
 
     def _run(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict, shapes: tuple) -> object:

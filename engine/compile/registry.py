@@ -36,21 +36,21 @@ class ModelCode:
     """The compiled groups of one diffusion model, per settings.
 
     Attributes:
-        ran_apart: settings, and whether it was a batch of one, with which a warmup has run prompt and negative one by one.
+        ran_apart: (settings, whether the batch was one) for which a warmup has run prompt and negative one by one.
         eager: blocks that run eager, by class, as far as that is decided for a whole call of the model.
         taken: blocks that ran another node's forward in the last call.
         parts: what is compiled of blocks that are not compiled whole, by class.
-        uncalled: blocks, by class, if no call so far has run any: the model uses other methods of them than `forward`.
+        uncalled: blocks, by class, if no call has run any: the model calls other methods of them. None: no call so far.
         not_looked_at: why modules could not be looked at, by class.
-        runs: how many have begun.
-        traced: for how many seconds blocks were traced in this run; `lowered`: of them, graphs were lowered inside.
-        put_off: in how many calls of the model blocks ran uncompiled since tracing had taken too long.
+        runs: how many sampling runs have begun.
+        traced: for how many seconds blocks were traced in this run; `lowered`: for how many of them graphs were lowered.
+        put_off: in how many calls of the model blocks ran uncompiled because tracing had taken too long.
         waits_for: why the last call could compile nothing.
         replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.
         eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
-        bound: the blocks that run compiled in the call of now.
-        packings: code that unpacks weights of its layers, shared by all models with weights packed so.
+        bound: the blocks that run compiled in the current call.
+        packings: code that unpacks weights of the model's layers, shared by all models with weights packed the same way.
     """
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class ModelCode:
         return state.groups[settings_key], state
 
     def _filter_for(self, block: nn.Module, state: BlockState) -> OptionsFilter:
-        """Shared by blocks with the same code: to read it takes longer than to look at the block."""
+        """The filter of a block, shared by blocks with the same code: reading code takes longer than looking at the block."""
         known = self._filters[state.methods, state.forwards, state.callables]
         for current in filter(OptionsFilter.is_current, known):
             return current
@@ -143,7 +143,7 @@ class ModelCode:
                 logger.warning("%s", taken.message())
 
     def eager_in_words(self) -> list[str]:
-        """Which blocks run eager, and why, but for failures of groups."""
+        """Which blocks run eager, and why, except for failures of groups."""
         convolutions, small = self.eager[Eager.CONVOLUTIONS], self.eager[Eager.SMALL]
         lines = []
         if convolutions:
@@ -170,7 +170,7 @@ class ModelCode:
 
     @property
     def failures(self) -> list[Failure | Taken]:
-        """Why blocks, or code that unpacks weights, run eager, but for failures of groups."""
+        """Why blocks, or code that unpacks weights, run eager, except for failures of groups."""
         return [*self.taken, *(code.failure for code in self.packings if code.failure is not None)]
 
     def _codes(self) -> list[BlockCode]:
@@ -190,7 +190,7 @@ class ModelCode:
     def new_run(self) -> None:
         self.runs += 1
         self.traced = self.lowered = 0.0
-        # Whose code was replaced that often may have one group more in each run.
+        # Blocks whose code was replaced that often in the last run may have one new group in this run.
         self._new_groups = Counter({kind: MOST_NEW - 1 for kind, count in self._new_groups.items() if count >= MOST_NEW})
         for state, key in self._over_limit:
             state.groups.clear()
@@ -260,11 +260,11 @@ class ModelCode:
                     del self._groups[old]
 
 
-# A workflow's branches switch between a few.
+# So many groups that differ by replaced methods alone are kept: a workflow's branches switch between a few.
 MOST_LIKE = 8
-# A wrapper may exchange functions for the length of each call.
+# Filters for blocks of the same code: a wrapper may exchange functions for the length of each call.
 MOST_FILTERS = 3
-# So many groups of blocks of one class and structure are made in a run at most; fewer than are kept, the usual ones among them.
+# The most groups that one run makes for blocks of one class and structure: less than MOST_LIKE, so that the usual ones stay.
 MOST_NEW = 6
 
 _UNCALLED = "The model does not call its blocks ({}) as modules but by other methods: they run uncompiled."
@@ -280,7 +280,7 @@ def _counted(classes: Counter[str]) -> str:
 
 
 def _outlive_models(key: tuple, group: BlockGroup) -> None:
-    """Keep a group without a model: ComfyUI frees models after each prompt under --cache-none and when RAM is short."""
+    """Keep a group beyond its model: ComfyUI frees models after each prompt under --cache-none and when RAM is short."""
     _recent.pop(key, None)
     _recent[key] = group
     if len(_recent) > MOST_RECENT:
@@ -289,7 +289,7 @@ def _outlive_models(key: tuple, group: BlockGroup) -> None:
 
 # Two models of one architecture (Wan's high and low noise halves) use the same code; no weight is in it.
 _groups: weakref.WeakValueDictionary[tuple, BlockGroup] = weakref.WeakValueDictionary()
-# Those used last, newest last.
+# The groups used last, the newest at the end.
 _recent: dict[tuple, BlockGroup] = {}
 MOST_RECENT = 24
 # The compiled code that belongs to a model (the module whose blocks are compiled).

@@ -1,7 +1,7 @@
 """Notice and count compilations, and scope PyTorch's settings while a block is traced.
 
-PyTorch calls back on the thread that compiles (torch/_dynamo/callback.py). A call into compiled code puts itself on this
-thread's stack; a compilation that starts then belongs to it. In the steady state that costs one list append per call.
+PyTorch calls back on the thread that compiles (torch/_dynamo/callback.py). Each call into compiled code puts a session on a
+stack of its thread (`monitor.calls`). A compilation belongs to the topmost session. A call without one costs a list append.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ class CompileStats:
         )
 
 
-# Read while a block is traced. use_duck_shape ties sizes that are equal by chance (cfg's batch and RoPE's 2x2); with either
-# dict-tag shortcut the strides of a weight may change unnoticed through `.data` (pytorch#181873); the captures keep mixtures of
-# experts, which pick tokens by mask, in one graph; without guards on default values a patch keeps the strength that it had
-# first (skipped before pytorch#178420). With sizes that vary, filling the cache of fake tensors takes a quarter of a trace, and
-# no lookup ever hits.
+# In force while a block is traced. use_duck_shape would tie sizes that are equal by chance (cfg's batch and RoPE's 2x2). With
+# either dict-tag shortcut, the strides of a weight may change unnoticed through `.data` (pytorch#181873). The two captures keep
+# mixtures of experts, which pick tokens by mask, in one graph. Without guards on default values, which PyTorch skips before
+# pytorch#178420, a patch would keep the strength that it had first. With sizes that vary, filling the cache of fake tensors
+# takes a quarter of a trace, and no lookup ever hits.
 COMPILE_SWITCHES = {
     "use_duck_shape": False,
     "fake_tensor_cache_enabled": False,
@@ -81,15 +81,15 @@ COMPILE_SWITCHES = {
     "skip_tensor_guards_with_matching_dict_tags": False,
     "capture_scalar_outputs": True,
     "capture_dynamic_output_shape_ops": True,
-    # PyTorch's defaults, which another pack may have changed: weights would become constants, each block would need a graph of
-    # its own, or a number that varies would have the graph lowered in the call.
+    # PyTorch's defaults, which another pack may have changed. Then weights would become constants, each block would need a
+    # graph of its own, or a number that varies would have the graph lowered in the call.
     "freezing": False,
     "prepare_freezing": False,
     "install_free_tensors": False,
     "inline_inbuilt_nn_modules": True,
     "allow_unspec_int_on_nn_module": False,
 }
-# PyTorch reads them also before a trace begins and after it has failed. To set them around each call of a block takes 40 µs.
+# PyTorch reads these also before a trace begins and after it has failed. Setting them around each call of a block takes 40 µs.
 CALL_SWITCHES = {"suppress_errors": False, "error_on_recompile": False}
 USUAL_LIMIT = 8  # of PyTorch's `recompile_limit`
 
@@ -108,8 +108,8 @@ STATIC = {"automatic_dynamic_shapes": False, "assume_static_by_default": True}
 DYNAMIC = {"assume_static_by_default": False}
 
 
-# Dynamo denies before 2.15 that a constant is in a list of numbers that may vary (`1 in cond_or_uncond`), without a word
-# (pytorch#153366). While a block is traced, `contains` runs instead: the same result, from steps that Dynamo can follow.
+# Before 2.15, Dynamo answers silently that a constant is not in a list of numbers that may vary (`1 in cond_or_uncond`,
+# pytorch#153366). While a block is traced, `contains` runs instead: the same result, from steps that Dynamo can follow.
 _iter_contains = private.iter_contains
 
 
@@ -132,15 +132,15 @@ def traceable_contains(items: Iterable, search: Any, translator: Any, *options) 
 
 
 def _may_vary(value: Any) -> bool:
-    """Whether it is a dynamic size, or a list of them."""
+    """Whether `value` is a size that varies, or a list with one inside."""
     value = value.realize()
     if isinstance(value, private.variables.BaseListVariable):
         return any(map(_may_vary, value.items))
     return isinstance(value, private.variables.SymNodeVariable) and isinstance(value.sym_num, torch.SymInt)
 
 
-# A break in a loop has Dynamo run the whole function uncompiled, unless its guess is that there is no loop; either guess gives
-# right code (torch/_dynamo/symbolic_convert.py). The host calls patches in loops, over lists of one or two.
+# After a graph break in a loop, Dynamo runs the whole function uncompiled, unless `maybe_has_backedge` finds no loop. Both
+# answers give right code (torch/_dynamo/symbolic_convert.py). The host calls patches in loops, over lists of one or two.
 _maybe_has_backedge = private.maybe_has_backedge
 
 
@@ -175,7 +175,7 @@ class CompileSession:
     """The traces inside one call of a block.
 
     Args:
-        block: for reports.
+        block: the block's name, for reports.
         on_first: called before the first trace; must not raise.
         switches: gives settings of PyTorch for this block beside `COMPILE_SWITCHES`.
         arguments: positional and keyword arguments of the call.
@@ -224,11 +224,11 @@ class CompileSession:
         self._scopes.close()
 
     def hold(self) -> None:
-        """Hold PyTorch's lock while it looks for code that fits, and until a trace is where the next call finds it.
+        """Hold PyTorch's lock while it looks for code that fits and, after a trace, until it has stored the new code.
 
         If another node reset Dynamo meanwhile, on another thread, the process would end. PyTorch itself holds the lock while it
-        traces. A thread that holds it for long compiles, which is no danger, so the call does not wait. A capture does not
-        trace, and holds a lock for which others wait.
+        traces. A thread that holds the lock for long is compiling, which is no danger, so the call goes on without the lock.
+        A CUDA graph capture takes no lock: it does not trace, and already holds one for which others wait.
         """
         global _is_long_held
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
@@ -273,7 +273,7 @@ monitor = _Monitor()
 
 
 def _is_compilation(args: object) -> bool:
-    """PyTorch also calls back when it measures the variants of a kernel or records a CUDA graph (from 2.8 on)."""
+    """Whether a callback is for a compilation: from 2.8 on there is one also for tuning a kernel or recording a CUDA graph."""
     trigger = getattr(getattr(args, "callback_trigger", None), "name", "DYNAMO")
     return bool(monitor.calls) and trigger in ("DYNAMO", "LAZY_BACKWARD")
 

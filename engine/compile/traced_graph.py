@@ -57,7 +57,7 @@ from .session import monitor, tracing_scope
 _inline_lock = threading.Lock()
 
 
-# By backend, what makes the code of a request on the worker thread: a function, and what is known of it. Graphs of other
+# By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
 # backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
 # Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
@@ -102,7 +102,7 @@ def backend_for(owner: Any, name: str, options: dict) -> Callable:
 
 
 def prepare(graph: fx.GraphModule, example_inputs: list) -> None:
-    """See `out_of_place.py`."""
+    """Rewrite in-place sums where gradients are wanted, see `out_of_place.py`."""
     if needs_gradients(example_inputs) and out_of_place(graph.graph):
         graph.recompile()
 
@@ -120,7 +120,7 @@ def _has_varying_numbers(graph: fx.GraphModule, inputs: list) -> bool:
 
 def _request_for(name: str, owner: Any, graph: fx.GraphModule, inputs: list, options: dict) -> Request:
     if name not in LOWERERS:
-        raise LowerInline("only inductor compiles next door")
+        raise LowerInline("only graphs for inductor go to the compile process")
     if owner is not None and owner.must_be_inline is not None:
         raise LowerInline(owner.must_be_inline)
     compile_process.check()
@@ -154,7 +154,7 @@ def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lowe
             code = lower(graph, inputs)
     finally:
         call.lowered += time.perf_counter() - began
-    live_owner.count_lowered(0.0, 0)  # in reports its seconds are the trace's
+    live_owner.count_lowered(0.0, 0)  # in reports these seconds are part of the trace's
 
     def run(*args: Any) -> Any:
         if monitor.calls:
@@ -180,7 +180,7 @@ def _lower_with_inductor(request: Request, block: str, patient: bool) -> tuple[C
 
 
 def _loaded(request: Request, code: Code, block: str) -> Callable:
-    """The function of loaded code. Errors may pass, as a full disk or card does, of which PyTorch does not always tell."""
+    """Load code; returns its function. Errors count as passing: PyTorch does not always tell that a disk or card is full."""
     try:
         with gpu_locks[request.device]:
             return load(code)
@@ -192,8 +192,8 @@ def _loaded(request: Request, code: Code, block: str) -> Callable:
 
 
 def _is_of_entry(error: Exception) -> bool:
-    """Whether another entry may do better: not where the disk is full, a file is not to be opened or memory is short, as far as
-    PyTorch tells. A library that cannot be loaded is an OSError without a number; a file may be missing from the entry."""
+    """Whether the entry is at fault, so that a new one may load: not if the disk is full, a file cannot be opened or memory is
+    short, as far as PyTorch tells. OSError without errno: a library cannot be loaded; ENOENT: the entry lacks a file."""
     if isinstance(error, private.MissingName) or never_swallowed(error):
         return False
     return not any(isinstance(e, OSError) and e.errno not in (None, errno.ENOENT) for e in chain(error))
@@ -308,7 +308,7 @@ class TracedGraph:
         return job
 
     def lower(self, owner: Any, cached: int) -> None:
-        """On the worker; `cached` bytes on the device were reserved and unused when the job was queued."""
+        """Get, load and publish the code, on the worker. `cached`: bytes that PyTorch held unused when the job was made."""
         if self._code is not None:
             return
         job = self._job
@@ -317,7 +317,7 @@ class TracedGraph:
         try:
             run, code = self._lower(self._request, owner.folder[1], not (job.awaited or compiler.awaited))
         except (LowerInline, private.MissingName) as error:
-            for_good = None if isinstance(error, Unavailable) else str(error)  # `_request_for` asks whether it still is
+            for_good = None if isinstance(error, Unavailable) else str(error)  # the next `_request_for` checks that again
             owner.lower_in_call(self.version, for_good)
             return
         loaded = time.perf_counter()
@@ -351,7 +351,7 @@ class TracedGraph:
                 self._is_refused = True
                 owner.raise_if_stopped()
                 return self._run_traced(*args)
-        if lacks_memory:  # the copies may fill it; here the error, which holds what the code has allocated, is gone
+        if lacks_memory:  # the copies may have filled it; here the error is gone, which held what the code had allocated
             changed.put_back()
             del changed
             result = code(*args)
@@ -379,15 +379,15 @@ def with_own_code(function: Any) -> types.FunctionType:
 
 
 class _Inputs:
-    """What inputs look like on which kernels are loaded and tuned; code may write to `changeable` ones."""
+    """Describe the inputs on which kernels are loaded and tuned. Code may write to those at the indices `changeable`."""
 
     def __init__(self, specs: dict[int, TensorSpec], sizes: list, changeable: set[int], device: torch.device):
         self._specs, self._sizes, self._changeable, self._device = specs, sizes, changeable, device
 
     @classmethod
     def of(cls, graph: fx.GraphModule, fakes: list, changeable: set[int]) -> "_Inputs | None":
-        """None where kernels are loaded by the first real run: the graph draws random numbers, and the sampler's would change,
-        or a tensor is no strided view of memory."""
+        """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
+        the sampler's, or a tensor is no strided view of memory."""
         tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
         if any(map(_is_random, graph.graph.nodes)) or not all(map(_is_plain, tensors.values())):
             return None
@@ -395,7 +395,7 @@ class _Inputs:
         return cls(specs, [None if i in specs else hint(fake) for i, fake in enumerate(fakes)], changeable, device_of(fakes))
 
     def warm_up(self, code: Callable, cached: int) -> None:
-        """Load and tune kernels, a good part of the first run on a GPU."""
+        """Load and tune kernels, which takes a good part of the first run on a GPU."""
         try:
             with torch.inference_mode():
                 inputs = self._zeros(cached)
@@ -423,7 +423,7 @@ class _Inputs:
 
 
 def _size_check(guards: str | None, at: list[int]) -> Callable[[tuple], bool] | None:
-    """A check of the sizes among the inputs; None: the code fits all."""
+    """A check of the sizes among the inputs; None: the code fits all sizes."""
     if not guards:
         return None
 

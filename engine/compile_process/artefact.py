@@ -1,4 +1,4 @@
-"""The code of a graph, and the bytes that it is between processes, on disk and on other machines."""
+"""Pack the code of a graph into the bytes that go to other processes, to disk and to other machines."""
 
 import json
 from dataclasses import dataclass, field
@@ -16,9 +16,9 @@ class Code:
         guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
             the code fits all.
         files: paths and contents of libraries that the artefact is loaded with.
-        cpu: for which the libraries were built, see `cpu_digest`.
-        name: of the entry in which it is kept.
-        was_kept: nothing was lowered for it.
+        cpu: the CPU for which the libraries were built, see `cpu_digest`.
+        name: of the entry in which the code is kept.
+        was_kept: the code was read from an entry, and nothing was lowered.
     """
 
     artefact: bytes
@@ -29,7 +29,7 @@ class Code:
     was_kept: bool = False
 
     def packed(self, about: dict[str, Any]) -> bytes:
-        """A line of JSON, which tells what it is `about` as well, the artefact, the files."""
+        """A line of JSON (`about`, the sizes of the parts, guards, CPU), then the artefact and the files."""
         files = [[name, len(content)] for name, content in self.files.items()]
         header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files, "cpu": self.cpu}
         return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])

@@ -3,15 +3,15 @@
 1. The first request holds `sys.path`, the modules to import, the folder of the pack and the cards of this machine; the answer
    tells the versions of PyTorch, Triton and others in this process (lowering.py).
 2. Each later request is a graph (wire.py), the settings of PyTorch under which it was traced, and inductor's options. It is
-   lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): it holds no weight, and takes no
-   memory of the card. A process sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
+   lowered on fake tensors, and for a card that this process does not see (stand_in_card.py): the process holds no weights and
+   takes no memory of the card. It sees the cards only if kernels are autotuned, or if lowering for the stand-in has failed.
 3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
-   the guards on its sizes; or why there is none: `failure`, in words for the user, or `inline`, if another way to
-   lower it may work.
-4. While it works, it answers `alive` each second: a process that stands still is told from one that is slow.
+   the guards on its sizes. If there is no code, the answer says why: `failure`, in words for the user, or `inline`, if the
+   graph may be lowered in the call that traced it.
+4. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
 
-It ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr, which
-ComfyUI logs.
+The process ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr,
+which ComfyUI logs.
 """
 
 import contextlib
@@ -63,7 +63,7 @@ def engine(name: str) -> Any:
 
 
 def lowering_for(hello: dict[str, Any]) -> Any:
-    """lowering.py, as a part of the pack; what registers by name what graphs hold is imported before."""
+    """Import lowering.py as a part of the pack, after the modules that register what graphs refer to by name."""
     sys.modules[PACKAGE] = package = types.ModuleType(PACKAGE)
     package.__path__ = [hello["pack"]]
     if hello["cards"]:
@@ -71,7 +71,7 @@ def lowering_for(hello: dict[str, Any]) -> Any:
     for name in hello["modules"]:
         try:
             importlib.import_module(name)
-        except Exception as error:  # a graph that needs it says so
+        except Exception as error:  # a graph that needs the module will say so
             if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
                 raise
             sys.stderr.write(f"{name} cannot be imported: {error}\n")
@@ -79,14 +79,14 @@ def lowering_for(hello: dict[str, Any]) -> Any:
 
 
 def kill_group(pid: int) -> None:
-    """End a compile process and the workers that it has forked, which look only once a minute whether it is there."""
+    """End a compile process and its forked workers, which check only once a minute whether the process is still there."""
     if hasattr(os, "killpg"):
         with contextlib.suppress(OSError):
             os.killpg(pid, signal.SIGKILL)
 
 
 def end() -> None:
-    kill_group(os.getpid())  # none where it leads no group
+    kill_group(os.getpid())  # does nothing where this process leads no group
     os._exit(0)
 
 
@@ -95,7 +95,7 @@ def main() -> None:
     if hasattr(os, "nice"):
         os.nice(19)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory ends, the system ends this process, not ComfyUI
+        file.write("1000")  # if memory runs out, the system kills this process, not ComfyUI
     channel = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     incoming = os.fdopen(os.dup(0), "rb")  # workers are forked while a thread reads, and each closes its `sys.stdin` first
@@ -121,7 +121,7 @@ def main() -> None:
     hello = read(incoming)
     if hello is None:
         return
-    # Behind this Python's own: in ComfyUI PyTorch was imported before other packs put their folders first.
+    # ComfyUI's folders after this Python's own: in ComfyUI, PyTorch was imported before other packs put their folders first.
     of_python = [folder for folder in sys.path[1:] if folder]
     sys.path[:] = of_python + [folder for folder in hello[0]["path"] if folder not in of_python]
     for run in (listen, tell_alive):
@@ -129,7 +129,7 @@ def main() -> None:
     works.set()
     lowering = lowering_for(hello[0])
     lowering.prepare()
-    answer({"versions": engine("cache.environment").versions()})  # of the code that is on disk now: ComfyUI may be older
+    answer({"versions": engine("cache.environment").versions()})  # of the code on disk now: ComfyUI may run older code
     while True:
         works.clear()
         try:

@@ -1,8 +1,8 @@
 """Ask the compile process (child.py) for code: start it, send graphs, notice when it is gone or stands still.
 
 `compile_process.lower` is called by the worker thread, one graph at a time, and waits without the GIL. It raises `Lost` where a
-new process has been lost with the same graph, or has not started; `Outdated` after an update on disk; and `Unavailable` where
-none can be started: then graphs are lowered in the call that traced them.
+second process was lost with the same graph, or did not start; `Outdated` after an update on disk; and `Unavailable` where no
+process can be started: then graphs are lowered in the call that traced them.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from . import child
 from .artefact import Code
 from .wire import LowerInline
 
-# Without a sign of life: while the process starts (imports on a slow core, from a cold disk), and later (one that swaps).
+# The longest time without a sign of life: while the process starts (slow core, cold disk), and later (it may swap).
 START_SECONDS, SILENT_SECONDS = 180.0, 60.0
 # For one graph; `max-autotune` takes minutes.
 LONGEST_SECONDS = 1800.0
 # Workers of inductor's, which compile the kernels of a graph.
 MOST_WORKERS = 8
-# Folders of servers that were killed go with the next start: nobody holds the lock in them. A younger one may get its lock yet.
+# A start removes folders of servers that were killed: nobody holds the lock in them. A younger folder may get its lock yet.
 SCRATCH, LOCK, UNLOCKED_SECONDS = "torch-compile-kit-loaded-", "in-use", 60.0
-# After a graph for which none has started, graphs that are not waited for stay uncompiled until one is tried again. After so
-# many such graphs in a row all graphs are lowered in the call that traced them until one is.
+# After a graph for which no process has started, graphs that nobody waits for stay uncompiled for some time. After several such
+# graphs in a row, all graphs are lowered in the call that traced them, for a longer time. Then a process is tried again.
 BACK_OFF_SECONDS, UNSTARTED_GRAPHS, LONG_BACK_OFF_SECONDS = 60.0, 3, 600.0
 
 
@@ -59,7 +59,7 @@ class Lost(DescribedError):
 
 
 class NotStarted(Lost):
-    """Say why a process did not start; another may: the disk was full, the system had no room for a process."""
+    """Say why a process did not start. A later one may: the disk was full, or the system had no room for a process."""
 
     def __init__(self, ending: str):
         super().__init__(ending.rstrip("."), "does not start")
@@ -81,8 +81,8 @@ class Refusal:
     """Why no process is asked.
 
     Args:
-        error: what a graph gets; only one that nobody waits for gets `Postponed`.
-        until: when one is tried again, by `time.monotonic`.
+        error: raised for each graph; `Postponed` only for graphs that nobody waits for.
+        until: when a process is tried again, by `time.monotonic`.
     """
 
     error: type[Exception]
@@ -91,7 +91,7 @@ class Refusal:
 
 
 def folders(scratch: Path) -> dict[str, str]:
-    """The variables of inductor's and Triton's folders, in the process and where code is loaded."""
+    """Environment variables that name inductor's and Triton's folders, in the compile process and where code is loaded."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(scratch), "TRITON_CACHE_DIR": str(scratch / "triton")}
 
 
@@ -101,7 +101,7 @@ def is_split(path: PurePath) -> bool:
 
 
 def unsplit(path: Path) -> Path:
-    """On Windows, where users are named "Jane Doe", the short name of such a path; drives without short names keep the path."""
+    """On Windows (users are named "Jane Doe") the short name of a path that `is_split`; the path itself if it has none."""
     if sys.platform != "win32" or not is_split(path):
         return path
     there = next(parent for parent in (path, *path.parents) if parent.exists() or parent == parent.parent)
@@ -124,7 +124,7 @@ def _private_folder() -> Path:
     places = [unsplit(Path(tempfile.gettempdir())), Path(os.path.expanduser("~"), ".cache")]
     places += [Path("/tmp")] if os.name == "posix" else []
     place = next((place for place in places if _may_hold_code(place) and not is_split(place)), places[0])
-    for left in place.glob(f"{SCRATCH}*"):  # by servers that were killed
+    for left in place.glob(f"{SCRATCH}*"):  # left by servers that were killed
         with contextlib.suppress(OSError):
             if time.time() - left.stat().st_mtime > UNLOCKED_SECONDS and (lock := locked(left / LOCK)) is not None:
                 lock.close()
@@ -145,7 +145,7 @@ class _Running:
         with contextlib.suppress(Exception):  # what comes is no message
             while (answer := child.read(stream)) is not None:
                 self.answers.put(answer)
-        with contextlib.suppress(subprocess.TimeoutExpired):  # for how it ended
+        with contextlib.suppress(subprocess.TimeoutExpired):  # so that `end` can tell how it ended
             self.process.wait(1.0)
         self.answers.put(None)
         self.process.wait()
@@ -162,7 +162,7 @@ class _Running:
             self.last_words = said or self.last_words
 
     def end(self) -> str:
-        """End the process and its workers; returns how it had ended, if it had."""
+        """End the process and its workers; returns in words whether and how the process had already ended."""
         assert self.process.stdin is not None
         code = self.process.poll()
         child.kill_group(self.process.pid)
@@ -181,15 +181,15 @@ class CompileProcess:
     """The compile process of this server, if there is one.
 
     Args:
-        modules: modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
-        refusal: why none is asked at the moment, if so.
+        modules: gives the modules to import there, which register what graphs name (ComfyUI's layouts of quantised weights).
+        refusal: why no process is asked at the moment; None: one may be.
     """
 
     def __init__(self) -> None:
         self.modules: Callable[[], list[str]] = list
         self.started = 0
         self.refusal: Refusal | None = None
-        self._unstarted = 0  # graphs in a row
+        self._unstarted = 0  # graphs in a row for which none has started
         self._running: _Running | None = None
         self._lock = threading.Lock()
         self._making_scratch = threading.Lock()
@@ -197,7 +197,7 @@ class CompileProcess:
         self._scratch_lock: Any = None
 
     def check(self, patient: bool = False) -> None:
-        """Raise what a graph gets where no process is asked: `Outdated`, `Unavailable` or, if it is patient, `Postponed`."""
+        """Raise the refusal that is in force: `Outdated`, `Unavailable` or, for a patient graph (see `lower`), `Postponed`."""
         refusal = self.refusal
         if refusal is not None and time.monotonic() < refusal.until and (patient or refusal.error is not Postponed):
             raise refusal.error(refusal.reason)
@@ -264,7 +264,7 @@ class CompileProcess:
             except LoweringFailed as error:
                 if self._running is None or self._running.sees_cards:
                     raise
-                failed = error  # it may have asked a card what the stand-in does not answer
+                failed = error  # lowering may have asked the card what the stand-in does not answer
             except Lost as error:
                 logger.warning("%s Another one is started.", error)
             try:
@@ -290,7 +290,7 @@ class CompileProcess:
         self._refuse(Unavailable, reason, seconds)
 
     def _refuse(self, error: type[Exception], reason: str, seconds: float = math.inf, patient: bool = False) -> None:
-        """Ask no process for so long; raises as `check`."""
+        """Ask no process for `seconds`; raises what `check` does."""
         if self.refusal is None or self.refusal.until < math.inf:
             self.refusal = Refusal(error, reason, time.monotonic() + seconds)
         self.check(patient)
@@ -301,7 +301,7 @@ class CompileProcess:
             if not running.is_ready:
                 answer = self._answer(running, START_SECONDS)
                 there = answer[0].get("versions", {}) if answer is not None else {}
-                # What it lacks it says of each graph, with the cure.
+                # A package that the process lacks does not count: the failure of each graph names it, with the cure.
                 changed = [
                     f"{n} {old} to {there[n]}" for n, old in versions().items() if there.get(n, old) not in (old, "none")
                 ]
@@ -327,7 +327,7 @@ class CompileProcess:
         return running.end()
 
     def _send(self, running: _Running, header: dict[str, Any], body: bytes = b"") -> None:
-        """On a thread of its own: a process that stands still does not read. That it is gone comes as an answer."""
+        """Write on a thread of its own, as a process that hangs does not read. If the process is gone, `_answer` notices."""
         stream: Any = running.process.stdin
 
         def send() -> None:
@@ -389,11 +389,11 @@ class CompileProcess:
             raise NotStarted(f"no folder can be made for it ({error})") from error
         cards = [] if measures else stand_in_card.describe()
         environment = {
-            # Without fork PyTorch's workers need what Windows has not (`pass_fds`).
+            # Without fork, PyTorch's workers need `pass_fds`, which Windows lacks.
             **(workers if hasattr(os, "fork") else {"TORCHINDUCTOR_COMPILE_THREADS": "1"}),
             **os.environ,
             **scratch,
-            # Workers that are no fork would not know the cards.
+            # Workers that are not forked would not know the stand-in cards.
             **({"CUDA_VISIBLE_DEVICES": "-1", "TORCHINDUCTOR_WORKER_START": "fork"} if cards else {}),
         }
         try:

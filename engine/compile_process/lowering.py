@@ -1,4 +1,4 @@
-"""Lower what comes over the wire; runs in the compile process (child.py), which imports this when it knows its cards."""
+"""Lower graphs that come over the wire. Runs in the compile process: child.py imports this once it knows the cards."""
 
 import os
 import traceback
@@ -13,9 +13,9 @@ from .artefact import Code
 from .wire import LowerInline
 
 LIBRARIES = {".so", ".dylib", ".pyd", ".dll"}
-# PyTorch's, for a graph of which it makes no artefact.
+# PyTorch's errors for graphs of which it makes no artefact.
 _BYPASS = {"BypassAOTAutogradCache", "BypassFxGraphCache"}
-# Libraries that tell what this CPU can, which are built with the first kernel.
+# Libraries that test what this CPU can do. PyTorch builds them with the first kernel.
 _probes: set[str] = set()
 
 
@@ -23,7 +23,7 @@ def prepare() -> None:
     private.switch("init_gpu_context")[1](lambda *_args: None)
     lowering_settings.prepare_process()
     private.maybe_warm_pool()
-    if private.compile_fx is None:  # for good: PyTorch's modules bear no second import
+    if private.compile_fx is None:  # fails for good: PyTorch's modules cannot be imported a second time
         raise ImportError("PyTorch's compiler cannot be imported")
 
 
@@ -44,7 +44,7 @@ def _lowered(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:
     except (ImportError, AttributeError) as error:
         raise LowerInline(f"the compile process does not find what it names ({error})") from error
     before = _libraries()
-    private.cpp_kernels.clear()  # so that it tells which kernels this graph has; their files and modules stay
+    private.cpp_kernels.clear()  # so that it lists this graph's kernels only; files and modules of others stay
     lowering_settings.set_for_process(request["settings"])
     private.inductor_config.unsafe_marked_cacheable_functions = lowering_settings.cacheable_functions(graph)
     with backend.replacements(inputs):

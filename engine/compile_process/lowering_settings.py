@@ -38,13 +38,13 @@ def now(device: torch.device) -> dict[str, Any]:
 
 
 def _is_setting(variable: str) -> bool:
-    """Whether it is a setting of inductor's or Triton's, which the compile process inherits, and no place nor its workers'."""
+    """Whether a variable is a setting of inductor or Triton on which code depends: no path, and nothing about workers."""
     is_theirs = variable.startswith(("TORCHINDUCTOR_", "TRITON_"))
     return is_theirs and variable.rpartition("_")[2] not in ("DIR", "HOME", "PATH", "THREADS", "START")
 
 
 def _precision() -> str:
-    """That of fp32 products: unset is "ieee", to which PyTorch's older switches go back."""
+    """The precision of fp32 products. Unset counts as "ieee", to which PyTorch's older switches go back."""
     named = (torch.backends.cuda.matmul.fp32_precision, torch.backends.fp32_precision)
     return next((precision for precision in named if precision != "none"), "ieee")
 
@@ -91,7 +91,7 @@ def prepare_process() -> None:
 
 def cacheable_functions(graph: fx.GraphModule) -> dict[str, str]:
     """For inductor's setting `unsafe_marked_cacheable_functions`, without which it serialises no graph with a function that it
-    does not know: that may become another one under the same name. The name of our code tells that (wire.py, `sources`)."""
+    does not know: other code may get the same name. Names of our code have a digest of the function's file (wire.py)."""
     graphs = [module.graph for module in graph.modules() if isinstance(module, fx.GraphModule)]
     functions = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
     names = [f"{f.__module__}.{f.__name__}" for f in functions if hasattr(f, "__module__") and hasattr(f, "__name__")]

@@ -43,7 +43,7 @@ class Request:
         text: for the compile process, as JSON.
         key: SHA-256 of the text and of the versions and the device here, without the sizes that the symbols had: code for one
             size fits others.
-        sizes: those that the sizes among the inputs had, for the guards that lowering adds.
+        sizes: values of the sizes among the inputs, to check the guards that lowering adds.
         measures: lowering runs kernels on the card.
     """
 
@@ -157,7 +157,7 @@ def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str 
 
 
 def load(code: Code) -> Callable[..., Any]:
-    """A function of the graph's inputs. Nothing is traced or lowered.
+    """Load code; returns a function of the graph's inputs. Nothing is traced or lowered.
 
     Raises:
         Exception: PyTorch's, of whatever kind, for an artefact that is damaged or of another version.
@@ -179,8 +179,8 @@ def load(code: Code) -> Callable[..., Any]:
 
 @contextmanager
 def _without_cuda_graphs() -> Iterator[None]:
-    """Code is loaded under inductor's settings of that moment, and fails with CUDA graphs, for which it was not lowered. Up to
-    PyTorch 2.11 they are on for all threads while another node compiles with them, under Dynamo's lock."""
+    """Load code with inductor's CUDA graphs off: it was not lowered for them, and fails if the setting is on when it is loaded.
+    Up to PyTorch 2.11 that is so on all threads while another node compiles with them, under Dynamo's lock."""
     if not private.inductor_config.triton.cudagraphs:
         yield
         return
@@ -190,8 +190,8 @@ def _without_cuda_graphs() -> Iterator[None]:
 
 @contextmanager
 def _without_workers() -> Iterator[None]:
-    """PyTorch starts a process that compiles kernels as soon as code is loaded, whose kernels are there: half a GiB of memory
-    (torch/_inductor/async_compile.py). It does so on other threads, where others compile."""
+    """Keep PyTorch from starting a process for compiling kernels when code is loaded (torch/_inductor/async_compile.py): the
+    kernels are there already, and it takes half a GiB. On other threads, which may compile, PyTorch still starts it."""
     owner, name, thread = private.AsyncCompile, "use_process_pool", threading.get_ident()
     if owner is None or name not in vars(owner):
         yield
@@ -221,7 +221,7 @@ def import_ahead() -> threading.Thread:
 
 
 def is_imported() -> bool:
-    """Whether that is done, or no thread could be started for it: then the first trace imports it."""
+    """Whether `import_ahead` is done, or could start no thread: then the first trace imports the modules."""
     if _importing:
         return not _importing[0].is_alive()
     return all(private.is_imported(name) for name in _IMPORTED)

@@ -8,7 +8,7 @@ that code is traced into what is compiled. Nothing is pickled.
 `dumps` raises `LowerInline` for what has no such form: a submodule (gradient checkpointing), a function without a name, a
 constant tensor, numbers that are floats and vary, a sparse tensor. Such graphs are lowered in the call that traced them.
 
-Attention goes over with its kernel (torch_compat/attention.py), and not what the graph says of the order of kernels.
+Attention is written with its kernel (torch_compat/attention.py); nodes that only set the order of kernels are left out.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _OF_TORCH = torch.dtype, torch.layout, torch.memory_format
 
 
 class LowerInline(Exception):
-    """Say why a graph must be lowered in the call that traced it: what of it has no form for another process, say."""
+    """Say why a graph must be lowered in the call that traced it: for example, which part of it cannot be written down."""
 
 
 def dumps(graph: fx.GraphModule, fakes: Sequence[Any]) -> dict[str, Any]:
@@ -66,10 +66,10 @@ def loads(request: dict[str, Any]) -> tuple[fx.GraphModule, list[Any], Any]:
 
 
 def guards_of(inputs: Sequence[Any], mode: Any) -> str | None:
-    """The guards that code needs which was lowered for inputs of `loads`, for `ShapeEnv.evaluate_guards_expression`.
+    """The guards of code that was lowered for inputs of `loads`, for `ShapeEnv.evaluate_guards_expression`; None: no guards.
 
-    Also those that held before lowering: they hold where the graph was traced, but the code is kept for other traces of the
-    same text, whose sizes may differ.
+    Guards from before lowering are included: they hold where the graph was traced, but the code is also used for other traces
+    with the same text, whose sizes may differ.
     """
     guards, sizes = mode.shape_env.guards, [value for value in inputs if isinstance(value, torch.SymInt)]
     return mode.shape_env.produce_guards_expression(placeholders=sizes, guards=guards) if guards else None
@@ -107,7 +107,7 @@ class _Writer:
         self._symbols: dict[Any, Any] = {}  # PyTorch's -> ours
         self._described: list[list] = []
         self._sources: dict[str, str] = {}  # digests by module
-        # Of attention, the kernels that may run, the preferred first, and the order of all.
+        # The kernels of attention that may run, the preferred first; `_order`: all kernels in this order.
         self._kernels = private.sdpa_backends(with_priority=True)
         self._order = list(self._kernels)
         self._written, self._returned = _written_by(graph.graph), _returned_by(graph.graph)
@@ -157,15 +157,15 @@ class _Writer:
         }
 
     def _offset(self, fake: torch.Tensor) -> Any:
-        """None of a weight that kernels may take for aligned: it lies in memory of its own, in a page of dynamic VRAM or in a
-        buffer for all weights of a block, from run to run elsewhere, and the code is the same."""
+        """A tensor's offset; 0 for an aligned weight that the graph neither writes nor returns. Its place may differ from run
+        to run (memory of its own, a page of dynamic VRAM, a buffer for all weights of a block), and the code is the same."""
         offset = fake.storage_offset()
         if not isinstance(fake, torch.nn.Parameter) or type(offset) is not int or offset * fake.itemsize % ALIGNED_BYTES:
             return offset
         return 0 if self._memory(fake) is None and not self._returned & _memory_of(fake) else offset
 
     def _memory(self, fake: torch.Tensor) -> int | None:
-        """A number for memory that inputs may share, which matters where the graph writes to it."""
+        """A number for an input's memory, which others may share; None if the graph does not write to it."""
         address = fake.untyped_storage()._cdata
         if self._written is not None and address not in self._written:
             return None
@@ -214,7 +214,7 @@ class _Writer:
         return [node.op, target, self._value(tuple(node.args)), self._value(dict(node.kwargs))]
 
     def _is_order_of_kernels(self, node: fx.Node) -> bool:
-        """Whether it is what `sdpa_kernel` puts into a graph; then it holds for the attention after it."""
+        """Whether `sdpa_kernel` has put this node into the graph; if so, use its kernels for the attention that follows."""
         if node.target is private.sdpa_kernel:
             kernels, *in_order = node.args
             named = [kernel.args[0] if isinstance(kernel, fx.Node) else kernel.name for kernel in kernels]
@@ -246,7 +246,7 @@ class _Writer:
 
 
 def _arguments_of(value: Any) -> list | None:
-    """What a class makes a value of; None: it has a name instead."""
+    """The arguments with which its class makes a value again; None: the value is written by its name."""
     if isinstance(value, tuple):  # a named one
         return list(value)
     if isinstance(value, slice):
@@ -354,7 +354,7 @@ class _Reader:
         return tuple(content) if kind == "tuple" else pkgutil.resolve_name(kind)(*content)
 
     def _note_values(self, module: fx.GraphModule, inputs: list[Any]) -> None:
-        """Put on each node what it makes, as Dynamo does: without it AOTAutograd takes calls of methods for unsafe to keep."""
+        """Put its value on each node, as Dynamo does: else AOTAutograd takes graphs with method calls for unsafe to keep."""
         values = iter(inputs)
 
         class Noting(fx.Interpreter):
@@ -390,8 +390,8 @@ def _kind_of(described: dict[str, Any]) -> dict[str, Any]:
 
 @functools.cache
 def digest_of(module: str | None) -> str | None:
-    """Of the file that a module was loaded from, as it is when first asked for; None for PyTorch's and Python's own, whose
-    versions are in the name of all code."""
+    """The digest of the file that a module was loaded from, as the file is at the first call; None for PyTorch's and Python's
+    own modules, whose versions are in the name of all code."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     if file is None or str(module).partition(".")[0] in _VERSIONED:
         return None
