@@ -1,4 +1,4 @@
-"""Start threads where the system may refuse another or the process ends, and have them yield the GIL to the sampler."""
+"""Start threads, which the system may refuse, or a process that ends; and have threads yield the GIL to the sampler."""
 
 import sys
 import threading

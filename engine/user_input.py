@@ -47,7 +47,7 @@ def check_model(value: object) -> None:
 
 def check_sampling(positive: object, negative: object, cfg: object, latent: object = None) -> None:
     for name, value in (("positive", positive), ("negative", negative)):
-        if not isinstance(value, (list, tuple)) or not all(map(_is_prompt, value)):
+        if not isinstance(value, (list, tuple)) or not all(map(_is_conditioning, value)):
             raise InvalidSetting(name, value, "connect a conditioning, such as that of CLIP Text Encode.")
     check_number("cfg", cfg)
     if latent is None:
@@ -57,8 +57,8 @@ def check_sampling(positive: object, negative: object, cfg: object, latent: obje
         raise InvalidSetting("latent_image", shape or latent, "connect the latent that the sampler gets.")
 
 
-def _is_prompt(entry: object) -> bool:
-    """Whether `entry` is the host's pair of a tensor or None, and options."""
+def _is_conditioning(entry: object) -> bool:
+    """Whether `entry` is a conditioning of ComfyUI: (tensor or None, dict of options)."""
     if not isinstance(entry, (list, tuple)) or len(entry) != 2 or not isinstance(entry[1], dict):
         return False
     return entry[0] is None or hasattr(entry[0], "shape")

@@ -90,7 +90,7 @@ def _listed_blocks(model: nn.Module, minimum: float) -> Callable[[nn.Module], bo
         classes = Counter(type(m) for m in members)
         if classes and max(classes.values()) >= 2 and sum(map(size_of, members)) >= minimum:
             listed.update(id(m) for m in members)
-    # A list of one block whose class is listed elsewhere: a short `noise_refiner`, a UNet level of depth 1.
+    # A block alone in its list counts if a longer list holds blocks of its class: `noise_refiner`, a UNet level of depth 1.
     classes_listed = {type(m) for m in model.modules() if id(m) in listed}
     return lambda module: id(module) in listed or type(module) in classes_listed
 

@@ -277,7 +277,7 @@ def _key_in(file: Path) -> bytes:
     except OSError as error:
         if error.errno == errno.ELOOP:  # a link
             return b""
-        raise  # a drive that fails now may have a key
+        raise  # the drive fails; there may be a key, which a new one must not replace
     # Windows' profiles are private.
     is_private = not hasattr(os, "geteuid") or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
     return key if is_private and stat.S_ISREG(status.st_mode) and len(key) == SIGNATURE_BYTES else b""

@@ -206,7 +206,7 @@ def _without_workers() -> Iterator[None]:
             setattr(owner, name, before)
 
 
-# Names whose modules tracing and `load` need.
+# Private names of PyTorch: tracing and `load` need the modules that define them.
 _IMPORTED = "callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"
 _importing: list[threading.Thread] = []
 

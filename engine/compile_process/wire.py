@@ -403,7 +403,7 @@ def digest_of(module: str | None) -> str | None:
 
 def name_of(named: Any) -> str:
     """The name under which `pkgutil.resolve_name` finds a function, a class or a constant, here and in another process."""
-    for name in _names_of(named):
+    for name in _lookup_names(named):
         with suppress(AttributeError, ImportError, ValueError):
             value = pkgutil.resolve_name(name)
             if value == named or getattr(value, "__wrapped__", None) is named:
@@ -411,7 +411,7 @@ def name_of(named: Any) -> str:
     raise LowerInline(f"it holds {repr(named)[:200]}, which cannot be found by a name")
 
 
-def _names_of(named: Any) -> Iterator[str]:
+def _lookup_names(named: Any) -> Iterator[str]:
     if isinstance(named, type):
         module, outer = named.__module__, vars(sys.modules.get(named.__module__, sys))
         yield from (f"{module}:{path}" for path in (named.__qualname__, named.__name__))
@@ -422,7 +422,7 @@ def _names_of(named: Any) -> Iterator[str]:
     elif named is ...:
         yield "builtins.Ellipsis"
     elif isinstance(named, enum.Enum) or (type(named).__module__.startswith("torch") and hasattr(type(named), "__members__")):
-        yield from (f"{name}.{named.name}" for name in _names_of(type(named)))
+        yield from (f"{name}.{named.name}" for name in _lookup_names(type(named)))
     elif callable(named):
         name = private.pretty_print_target(named).removeprefix("_")
         # The loader of modules would take `torch.ops` for a package.

@@ -107,7 +107,7 @@ class Line:
         self.tell()
 
     def now(self) -> News | None:
-        """What the line says; None: nothing new, and nothing was told."""
+        """What the line says now: the words of all parts; empty `News` if there are none."""
         parts = list(self._parts.values())
         if not parts:
             return News()

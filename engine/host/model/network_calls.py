@@ -109,7 +109,7 @@ def eager(network: nn.Module, run: Callable[[], object]) -> object:
 
 
 def begin_run(network: nn.Module, *statuses: Status | None) -> None:
-    """A sampling run begins; `statuses` are the lines of its nodes."""
+    """Called when a sampling run begins; `statuses` are the status lines of the nodes that take part."""
     code_of(network).new_run()
     new_run(network)
     for status in filter(None, statuses):

@@ -200,6 +200,7 @@ class Slots:
         return slot
 
     def finish(self) -> None:
+        """Wait on the CPU for the copies of all slots."""
         for slot in self._slots:
             slot.finish()
 
