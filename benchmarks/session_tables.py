@@ -311,7 +311,7 @@ def more_vram() -> str:
 
 
 def second_worker() -> str:
-    """The README's: when a cold machine is compiled, with a shared cache that has the code and without; UNets are compiled later."""
+    """The README's: when a cold machine has code, with a shared cache that has it and without. UNets are compiled later."""
     workers = [row for row in rows("fleet", "fleet")[0] if row["model"] != "sdxl"]
     ready = {(row["model"], row["shared"]): row["worker_two"]["code ready"] for row in workers}
     models = sorted({model for model, _ in ready}, key=lambda model: -ready[model, False])
