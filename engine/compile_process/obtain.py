@@ -192,18 +192,18 @@ def _without_cuda_graphs() -> Iterator[None]:
 def _without_workers() -> Iterator[None]:
     """Keep PyTorch from starting a process for compiling kernels when code is loaded (torch/_inductor/async_compile.py): the
     kernels are there already, and it takes half a GiB. On other threads, which may compile, PyTorch still starts it."""
-    owner, name, thread = private.AsyncCompile, "use_process_pool", threading.get_ident()
-    if owner is None or name not in vars(owner):
+    compiler, thread = private.AsyncCompile, threading.get_ident()
+    before = vars(compiler).get("use_process_pool") if compiler is not None else None
+    if before is None:
         yield
         return
-    before = vars(owner)[name]
     ours = classmethod(lambda cls: threading.get_ident() != thread and before.__get__(None, cls)())
-    setattr(owner, name, ours)
+    compiler.use_process_pool = ours
     try:
         yield
     finally:
-        if vars(owner)[name] is ours:
-            setattr(owner, name, before)
+        if vars(compiler)["use_process_pool"] is ours:
+            compiler.use_process_pool = before
 
 
 # Private names of PyTorch: tracing and `load` need the modules that define them.

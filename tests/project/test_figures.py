@@ -200,7 +200,7 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
 
     def row(setup, variant, seconds, first):
         taken = {"seconds": seconds, "step": seconds / 20} if seconds else {"died": "OutOfMemoryError: no"}
-        known = {"kind": "table", "ready": 12.3, "vram_gib": 8.5 if variant == "ours" else 8.0, **taken}
+        known = {"kind": "table", "ready": 12.3, "graphs": 2, "vram_gib": 8.5 if variant == "ours" else 8.0, **taken}
         return {"setup": setup, "variant": variant, "prompts": [{"seconds": first}] if first else [], **known}
 
     by_default = {"command": "table"}
@@ -216,7 +216,7 @@ def test_readmes_figures_say_what_died_and_where_the_first_image_waited(benchmar
         assert tables.slowest_first() == "Flux-dev 12B 10.0 s instead of 8.0 s"
     assert tables.where_measured() == "a GPU, ComfyUI 0.33, PyTorch 2.11, 2026-11-25", "one of both runs"
     assert tables.ready_after() == "12 to 12 s" and tables.more_vram() == "0.5 GiB", "of those with the default mode"
-    assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %), on one a GPU"
+    assert tables.gains_in_short() == "Flux-dev 12B 4.0 → 3.0 s an image (-25 %) on one a GPU"
     assert tables.waited_note().startswith("¹ Measured with `compile_when` set to `before first image`: Z-Image 6B. ")
     measured("table", (default, by_default))
     assert tables.waited_note() == "" and "¹" not in tables.gains_table()
