@@ -87,19 +87,13 @@ class WithoutPlans(_OfThread):
             result = func(*args, **(kwargs or {}))
             self._loaded.add(device)
             return result
-        on_meta = functools.partial(tree_map_only, torch.Tensor, _on_meta)
-        return tree_map_only(
-            torch.Tensor, functools.partial(_zeros, device=device), func(*on_meta(args), **on_meta(kwargs or {}))
-        )
+        there, here = (functools.partial(tree_map_only, torch.Tensor, functools.partial(_zeros, d)) for d in ("meta", device))
+        return here(func(*there(args), **there(kwargs or {})))
 
 
-def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-def _zeros(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Zeros with the strides of `tensor`, which inductor expects."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device).zero_()
+def _zeros(device: torch.device | str, like: torch.Tensor) -> torch.Tensor:
+    """Zeros with the strides of `like`: inductor asserts those of the result."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device).zero_()
 
 
 def _additive(mask: torch.Tensor | None, masked: float, dtype: torch.dtype) -> torch.Tensor | None:
