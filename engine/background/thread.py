@@ -124,8 +124,9 @@ class Compiler:
             self.awaited = False
         return not self.busy
 
-    def finish(self, job: Job, poll: Callable[[], None]) -> None:
-        """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise."""
+    def finish(self, job: Job, poll: Callable[[], None], seconds: float | None = None) -> None:
+        """Run `job` next, and wait until it is over, or `seconds`. `poll` is called ten times a second and may raise."""
+        end = None if seconds is None else time.monotonic() + seconds
         job.awaited = True
         self.submit(job)
         with self._changed:
@@ -134,7 +135,7 @@ class Compiler:
                 self._jobs.appendleft(job)
             self._changed.notify_all()
         try:
-            while not job.over:
+            while not job.over and (end is None or time.monotonic() < end):
                 poll()
                 with self._changed:
                     if not job.over:

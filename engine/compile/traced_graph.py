@@ -6,8 +6,8 @@ ComfyUI or another node swaps. So:
 
 1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
    determines the code is written down at once (compile_process/obtain.py); no fake tensor is kept.
-2. The first run makes a job. Unless the call is synchronous it goes on at once: the FX graph runs operator by operator, as
-   exact and as slow as uncompiled code. The job is queued when the model's call is over.
+2. The first run makes a job. Unless the call is synchronous, or the code only has to be read, it goes on at once: the FX graph
+   runs operator by operator, as exact and as slow as uncompiled code. The job is queued when the model's call is over.
 3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
 4. It loads the code, then loads and tunes the kernels on zeros. It holds the device's lock of `gpu_locks` meanwhile, since
    either would break a CUDA graph capture on another thread.
@@ -60,6 +60,9 @@ _inline_lock = threading.Lock()
 # By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
 # backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
+# The most seconds that a call waits for code that only has to be read. It takes 0.3 for a block of Flux, which is less than
+# uncompiled steps lose meanwhile; longer on a slow drive.
+READING = 3.0
 # Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
 MARGIN = 512 * 2**20
 # Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
@@ -257,19 +260,20 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._is_refused or owner.failure is not None:
             return self._run_traced(*args)
-        must_wait = call.synchronous and not is_capturing(self._device)
+        is_first = job is None
         if job is None or job.over:
             job = self._job = self._make_job(owner)
-            if not must_wait:
-                call.when_over.append(functools.partial(compiler.submit, job))
-        if must_wait:
-            if monitor.listener is not None:
-                monitor.listener(owner.name)
+            call.when_over.append(functools.partial(compiler.submit, job))
+        reads = is_first and job.is_kept and not compiler.busy
+        if (call.synchronous or reads) and not is_capturing(self._device):
+            tell = monitor.listener if call.synchronous else None
+            if tell is not None:
+                tell(owner.name)
             try:
-                compiler.finish(job, call.poll)
+                compiler.finish(job, call.poll, None if call.synchronous else READING)
             finally:
-                if monitor.listener is not None:
-                    monitor.listener(None)
+                if tell is not None:
+                    tell(None)
             if self._code is not None:
                 return self(*args)
         if job.over and call.synchronous and job.error is not None:

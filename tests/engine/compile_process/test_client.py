@@ -284,24 +284,77 @@ def test_code_that_cannot_be_loaded(process, net, order):
     assert not list(process.now.scratch.parent.glob("outside.so"))
 
 
-def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, tmp_path, monkeypatch, caplog):
+@pytest.fixture
+def store(engine, process, tmp_path, monkeypatch):
     assert engine("background.thread").compiler.wait(120), "a job of a test before"
     code_store = engine("cache.code_store")
     store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
     monkeypatch.setattr(code_store._Current, "store", store)
+    return store
+
+
+def restarted(engine):
+    """The net as in a new process: what was compiled is in the store alone."""
+    torch._dynamo.reset()
+    engine("compile.registry")._groups.clear()
+    engine("compile.registry")._recent.clear()
+    return CompiledNet(engine, Net(block=Told), backend="inductor")
+
+
+def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, store, caplog):
     process.orders("garbage")
     first_call(net)
     net.wait()
     kept = {name: store.get(name) for name in [*store.entries()]}  # a block of another test may be among them
-    torch._dynamo.reset()
-    engine("compile.registry")._groups.clear()
-    engine("compile.registry")._recent.clear()
-    again = CompiledNet(engine, Net(block=Told), backend="inductor")
-    first_call(again)
+    again = restarted(engine)
+    again(X)
     assert [job.is_kept for group in again._groups for job in group.code.jobs] == [True]
     again.wait()
     assert is_compiled(again) and "cannot be loaded" in caplog.text
     assert sum(store.get(name) != content for name, content in kept.items()) == 1
+
+
+def test_kept_code_is_used_in_the_call_that_traces(engine, process, net, store):
+    """To read it takes less time than its uncompiled steps would lose."""
+    first_call(net)
+    net.wait()
+    again = restarted(engine)
+    result, uncompiled = again(X)
+    assert not uncompiled and torch.allclose(result, again.net(X), atol=1e-6) and not again.is_being_compiled
+
+
+@pytest.mark.parametrize("because", ["the worker waits for other code", "reading takes long", "memory is short"])
+def test_a_call_does_not_wait_long_for_kept_code(engine, process, net, store, monkeypatch, because):
+    traced_graph, loads = engine("compile.traced_graph"), []
+    first_call(net)
+    net.wait()
+    load = traced_graph.load
+
+    def slow(code):
+        loads.append(code)
+        if because == "memory is short" and len(loads) == 1:
+            raise torch.OutOfMemoryError("full")
+        if because == "reading takes long":
+            time.sleep(1)
+        return load(code)
+
+    again = restarted(engine)
+    monkeypatch.setattr(traced_graph, "load", slow)
+    if because == "the worker waits for other code":
+        process.orders("hold")
+        other = CompiledNet(engine, Net(block=Told, width=16), backend="inductor")
+        other(torch.randn(2, 4, 16))
+        process.begun()
+    elif because == "reading takes long":
+        monkeypatch.setattr(traced_graph, "READING", 0.05)
+    began = time.monotonic()
+    first_call(again)
+    assert time.monotonic() - began < 30, "it waited until the process was told to go on"
+    process.tell("go_on")
+    if because == "memory is short":
+        assert again(X)[1], "the next call does not wait either: the job is tried again later"
+    again.wait()
+    assert is_compiled(again)
 
 
 def test_after_it_was_idle_another_one_is_started(process, net):
