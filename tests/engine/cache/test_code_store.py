@@ -600,3 +600,16 @@ def test_the_name_of_choices_depends_on_the_structure_alone(engine):
     assert structure.short_name("Block", of(first)) == structure.short_name("Block", of(second))
     others = structure.short_name("Other", of(first)), structure.short_name("Block", of(Net(width=16).blocks[0]))
     assert len({*others, structure.short_name("Block", of(first))}) == 3
+
+
+def test_the_order_in_which_a_loader_makes_weights_is_no_structure(engine):
+    """ComfyUI 0.33 makes biases after the weights of other layers under dynamic VRAM; prebuild.py runs without."""
+    import torch
+
+    first, second = (torch.nn.Linear(2, 2) for _ in range(2))
+    second.weight, weight = None, second.weight
+    del second._parameters["weight"]
+    second.weight = weight
+    assert [*dict(first.named_parameters())] != [*dict(second.named_parameters())]
+    of = engine("cache.structure").structure_of
+    assert of(first) == of(second)
