@@ -87,8 +87,6 @@ def prepare_process() -> None:
     private.shape_config.use_duck_shape = False
     private.functorch_config.bundled_autograd_cache = True
     private.functorch_config.strict_autograd_cache = True
-    # Else code is compiled once more where it is loaded, for which Triton and a C compiler are needed.
-    private.inductor_config.dynamic_scale_rblock = False
 
 
 def cacheable_functions(graph: fx.GraphModule) -> dict[str, str]:

@@ -140,6 +140,17 @@ def _stand_in_for_compiler(of: Any) -> None:
     inductor_config.shape_padding = False  # inductor measures for each product whether padding pays
     backends["nvidia"] = replace(backends["nvidia"], driver=Card)
     CachingAutotuner._make_launchers = _note_registers
+    precompile = CachingAutotuner._precompile_worker
+
+    def precompile_and_scale(autotuner: Any) -> None:
+        """Add the kernel with smaller blocks before the autotuner is kept: else inductor adds it where code is loaded, and
+        Triton compiles there, with a C compiler."""
+        precompile(autotuner)
+        _note_registers(autotuner)
+        autotuner._dynamic_scale_rblock()
+        autotuner.inductor_meta["dynamic_scale_rblock"] = False
+
+    CachingAutotuner._precompile_worker = precompile_and_scale
 
 
 def _note_registers(autotuner: Any) -> None:

@@ -143,7 +143,9 @@ def test_code_is_loaded_without_a_compiler_but_not_without_triton(engine, proces
     compile_process, cards = process
     cards.append(H100)
     options = engine("settings").CompileSettings().inductor_options()
-    request = request_of(engine, options, Rows(), ((256, 256), torch.bfloat16), ((256,), torch.bfloat16), shape=(8, 4096, 40000))
+    request = request_of(
+        engine, options, Rows(), ((256, 256), torch.bfloat16), ((256,), torch.bfloat16), shape=(8, 4096, 40000)
+    )
     artefact = tmp_path / "artefact"
     artefact.write_bytes(compile_process.lower(request.text, measures=request.measures).packed({}))
     (tmp_path / "packages").mkdir()
