@@ -61,9 +61,6 @@ class CodeStore:
             self.put(name, content)
         return content
 
-    def has(self, name: str) -> bool:
-        return self._file(name).exists()
-
     def put(self, name: str, content: bytes) -> bool:
         """Keep an entry; returns whether it was written. If not, it is lost, and the log says so once."""
         is_written = self._write(self._file(name), signed(self.key, name, content))

@@ -6,8 +6,9 @@ ComfyUI or another node swaps. So:
 
 1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
    determines the code is written down at once (compile_process/obtain.py); no fake tensor is kept.
-2. The first run makes a job. Unless the call is synchronous, or the code only has to be read, it goes on at once: the FX graph
-   runs operator by operator, as exact and as slow as uncompiled code. The job is queued when the model's call is over.
+2. The first run makes a job. It waits for that job if the call is synchronous, or for some seconds if the code is on disk.
+   Else it goes on at once: the FX graph runs operator by operator, as exact and as slow as uncompiled code. The job is then
+   queued when the model's call is over.
 3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
 4. It loads the code, then loads and tunes the kernels on zeros. It holds the device's lock of `gpu_locks` meanwhile, since
    either would break a CUDA graph capture on another thread.
@@ -37,11 +38,10 @@ from torch import fx
 
 from ..background.model_call import ModelCall
 from ..background.thread import Job, compiler
-from ..cache import code_store
 from ..compile_process import lowering_settings
 from ..compile_process.artefact import Code
 from ..compile_process.client import Unavailable, compile_process
-from ..compile_process.obtain import Request, holds, import_ahead, load, obtain, request_for
+from ..compile_process.obtain import Request, holds, import_ahead, is_on_disk, load, obtain, request_for
 from ..compile_process.wire import LowerInline
 from ..devices import gpu_locks, is_capturing
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
@@ -60,8 +60,8 @@ _inline_lock = threading.Lock()
 # By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
 # backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
-# The most seconds that a call waits for code that only has to be read. It takes 0.3 for a block of Flux, which is less than
-# uncompiled steps lose meanwhile; longer on a slow drive.
+# The most seconds that a call waits for code that only has to be read. A block of Flux takes 0.3 s; the first one of a process
+# 1 s, and a slow drive longer.
 READING = 3.0
 # Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
 MARGIN = 512 * 2**20
@@ -264,18 +264,20 @@ class TracedGraph:
         if job is None or job.over:
             job = self._job = self._make_job(owner)
             call.when_over.append(functools.partial(compiler.submit, job))
-        reads = is_first and job.is_kept and not compiler.busy
-        if (call.synchronous or reads) and not is_capturing(self._device):
-            tell = monitor.listener if call.synchronous else None
-            if tell is not None:
-                tell(owner.name)
+        if call.synchronous and not is_capturing(self._device):
+            if monitor.listener is not None:
+                monitor.listener(owner.name)
             try:
-                compiler.finish(job, call.poll, None if call.synchronous else READING)
+                compiler.finish(job, call.poll)
             finally:
-                if tell is not None:
-                    tell(None)
-            if self._code is not None:
-                return self(*args)
+                if monitor.listener is not None:
+                    monitor.listener(None)
+        elif is_first and job.is_kept and not compiler.busy and not is_capturing(self._device):
+            began = time.monotonic()
+            compiler.finish(job, call.poll, READING - call.read)
+            call.read += time.monotonic() - began
+        if self._code is not None:
+            return self(*args)
         if job.over and call.synchronous and job.error is not None:
             error, job.error = job.error, None  # its traceback gets the frames of this thread, and their tensors
             try:
@@ -305,9 +307,7 @@ class TracedGraph:
                 live_owner.lowering_failed(error, traced.version)
                 traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
 
-        store = code_store.current()
-        is_kept = store is not None and store.has(self._request.key)
-        job = Job(owned_by, action, self._device, on_error, is_kept=is_kept)
+        job = Job(owned_by, action, self._device, on_error, is_kept=is_on_disk(self._request))
         owner.jobs.add(job)
         return job
 

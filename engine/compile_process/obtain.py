@@ -107,15 +107,16 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
         Unavailable, Lost, LoweringFailed, LowerInline: see client.py.
     """
     store, others = code_store.current(), shared.configured()
-    kept = _kept(store, request, distrusted)
+    get = store.get if store is not None else lambda name: None
+    kept = _kept(get, request, distrusted)
     if isinstance(kept, Code):
         return kept
     name, claimed = kept, None
     try:
         if others is not None and distrusted is None:
             claimed = name if others.claim(name) else None
-            if claimed and store is not None:
-                kept = _kept(store, request, distrusted)
+            if claimed:
+                kept = _kept(get, request, distrusted)
                 if isinstance(kept, Code):
                     return kept  # the worker that had the claim has compiled the graph meanwhile
                 name = kept
@@ -138,11 +139,17 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
             others.release(claimed)
 
 
-def _kept(store: code_store.CodeStore | None, request: Request, distrusted: str | None) -> Code | str:
+def is_on_disk(request: Request) -> bool:
+    """Whether this machine has code of a request, so that it only has to be loaded."""
+    store = code_store.current()
+    return store is not None and isinstance(_kept(store.read, request, None), Code)
+
+
+def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str | None) -> Code | str:
     """The code that is kept and holds for the request's sizes, else the name under which such code is to be kept."""
     for number in range(VARIANTS):
         name = f"{request.key}-{number}" if number else request.key
-        content = store.get(name) if store is not None and name != distrusted else None
+        content = get(name) if name != distrusted else None
         if content is None:
             break
         try:
@@ -232,4 +239,5 @@ def _import() -> None:
     with yielding(), suppress(private.MissingName):
         for name in _IMPORTED:
             getattr(private, name)
+        private.torch_key()  # a digest of PyTorch's files, of which `load` makes names
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

@@ -130,6 +130,7 @@ NAMES = {
     "autograd_cache": PrivateName(_AUTOGRAD_CACHE, _CACHE),
     "codegen": PrivateName("torch._inductor.graph", _CACHE),
     "triton_heuristics": PrivateName("torch._inductor.runtime.triton_heuristics", _CACHE),
+    "torch_key": PrivateName("torch._inductor.codecache:torch_key", _CACHE, _nothing),
     # A graph for another process, and what comes back.
     "ShapeEnv": PrivateName("torch.fx.experimental.symbolic_shapes:ShapeEnv", _IN_CALL),
     "DimDynamic": PrivateName("torch.fx.experimental.symbolic_shapes:DimDynamic", _IN_CALL),

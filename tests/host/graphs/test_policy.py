@@ -71,6 +71,9 @@ def machine(engine, monkeypatch):
     wants = engine("settings").CompileSettings.wants_graphs
     capture_again(engine, monkeypatch)
     monkeypatch.setattr(engine("settings").CompileSettings, "wants_graphs", wants)
+    # Code that another test has compiled is not asked for: the first call would be a compiled one.
+    monkeypatch.setattr(engine("cache.code_store")._Current, "opened", True)
+    monkeypatch.setattr(engine("cache.code_store")._Current, "store", None)
     return Machine(engine, monkeypatch)
 
 
