@@ -50,8 +50,11 @@ def prebuilt_table() -> str:
             f"{there[key]:{digits}}, {built[key]:{digits}}"
             for key, digits in (("compiled", "d"), ("seconds", ".1f"), ("step", ".4f"))
         ]
-        lines.append(f"| {NAMES[model].partition(',')[0]}, {weights} | {' | '.join(both)} | {built['error']:.2g} |")
-    head = ["made there, prebuilt", "graphs compiled", "first image, s", "a step, s", "error between both"]
+        both += [str(built.get("used_after", "-")), f"{built['error']:.2g}"]
+        card = built["device"].split()[1]
+        lines.append(f"| {NAMES[model].partition(',')[0]}, {weights}, {card} | {' | '.join(both)} |")
+    head = ["made there, prebuilt", "graphs compiled", "first image, s", "a step, s"]
+    head += ["steps from the last trace until all ran compiled: prebuilt", "error between both"]
     return lines_of(head, lines, sources)
 
 

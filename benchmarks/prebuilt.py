@@ -4,8 +4,9 @@
 
 prebuild.py runs beside the card, which is hidden from it: it knows its description alone. A row is a model on one server:
 `seconds` of the first prompt, `step`, the median of later ones, how many graphs were `compiled`, and the memory of what the
-server started (`beside_gib`). `error` is the distance between the two servers' last latents. Code is made before the first
-image, so that all steps are compiled.
+server started (`beside_gib`). `error` is the distance between the two servers' last latents. The first server compiles before
+its first image, so that its last steps are compiled; the second has default settings. `used_after`: how many steps after its
+last trace the second ran compiled.
 """
 
 import json
@@ -20,8 +21,17 @@ from .sessions import KEPT, SESSIONS, Bench, OutOfTimeError, Prompt, arguments, 
 
 CASES = ("flux", "flux-scaled", "sdxl", "z_image")
 TINY = ("flux_small",)
-SETTINGS = {"compile_when": "before first image"}
+SETTINGS = {"made there": {"compile_when": "before first image"}, "prebuilt": {}}
 PROMPTS = 4
+
+
+def steps_until_used(prompts: list[dict]) -> int | None:
+    """From the last step that traced a block to the first in which all ran compiled; None if there is no such step."""
+    counts = [pair for taken in prompts for pair in zip(taken["traced"], taken["uncompiled"], strict=True)]
+    last = max((at for at, (traced, _) in enumerate(counts) if traced), default=None)
+    if last is None:
+        return None
+    return next((at - last for at, (_, uncompiled) in enumerate(counts) if at > last and not uncompiled), None)
 
 
 class Prebuilt(Bench):
@@ -39,15 +49,17 @@ class Prebuilt(Bench):
         model, _, weights = case.partition("-")
         info, rows = server.get("/object_info"), []
         for number in range(1, PROMPTS + 1):
-            nodes = graph(model, Prompt("next seed"), number, "ours", info, SETTINGS, weights or "default")
+            nodes = graph(model, Prompt("next seed"), number, "ours", info, SETTINGS[kind], weights or "default")
             if case not in self.workflows:
                 self.workflows[case] = self.results / f"{case}.json"
                 self.workflows[case].write_text(json.dumps(nodes))
             rows.append(self.run(server, nodes))
         row = {"kind": "prebuilt", "model": model, "weights": weights or "default", "code": kind, "prompts": rows}
+        row["settings"] = SETTINGS[kind]
         if not any("died" in taken for taken in rows):
             row["seconds"] = rows[0]["seconds"]
             row["step"] = round(statistics.median(step for taken in rows[1:] for step in taken["steps"][1:]), 5)
+            row["used_after"] = steps_until_used(rows)
             row["beside_gib"] = max(taken["beside_gib"] for taken in rows)
             models = server.get("/torch-compile-kit/report")["models"]
             row["compiled"] = models[-1]["graphs"] - models[-1]["graphs_from_disk"]

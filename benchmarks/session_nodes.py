@@ -27,6 +27,7 @@ models = sys.modules[_spec.name] = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(models)
 
 _samplings = []  # for each sampling since they were last asked for, its marks: the beginning, and the end of each step
+_counts = []  # what our pack has counted at each mark of the last sampling
 _latents = []  # what the last sampling returned
 _ballast = []
 GIB = 1024**3
@@ -38,6 +39,14 @@ def _mark():
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
+
+
+def _counted() -> tuple[int, int]:
+    """How many blocks our pack has traced so far, and in how many calls of models a block ran uncompiled."""
+    registry = next((m for name, m in list(sys.modules.items()) if name.endswith("engine.compile.registry")), None)
+    codes = [code for _model, code in registry.live_models()] if registry is not None else []
+    traces = sum(group.code.traces for code in codes for group in code.groups.values())
+    return traces, sum(code.eager_calls for code in codes)
 
 
 def _seconds(before, after) -> float:
@@ -52,6 +61,7 @@ _process_latent_out = comfy.model_base.BaseModel.process_latent_out
 def max_denoise(*args):
     """Note the beginning of a sampling: a sampler calls this first."""
     _samplings.append([_mark()])
+    _counts[:] = [_counted()]
     return _max_denoise(*args)
 
 
@@ -62,6 +72,7 @@ def prepare_callback(*args, **kwargs):
     def step_done(*arguments):
         if _samplings:
             _samplings[-1].append(_mark())
+            _counts.append(_counted())
         return callback(*arguments)
 
     return step_done
@@ -80,12 +91,18 @@ comfy.model_base.BaseModel.process_latent_out = process_latent_out
 
 @PromptServer.instance.routes.get("/session/steps")
 async def steps(_request: web.Request) -> web.Response:
-    """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far."""
+    """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far.
+
+    `traced`, `uncompiled`: of each step of the last sampling, how many blocks our pack traced, and in how many calls of the
+    model a block ran uncompiled.
+    """
     taken = list(_samplings)
     _samplings.clear()
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     answer = {"samplings": [[_seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in taken]}
+    for at, name in enumerate(("traced", "uncompiled")):
+        answer[name] = [after[at] - before[at] for before, after in itertools.pairwise(_counts)]
     if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())
