@@ -276,7 +276,7 @@ def waited_note(setups: Iterable[str] = SETUPS) -> str:
     if not models:
         return ""
     return (
-        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, short images\n"
+        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, quick images and videos\n"
         "stay uncompiled until compiling is likely to pay off; the node tells you."
     )
 
