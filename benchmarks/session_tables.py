@@ -276,8 +276,8 @@ def waited_note(setups: Iterable[str] = SETUPS) -> str:
     if not models:
         return ""
     return (
-        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, quick images and videos\n"
-        "stay uncompiled until compiling is likely to pay off; the node tells you."
+        f"¹ Measured with `compile_when` set to `before first image`: {', '.join(models)}. By default, quick images and\n"
+        "videos stay uncompiled until compiling is likely to pay off; the node tells you."
     )
 
 

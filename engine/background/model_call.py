@@ -16,8 +16,8 @@ class ModelCall:
     """One call of a model, for all its blocks.
 
     Args:
-        synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has lowered their graphs, but for
-            those whose code is on disk.
+        synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has lowered their graphs (those
+            whose code is on disk: see compile/traced_graph.py).
         poll: called while the call waits; may raise (the host's interrupt).
         when_over: called when the model has run: a worker that started in the middle would slow the traces of other blocks
             five times.

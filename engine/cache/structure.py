@@ -27,12 +27,12 @@ def name_of(network: nn.Module) -> str:
 def structure_of(block: nn.Module) -> tuple:
     """What blocks must share to share graphs: classes of the layers, options that are None, and shapes of the weights.
 
-    Sorted, as ComfyUI makes weights and biases in another order if it has dynamic VRAM (comfy/ops.py).
+    Weights are sorted, as ComfyUI makes them and biases in another order if it has dynamic VRAM (comfy/ops.py).
     """
-    layers = sorted((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
+    layers = tuple((name, type(m).__module__, type(m).__qualname__, _absent(m)) for name, m in block.named_modules())
     weights = sorted((name, tuple(p.shape)) for name, p in block.named_parameters())
     buffers = sorted((name, tuple(b.shape)) for name, b in block.named_buffers())
-    return tuple(layers), tuple(weights), tuple(buffers)
+    return layers, tuple(weights), tuple(buffers)
 
 
 def _absent(module: nn.Module) -> tuple[str, ...]:

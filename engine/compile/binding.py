@@ -137,7 +137,7 @@ class Binding:
             code.put_off += self.call.put_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:
-                self._weights.drop()  # before the worker asks for room
+                self._weights.drop()  # before the worker, as a rule, asks for room
             self.call.over()
 
     def _runs(self, code: ModelCode) -> dict[nn.Module, _Run]:

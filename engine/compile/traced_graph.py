@@ -260,9 +260,9 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._is_refused or owner.failure is not None:
             return self._run_traced(*args)
-        is_first = job is None
+        began, is_first = time.monotonic(), job is None
         if job is None or job.over:
-            job = self._job = self._make_job(owner)
+            job = self._job = self._make_job(owner, is_first and is_on_disk(self._request))
             call.when_over.append(functools.partial(compiler.submit, job))
         if call.synchronous and not is_capturing(self._device):
             if monitor.listener is not None:
@@ -272,8 +272,7 @@ class TracedGraph:
             finally:
                 if monitor.listener is not None:
                     monitor.listener(None)
-        elif is_first and job.is_kept and not compiler.busy and not is_capturing(self._device):
-            began = time.monotonic()
+        elif is_first and job.is_kept and call.read < READING and not compiler.busy and not is_capturing(self._device):
             compiler.finish(job, call.poll, READING - call.read)
             call.read += time.monotonic() - began
         if self._code is not None:
@@ -288,7 +287,7 @@ class TracedGraph:
         call.uncompiled = True
         return self._run_traced(*args)
 
-    def _make_job(self, owner: Any) -> Job:
+    def _make_job(self, owner: Any, is_kept: bool) -> Job:
         cached = 0
         if self._device.type == "cuda":
             # Not on the worker: a call of PyTorch's allocator waits for its lock with the GIL held, and comfy-aimdo, which
@@ -307,7 +306,7 @@ class TracedGraph:
                 live_owner.lowering_failed(error, traced.version)
                 traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
 
-        job = Job(owned_by, action, self._device, on_error, is_kept=is_on_disk(self._request))
+        job = Job(owned_by, action, self._device, on_error, is_kept=is_kept)
         owner.jobs.add(job)
         return job
 

@@ -239,5 +239,6 @@ def _import() -> None:
     with yielding(), suppress(private.MissingName):
         for name in _IMPORTED:
             getattr(private, name)
-        private.torch_key()  # a digest of PyTorch's files, of which `load` makes names
+        with suppress(Exception):  # `load` raises it again
+            private.torch_key()  # a digest of PyTorch's files, of which `load` makes names
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)

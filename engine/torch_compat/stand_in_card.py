@@ -140,7 +140,9 @@ def _stand_in_for_compiler(of: Any) -> None:
     inductor_config.shape_padding = False  # inductor measures for each product whether padding pays
     backends["nvidia"] = replace(backends["nvidia"], driver=Card)
     CachingAutotuner._make_launchers = _note_registers
-    precompile = CachingAutotuner._precompile_worker
+    precompile = getattr(CachingAutotuner, "_precompile_worker", None)
+    if precompile is None or not hasattr(CachingAutotuner, "_dynamic_scale_rblock"):
+        return
 
     def precompile_and_scale(autotuner: Any) -> None:
         """Add the kernel with smaller blocks before the autotuner is kept: else inductor adds it where code is loaded, and
@@ -149,6 +151,7 @@ def _stand_in_for_compiler(of: Any) -> None:
         _note_registers(autotuner)
         autotuner._dynamic_scale_rblock()
         autotuner.inductor_meta["dynamic_scale_rblock"] = False
+        vars(autotuner).pop("_could_rblock_scale", None)  # from 2.13 on, the answer to whether it may
 
     CachingAutotuner._precompile_worker = precompile_and_scale
 

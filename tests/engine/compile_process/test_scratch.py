@@ -37,7 +37,7 @@ def test_libraries_for_another_cpu_are_not_loaded(engine, tmp_path):
     request = obtain.Request("", "a" * 64, (), torch.device("cuda"))
     for cpu, files, is_used in (("another", {"ab/k.so": b"library"}, False), ("another", {}, True)):
         store.put(request.key, obtain.Code(b"artefact", None, files, cpu).packed({}))
-        assert isinstance(obtain._kept(store, request, None), obtain.Code) is is_used
+        assert isinstance(obtain._kept(store.get, request, None), obtain.Code) is is_used
 
 
 @pytest.mark.skipif(not hasattr(os, "statvfs"), reason="this system has no such places")
