@@ -565,7 +565,11 @@ def main() -> None:
     parser.add_argument("--cores", type=int, nargs="+", default=[0], help="0: all; 4 starts the server on the first four")
     parser.add_argument("--prompts", type=int, nargs="+", help="these of each session, by their number from 1, in this order")
     parser.add_argument("--free", type=float, default=0, help="GiB that are left free before the session; 0: all")
+    parser.add_argument("--touch", type=int, default=0, help="GiB of RAM that are written once before")
     bench = Bench(parse(parser), "sessions")
+    if bench.options.touch:  # a virtual machine may get memory only when it is written: the second server would wait for it
+        write = f"import numpy; numpy.ones({bench.options.touch} << 30, numpy.uint8)"
+        subprocess.run([sys.executable, "-c", write], check=True)
     try:
         for model in bench.options.models or (TINY if bench.options.tiny else REAL):
             bench.sessions(model)
