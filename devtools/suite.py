@@ -39,6 +39,7 @@ NEWEST = {
         "test_the_warmup_waits_and_leaves_nothing_to_make",
     ),
     "host/graphs/test_replay": ("test_weights_that_stay_in_their_pages",),
+    "host/nodes/test_prebuild": ("test_a_server_with_dynamic_vram_has_the_same_name_for_a_model",),
     "host/graphs/test_stale_graphs": ("test_equal_options_are_replayed_and_others_are_not",),
     "host/model/test_attention_choice": ("test_what_was_measured_is_used",),
     "host/model/test_controlnet": ("test_compiled_equals_eager_alone_and_behind_a_compiled_model[flux]",),

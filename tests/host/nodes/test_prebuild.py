@@ -60,6 +60,21 @@ def header(out):
     return json.loads(text)
 
 
+@pytest.mark.host
+def test_a_server_with_dynamic_vram_has_the_same_name_for_a_model(engine, model_files, monkeypatch):
+    """What goes with the code, its attention and that it needs no payback, is found by that name; prebuild.py runs without."""
+    import comfy.memory_management
+    import comfy.sd
+    import safetensors.torch
+
+    names, state = [], safetensors.torch.load_file(model_files["flux"])
+    for dynamic in (False, True):
+        monkeypatch.setattr(comfy.memory_management, "aimdo_enabled", dynamic)
+        model = comfy.sd.load_diffusion_model_state_dict(dict(state)).model
+        names.append(engine("cache.structure").name_of(model.diffusion_model))
+    assert names[0] == names[1]
+
+
 @needs_cuda
 @pytest.mark.host
 @pytest.mark.parametrize("card", ["h100", *(pytest.param(card, marks=pytest.mark.rest) for card in ("rtx4090", "rtx5090"))])
