@@ -80,7 +80,8 @@ PLAIN = frozenset(
     {type(None), type(...), bool, int, float, complex, str, bytes, range, uuid.UUID}
     | {torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_CONTAINERS = dict | list | tuple | set | frozenset | collections.deque
+_CONTAINERS = dict, list, tuple, set, frozenset, collections.deque
+_MAY_HOLD_TENSORS = (torch.Tensor, *_CONTAINERS)
 _HOLDERS = types.SimpleNamespace | argparse.Namespace
 _WRAPPERS: Mapping[type, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
@@ -97,6 +98,9 @@ _PREFIX = "torch_compile_kit"
 # How deep functions are followed: a function that is named in another's code is one level deeper.
 DEPTH = 4
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+_LOOKED_INTO = tuple(name for name in sorted(_OF_EVERY_MODULE) if name == "_modules" or name.endswith("_hooks"))
+# What `file_of` looks into.
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 # Hooks that PyTorch calls for all modules.
 GLOBAL_HOOKS = [
@@ -204,12 +208,12 @@ def foreign_code(network: nn.Module, options: Mapping) -> str | None:
     Args:
         options: the `transformer_options` of the call.
     """
-    return foreign_in_options(options) or foreign_around() or survey_of(network).pack
+    return foreign_in_options(options) or foreign_around() or survey_of(network.modules()).pack
 
 
-def survey_of(network: nn.Module) -> Survey:
-    """Survey a network, and what PyTorch calls for all modules and tensors: hooks, modes, methods of tensors."""
-    return Survey((*network.modules(), *GLOBAL_HOOKS, torch.Tensor, *private.function_modes(), *private.dispatch_modes()))
+def survey_of(modules: Iterable[nn.Module]) -> Survey:
+    """Survey the modules of a network, and what PyTorch calls for all modules and tensors: hooks, modes, methods of tensors."""
+    return Survey((*modules, *GLOBAL_HOOKS, torch.Tensor, *private.function_modes(), *private.dispatch_modes()))
 
 
 def foreign_in_options(options: Mapping) -> str | None:
@@ -292,24 +296,30 @@ class Survey:
         self.pack: str | None = None
         self.values: list[Hashable] = []
         self.tensors: list[tuple[Callable[[], Any], str]] = []
-        self._inside, self._seen = inside, dict[int, int]()
+        self._inside, self._seen, self._files = inside, dict[int, int](), dict[str, str]()
         # Values to look at, by how many names in code led to them. The fewest first, as those values are followed furthest.
         waiting: list[list[object]] = [[*roots], *([] for _ in range(DEPTH + 1))]
-        while self.pack is None and any(waiting):
-            depth = next(depth for depth, values in enumerate(waiting) if values)
+        depth = 0
+        while self.pack is None and depth <= DEPTH + 1:
+            if not waiting[depth]:
+                depth += 1
+                continue
             for value, names in self._look_at(waiting[depth].pop(), depth):
-                waiting[names].append(value)
+                if (cls := type(value)) in PLAIN:  # most are
+                    self.values.append((cls, repr(value) if cls is float or cls is complex else value))
+                elif self._is_new(value, names):
+                    waiting[names].append(value)
+                    depth = min(depth, names)
+
+    def _is_new(self, value: object, names: int) -> bool:
+        """Whether a value was not led to by so few names. `_seen` has the fewest, by `id`; others keep these values alive."""
+        return self._seen.get(id(value), DEPTH + 2) > names
 
     def _look_at(self, value: Any, depth: int) -> Iterable[tuple[object, int]]:
-        """Note a value; returns what it holds, each with the number of names in code that led to it. `_seen` has the fewest
-        names that led to each value, by `id`; others keep these values alive."""
-        cls = type(value)
-        if cls in PLAIN:
-            self.values.append((cls, repr(value)))
+        """Note a value; returns what it holds, each with the number of names in code that led to it."""
+        if not self._is_new(value, depth):  # any more
             return ()
-        if self._seen.get(id(value), DEPTH + 2) <= depth:
-            return ()
-        self._seen[id(value)] = depth
+        self._seen[id(value)], cls = depth, type(value)
         if isinstance(value, _CONTAINERS):
             items = (*value.keys(), *value.values()) if isinstance(value, dict) else value
             return [(cls, DEPTH + 1), *((item, depth) for item in items)]
@@ -319,7 +329,7 @@ class Survey:
             return [(getattr(value, name, None), depth) for name in _WRAPPERS[cls]]
         if (inner := noted_for(value)) is not None:
             return [(inner, depth), (value.__defaults__, depth)]
-        file = file_of(value)
+        file = self._file_of(value)
         self.pack = pack_of_file(file)
         if self.pack is not None or _is_our_file(file):
             return ()
@@ -337,21 +347,37 @@ class Survey:
             return [*self._attributes(value), (cls, depth)]
         return ()
 
+    def _file_of(self, value: Any) -> str:
+        """`file_of`, which looks up the file of each Python module once: a network has thousands of layers of few classes."""
+        if isinstance(value, _FUNCTIONS):
+            return file_of(value)
+        name = (value if isinstance(value, type) else type(value)).__module__
+        if (file := self._files.get(name)) is None:
+            file = self._files[name] = _file_of_module(name)
+        return file
+
     def _attributes(self, owner: Any) -> Iterator[tuple[object, int]]:
         """The attributes of an object that differ from its class's. Sorted, as the host removes some and puts them back."""
-        entries = vars(owner)
-        for name in sorted(entries):
+        entries: dict[str, Any] = vars(owner)
+        names: Iterable[str] = entries
+        if isinstance(owner, nn.Module):
+            for table in ("_parameters", "_buffers"):
+                tensors = entries.get(table, {}).values()
+                yield from ((type(tensor), DEPTH) for tensor in tensors if type(tensor) not in _PLAIN_TENSORS)
+            for name in _LOOKED_INTO:
+                if held := entries.get(name):
+                    yield from ((child, 0) for child in held.values()) if type(held) is dict else ((held, 0),)
+            names = entries.keys() - _OF_EVERY_MODULE
+        cls = type(owner)
+        for name in sorted(names):
             value = entries[name]
-            if name in _OF_EVERY_MODULE and isinstance(owner, nn.Module):
-                if name in ("_parameters", "_buffers"):
-                    yield from ((type(tensor), DEPTH) for tensor in value.values() if type(tensor) not in _PLAIN_TENSORS)
-                elif value and (name == "_modules" or name.endswith("_hooks")):
-                    yield value, 0
-            elif name not in OF_PAGES and not name.startswith(_PREFIX) and getattr(type(owner), name, entries) is not value:
+            if name in OF_PAGES or name.startswith(_PREFIX) or getattr(cls, name, entries) is value:
+                continue
+            if isinstance(value, _MAY_HOLD_TENSORS):
                 is_cache = isinstance(value, dict) and not value
-                if is_cache or (isinstance(value, torch.Tensor | _CONTAINERS) and any(addresses_in(value))):
+                if is_cache or any(addresses_in(value)):
                     self.tensors.append((_reference(owner), name))
-                yield value, 0
+            yield value, 0
 
     def _members(self, cls: type, depth: int) -> Iterator[tuple[object, int]]:
         """The methods of a class and of its bases, and values that a class of the host holds."""

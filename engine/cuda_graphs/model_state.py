@@ -68,13 +68,15 @@ class ModelState:
         if self._looks > MOST_LOOKS:
             self.obstacle = "the model, or its weights, changes in each call"
             return
-        self.device, survey = device, survey_of(model)
+        named = [*model.named_modules()]
+        modules = [module for _, module in named]
+        self.device, survey = device, survey_of(modules)
         self.foreign = survey.pack
         if self.foreign is not None:  # graphs are for a later run without that code
             return
         now: list[Hashable] = [device, *survey.values]
         copies: dict[tuple[str, str], torch.Tensor] = {}
-        for path, module in model.named_modules():
+        for path, module in named:
             place = places(module) if places is not None else None
             now += [Same(module), place]
             for table in (module._parameters, module._buffers):
@@ -90,15 +92,15 @@ class ModelState:
         if self._known != now:
             forget()
             self._known, self._copies = now, copies
-        self._glance = _Glance(model, survey.tensors)
+        self._glance = _Glance(modules, survey.tensors)
 
 
 class _Glance:
     """Tell at little cost whether a network may have changed, by its modules and weights, how many attributes each module has,
     hooks, callables set on the network itself, and tensors beside weights."""
 
-    def __init__(self, model: nn.Module, tensors: list[tuple[Callable, str]]):
-        self._own, *self._entries = (vars(module) for module in model.modules())
+    def __init__(self, modules: list[nn.Module], tensors: list[tuple[Callable, str]]):
+        self._own, *self._entries = map(vars, modules)  # the network's own first
         kinds = "_modules", "_parameters", "_buffers"
         tables = [entries[name] for entries in (self._own, *self._entries) for name in kinds]
         self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are no dicts

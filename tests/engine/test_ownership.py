@@ -167,20 +167,20 @@ class Mine(torch.Tensor): ...
 
 
 def test_a_plain_network_is_the_hosts(engine):
-    assert engine("ownership").survey_of(net()).pack is None
+    assert engine("ownership").survey_of(net().modules()).pack is None
 
 
 @pytest.mark.parametrize("change", FOREIGN.values(), ids=FOREIGN)
 def test_what_is_foreign_in_a_network_is_named(engine, monkeypatch, change):
     network = net()
     change(network, monkeypatch)
-    assert engine("ownership").survey_of(network).pack in (HERE, "support.py")
+    assert engine("ownership").survey_of(network.modules()).pack in (HERE, "support.py")
 
 
 def test_a_hook_for_all_modules_is_foreign(engine):
     handle = nn.modules.module.register_module_forward_pre_hook(foreign)
     try:
-        assert engine("ownership").survey_of(net()).pack == HERE
+        assert engine("ownership").survey_of(net().modules()).pack == HERE
     finally:
         handle.remove()
 
@@ -192,16 +192,16 @@ class Mode(torch.overrides.TorchFunctionMode):
 
 def test_a_mode_is_foreign(engine):
     with Mode():
-        assert engine("ownership").survey_of(net()).pack == HERE
+        assert engine("ownership").survey_of(net().modules()).pack == HERE
 
 
 def test_what_the_hosts_code_holds_is_told_by_value(engine):
     network, survey_of = net(), engine("ownership").survey_of
     layer = network.blocks[1]
     layer.strength, layer.scales, layer.mask, layer.cache = 1.0, [{"a": 0.0}], torch.zeros(3), {}
-    values = survey_of(network).values
-    assert survey_of(network).values == values
-    assert [name for _, name in survey_of(network).tensors] == ["cache", "mask"]
+    values = survey_of(network.modules()).values
+    assert survey_of(network.modules()).values == values
+    assert [name for _, name in survey_of(network.modules()).tensors] == ["cache", "mask"]
     changes = [
         lambda: setattr(layer, "strength", 1),
         lambda: layer.scales[0].update(a=-0.0),
@@ -212,12 +212,12 @@ def test_what_the_hosts_code_holds_is_told_by_value(engine):
     for change in changes:
         change()
         kept.append(layer.mask)
-        assert survey_of(network).values != values
-        values = survey_of(network).values
+        assert survey_of(network.modules()).values != values
+        values = survey_of(network.modules()).values
     layer.mask.fill_(1.0)
     del layer.strength
     layer.strength = 1
-    assert survey_of(network).values == values, "data of tensors, and the order of attributes, do not count"
+    assert survey_of(network.modules()).values == values, "data of tensors, and the order of attributes, do not count"
 
 
 def test_options_are_foreign_by_what_they_hold(engine):

@@ -66,7 +66,8 @@ class BlockWeights:
 
     def __init__(self, block: nn.Module, device: torch.device, dtype: torch.dtype, settings: CompileSettings):
         # The host's layers have this attribute; PyTorch's wrapper of a layer that another node compiles does not.
-        layers = [m for m in block.modules() if hasattr(type(m), "comfy_cast_weights")]
+        modules = [*block.modules()]
+        layers = [m for m in modules if hasattr(type(m), "comfy_cast_weights")]
         self.settled = _settle(layers)
         paged = [m for m in layers if "_v" in m.__dict__]
         calls = host().pages
@@ -79,10 +80,11 @@ class BlockWeights:
             self._fetched.append(streaming.StreamedTensors(tensors, device, dtype))
         # On a host without the functions of PageCalls paged layers run the host's code, outside the graph.
         unknown = [] if calls is not None else paged
-        packed = {m for m in block.modules() if is_packed(m)}
+        packed = {m for m in modules if is_packed(m)}
         traced = {m for m in packed.difference(unknown) if can_be_traced(m)}
         self._packed = PackedWeights(traced, device, settings)
-        self.foreign = [m for m in block.modules() if m in unknown or m in packed - traced]
+        apart = packed.difference(traced).union(unknown)
+        self.foreign = [m for m in modules if m in apart]
         self._eager = EagerLayers(self.foreign) if self.foreign else None
         placed = {*paged, *(t.module for t in tensors), *packed, *self.foreign}
         self._recast = [m for m in layers if m not in placed and m.comfy_cast_weights != _casts(m)]

@@ -46,12 +46,12 @@ unet = UNetModel(
     use_spatial_transformer=True, transformer_depth=[0, 2], transformer_depth_output=[0, 0, 2, 2], transformer_depth_middle=2,
     context_dim=32, use_linear_in_transformer=True, device="meta", operations=comfy.ops.disable_weight_init,
 )
-first, second = ownership.survey_of(unet), ownership.survey_of(unet)
+first, second = ownership.survey_of(unet.modules()), ownership.survey_of(unet.modules())
 assert first.pack is None and first.values == second.values
 names = {"__name__": "a_pack"}
 exec(compile("def attention(*_args, **_options): pass", "/x/custom_nodes/a_pack/nodes.py", "exec"), names)
 comfy.ops.scaled_dot_product_attention = names["attention"]
-print(ownership.survey_of(unet).pack)
+print(ownership.survey_of(unet.modules()).pack)
 """
 
 
