@@ -94,6 +94,9 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal goes to all of its processes; ComfyUI decides
     if hasattr(os, "nice"):
         os.nice(19)
+    # Linux shares its cores among sessions, of which this process has its own: within a session alone that number counts.
+    with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
+        file.write("19")
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the system kills this process, not ComfyUI
     channel = os.fdopen(os.dup(1), "wb")

@@ -136,6 +136,8 @@ def test_a_graph_is_lowered_and_what_is_printed_goes_to_the_log(process, net, ca
     assert [record.levelno for record in said] == [logging.DEBUG] * 3
     assert process.now.is_ready and why_inline(net) == [None]
     assert os.getpriority(os.PRIO_PROCESS, process.now.pid) == 19
+    of_session = Path(f"/proc/{process.now.pid}/autogroup")
+    assert not of_session.exists() or of_session.read_text().split()[-2:] == ["nice", "19"], "it shares the cores half and half"
 
 
 def test_ctrl_c_in_a_terminal_is_not_for_the_process(process, net):
