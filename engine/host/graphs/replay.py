@@ -91,6 +91,8 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         if binding.paged or state.pages:
             options["prefetch_dynamic_vbars"] = False  # `BlockWeights` fetches, see adapter.without_prefetch
         convolutional = has_convolutions(network)
+        if not graphs.graphs:  # else a graph would be captured again within a run
+            state.norms_ready = norm_kernels.ready
         generation = functools.partial(code.generation, convolutional and state.norms_ready)
         # `fast` is part of the key: a kernel that has never run cannot be captured.
         fast = convolutional and (binding.call.synchronous or generation()[1])
@@ -308,7 +310,7 @@ def new_run(network: nn.Module) -> None:
         graphs.model.obstacle = "another node changes weights on their way to a layer"
     state_of(network).pages.new_run(network)
     state_of(network).missed_calls = 0
-    state_of(network).norms_ready = norm_kernels.ready  # not updated within a run: a graph would be captured again
+    state_of(network).norms_ready = norm_kernels.ready
 
 
 def graphs_summary(network: nn.Module) -> list[str]:

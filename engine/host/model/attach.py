@@ -23,7 +23,7 @@ from ..graphs.replay import graphs_summary, new_run, runs_channels_last
 from ..weights.blocks import notes_on
 from ..weights.placement import EvenLoad, override_methods, spread_weights
 from .attention_choice import check_fullgraph, chosen_kernel
-from .network_calls import begin_run, end_run
+from .network_calls import begin_run, end_run, prepare_replays
 from .payback import payback_of
 from .training import train_compiled
 from .user_folder import get_ready
@@ -61,6 +61,7 @@ def attach(patcher, settings: CompileSettings, node: str | None = None):
         CallbacksMP.ON_CLONE: functools.partial(train_compiled, settings),
     }
     set_callbacks(clone, KEY, callbacks)
+    prepare_replays(settings, diffusion_model(patcher), patcher.load_device)
     code_of(diffusion_model(patcher)).title = model_name(patcher)
     logger.info("%s: %s; %s", model_name(patcher), settings.describe(), plan.summary())
     return clone

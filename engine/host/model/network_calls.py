@@ -10,6 +10,7 @@ from torch import nn
 
 from ...background.model_call import ModelCall
 from ...background.thread import compiler
+from ...channels_last.preparing import norm_kernels
 from ...compile.binding import Binding
 from ...compile.registry import ModelCode, WaitsFor, code_of
 from ...compile.session import watching
@@ -94,6 +95,13 @@ class NetworkCalls:
 def is_synchronous(settings: CompileSettings) -> bool:
     """Whether calls wait for code: the user or a warmup wants that, or no other thread may work meanwhile."""
     return settings.waits or is_warming() or forbids_threads()
+
+
+def prepare_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> None:
+    """Have the kernels made for channels_last before a UNet's first step, which loads weights for seconds. Made later, they miss
+    the first prompt's graphs, and have the second's captured anew."""
+    if always_replays(settings, network, device) and not is_synchronous(settings):
+        norm_kernels.prepare(device)
 
 
 def are_training(network: nn.Module, x: torch.Tensor) -> bool:

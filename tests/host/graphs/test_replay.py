@@ -284,6 +284,51 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
 
 
+def test_kernels_that_get_ready_before_a_runs_first_capture_are_in_it(own_code, tiny, engine, monkeypatch):
+    """Else the first prompt's graph lacks them, and the second prompt captures it anew."""
+    capture_again(engine, monkeypatch)
+    graphing, calls = engine("host.graphs.replay"), []
+    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, *_: replayed)
+    monkeypatch.setattr(graphing.norm_kernels, "ready", False)
+    monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: setattr(graphing.norm_kernels, "ready", True))
+
+    def fast(_network, forward, *args, **kwargs):
+        calls.append("fast")
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
+    runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=6)
+    compiled = runs.attach(runs.patcher, compile_when="in background", backend="eager")
+    runs.run(compiled)
+    assert engine("background.thread").compiler.wait(60)
+    runs.run(compiled)
+    graphs_of(runs).drop()
+    graphing.norm_kernels.ready = False
+    del calls[:]
+
+    def captures():
+        before = graphs_of(runs).captures
+        runs.run(compiled)
+        return graphs_of(runs).captures - before
+
+    assert captures() == 1 and calls
+    assert captures() == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "when", "expected"),
+    [("sdxl", "in background", 1), ("sdxl", "before first image", 0), ("flux", "in background", 0)],
+)
+def test_the_node_has_the_kernels_of_a_unets_graphs_made(tiny, engine, monkeypatch, model, when, expected):
+    """Before the first step, which loads weights."""
+    capture_again(engine, monkeypatch)
+    asked = []
+    monkeypatch.setattr(engine("host.model.network_calls").norm_kernels, "prepare", asked.append)
+    runs = Runs(tiny, engine, model)
+    runs.attach(runs.patcher, compile_when=when)
+    assert len(asked) == expected
+
+
 def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(own_code, tiny, engine, monkeypatch):
     """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
     capture_again(engine, monkeypatch)
