@@ -18,6 +18,7 @@ import comfy.samplers
 import latent_preview
 import torch
 from aiohttp import web
+from comfy.ldm.modules.attention import optimized_attention
 from server import PromptServer
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -190,6 +191,49 @@ class SessionAttention:
         return (model,)
 
 
+class SessionImagePrompt:
+    """The model with what image-prompt packs do: each cross-attention also attends to the tokens of an image."""
+
+    INPUT_TYPES = classmethod(lambda cls: {"required": {"model": ("MODEL",)}})
+    RETURN_TYPES = ("MODEL",)
+    FUNCTION = "patch"
+    CATEGORY = "sessions"
+
+    def patch(self, model):
+        model, seeds = model.clone(), itertools.count()
+        for place, number, count in _transformers(model.model.diffusion_model):
+            for index in range(count):
+                model.set_model_attn2_replace(_ImagePrompt(next(seeds)), place, number, index)
+        return (model,)
+
+
+def _transformers(unet):
+    """Where a UNet has transformer blocks: the part, the block's number as the host counts, and how many there are."""
+    for place, blocks in (("input", unet.input_blocks), ("middle", [unet.middle_block]), ("output", unet.output_blocks)):
+        for number, block in enumerate(blocks):
+            for layer in block:
+                if hasattr(layer, "transformer_blocks"):
+                    yield place, number, len(layer.transformer_blocks)
+
+
+class _ImagePrompt:
+    """Attention to the text, plus attention to 16 tokens of an image whose keys and values have weights of their own."""
+
+    def __init__(self, seed):
+        self._seed, self._weights = seed, None
+
+    def __call__(self, q, k, v, extra_options):
+        heads = extra_options["n_heads"]
+        if self._weights is None or self._weights[0].device != q.device:
+            random = torch.Generator().manual_seed(self._seed)
+            shapes = (1, 16, 2048), (q.shape[-1], 2048), (q.shape[-1], 2048)
+            made = [torch.randn(shape, generator=random) * shape[-1] ** -0.5 for shape in shapes]
+            self._weights = [tensor.to(q.device, q.dtype) for tensor in made]
+        tokens, *projections = self._weights
+        keys, values = (torch.nn.functional.linear(tokens, weight).expand(q.shape[0], -1, -1) for weight in projections)
+        return optimized_attention(q, k, v, heads) + 0.5 * optimized_attention(q, keys, values, heads)
+
+
 def _attention_with(kernel):
     def attention(func, q, k, v, heads, mask=None, precision=None, skip_reshape=False, skip_output_reshape=False, **kwargs):
         if kwargs.get("enable_gqa"):
@@ -205,4 +249,4 @@ def _attention_with(kernel):
     return attention
 
 
-NODE_CLASS_MAPPINGS = {node.__name__: node for node in (SessionPrompts, SessionModel, SessionAttention)}
+NODE_CLASS_MAPPINGS = {node.__name__: node for node in (SessionPrompts, SessionModel, SessionAttention, SessionImagePrompt)}

@@ -66,6 +66,7 @@ class Prompt:
     Args:
         other_size, other_text: the session's other size, or its other prompt length.
         lora: the strength of the LoRA, or none.
+        patched: with the session's patch.
         restart: the server is started anew before.
     """
 
@@ -74,6 +75,7 @@ class Prompt:
     other_text: bool = False
     batch: int = 1
     lora: float | None = None
+    patched: bool = False
     restart: bool = False
 
 
@@ -94,6 +96,12 @@ FULL = (
 )
 VIDEO = (Prompt("first video"), Prompt("next seed"), Prompt("new size", other_size=True), Prompt("next", other_size=True))
 SHORT = (Prompt("first image"), Prompt("next seed"), Prompt("next"))
+PATCHED = (
+    *SHORT,
+    Prompt("patch on", patched=True),
+    *(Prompt("next with the patch", patched=True) for _ in range(4)),
+    Prompt("patch off"),
+)
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,7 @@ class Session:
     Args:
         model: in models.py, if it is not the session's name.
         few_steps: with a LoRA for few steps on in all prompts, and cfg 1.
+        patch: the node of another pack, or of the host, that patches the model in prompts that are `patched`; its inputs.
     """
 
     steps: int
@@ -111,6 +120,7 @@ class Session:
     other_tokens: int = 0
     model: str | None = None
     few_steps: bool = False
+    patch: tuple[str, dict] | None = None
 
 
 SESSIONS = {
@@ -122,11 +132,15 @@ SESSIONS = {
     "qwen_image": Session(20, other_size=(1472, 1104), other_tokens=300),
     "wan14": Session(20, VIDEO, other_size=(640, 480)),
     "sd15": Session(20, SHORT),
+    "sdxl_image_prompt": Session(25, PATCHED, model="sdxl", patch=("SessionImagePrompt", {})),
+    "flux_nag": Session(20, PATCHED, model="flux", patch=("NAGuidance", {})),
+    "flux_override": Session(20, PATCHED, model="flux", patch=("SessionAttention", {"kernel": "CUDNN_ATTENTION"})),
     "flux_wide": Session(50, other_tokens=256),  # so many steps that compiling is worth while
     "sdxl_wide": Session(60, other_tokens=154),
     "flux_small": Session(4, other_size=(320, 192), other_tokens=96),
     "sdxl_small": Session(4, other_size=(320, 192), other_tokens=154),
     "klein_small": Session(4, other_size=(320, 192), other_tokens=600),
+    "sdxl_image_prompt_small": Session(4, PATCHED, model="sdxl_small", patch=("SessionImagePrompt", {})),
     "sdxl_lightning_small": Session(4, other_size=(320, 192), other_tokens=154, model="sdxl_small", few_steps=True),
     "wan_small": Session(4, VIDEO, other_size=(192, 96)),
 }
@@ -215,6 +229,9 @@ def graph(name: str, prompt: Prompt, number: int, variant: str, info: dict, sett
         patcher = made.add("few steps", "LoraLoaderModelOnly", model=patcher, lora_name=lora, strength_model=1.0)
     if prompt.lora is not None:
         patcher = made.add("lora", "LoraLoaderModelOnly", model=patcher, lora_name=lora, strength_model=prompt.lora)
+    if prompt.patched:
+        node, inputs = session.patch
+        patcher = made.add("patch", node, model=patcher, **inputs)
     positive = made.add("prompts", "SessionPrompts", name=name, tokens=tokens, negative_tokens=model.text[1])
     text = {"positive": positive, "negative": ["prompts", 1]}
     latent = made.latent(name, width, height, prompt.batch)
