@@ -109,8 +109,11 @@ class Session:
                 row |= server.get("/session/graphs")
                 models = server.get("/torch-compile-kit/report")["models"]
                 row["compiled"] = sum(model["graphs"] for model in models if not model["being_compiled"])
+                counted = server.get("/session/steps")
                 # Nothing is lowered in ComfyUI's own process.
-                row["lowered"] = server.get("/session/steps").get("compiled", 0)
+                row["lowered"] = counted.get("compiled", 0)
+                row["steps"] = len(counted["uncompiled"])
+                row["uncompiled"] = sum(map(bool, counted["uncompiled"]))
                 print(f"{number} {row}", flush=True)
         for row, prompt in zip(self.rows, PROMPTS, strict=True):
             if prompt in latents:

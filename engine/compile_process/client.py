@@ -260,7 +260,7 @@ class CompileProcess:
         failed: LoweringFailed | None = None
         with self._lock:
             try:
-                return self._ask(request, measures)
+                return self._ask(request, patient, measures)
             except LoweringFailed as error:
                 if self._running is None or self._running.sees_cards:
                     raise
@@ -268,7 +268,7 @@ class CompileProcess:
             except Lost as error:
                 logger.warning("%s Another one is started.", error)
             try:
-                return self._ask(request, measures=True)  # without the stand-in
+                return self._ask(request, patient, measures=True)  # without the stand-in
             except Lost as error:
                 if failed is not None:
                     raise failed from error
@@ -295,7 +295,7 @@ class CompileProcess:
             self.refusal = Refusal(error, reason, time.monotonic() + seconds)
         self.check(patient)
 
-    def _ask(self, request: str, measures: bool) -> Code:
+    def _ask(self, request: str, patient: bool, measures: bool) -> Code:
         while True:
             running = self._ensure(measures)
             if not running.is_ready:
@@ -309,7 +309,7 @@ class CompileProcess:
                     self._end(running)
                     self._refuse(Outdated, f"updated while ComfyUI runs: {', '.join(changed)}")
                 running.is_ready, self._unstarted = True, 0
-            self._send(running, {"lower": True}, request.encode())
+            self._send(running, {"patient": patient}, request.encode())
             answer = self._answer(running, SILENT_SECONDS)
             if answer is not None:
                 try:

@@ -186,7 +186,7 @@ def test_a_second_try_that_does_not_start_hides_no_failure(engine, process, monk
     compile_process, _cards = process
     client, asked = engine("compile_process.client"), []
 
-    def ask(_request, measures):
+    def ask(_request, _patient, measures):
         asked.append(measures)
         raise client.NotStarted("no room") if measures else client.LoweringFailed("it is wrong", "mend it", False)
 
