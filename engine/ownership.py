@@ -307,7 +307,9 @@ class Survey:
             for value, names in self._look_at(waiting[depth].pop(), depth):
                 if (cls := type(value)) in PLAIN:  # most are
                     self.values.append((cls, repr(value) if cls is float or cls is complex else value))
-                elif self._is_new(value, names):
+                    continue
+                self.values.append(None)  # noted when it is looked at; here its place among the plain ones
+                if self._is_new(value, names):
                     waiting[names].append(value)
                     depth = min(depth, names)
 
@@ -366,7 +368,7 @@ class Survey:
                 yield from ((type(tensor), DEPTH) for tensor in tensors if type(tensor) not in _PLAIN_TENSORS)
             for name in _LOOKED_INTO:
                 if held := entries.get(name):
-                    yield from ((child, 0) for child in held.values()) if type(held) is dict else ((held, 0),)
+                    yield from ((child, 0) for child in [*held.values()]) if type(held) is dict else ((held, 0),)
             names = entries.keys() - _OF_EVERY_MODULE
         cls = type(owner)
         for name in sorted(names):

@@ -78,7 +78,7 @@ class ModelState:
         copies: dict[tuple[str, str], torch.Tensor] = {}
         for path, module in named:
             place = places(module) if places is not None else None
-            now += [Same(module), place]
+            now += [path, Same(module), place]
             for table in (module._parameters, module._buffers):
                 for name, tensor in table.items():
                     if tensor is None or tensor.is_meta or place is not None:
@@ -103,7 +103,8 @@ class _Glance:
         self._own, *self._entries = map(vars, modules)  # the network's own first
         kinds = "_modules", "_parameters", "_buffers"
         tables = [entries[name] for entries in (self._own, *self._entries) for name in kinds]
-        self._tables = [table for table in tables if table and isinstance(table, dict)]  # those of `torch.jit` are no dicts
+        tables = [table for table in tables if isinstance(table, dict)]  # those of `torch.jit` are none
+        self._tables, self._empty = [table for table in tables if table], [table for table in tables if not table]
         names = "_forward_hooks", "_forward_pre_hooks"
         self._hooks = [*(entries[name] for entries in (self._own, *self._entries) for name in names), *GLOBAL_HOOKS]
         self._tensors = tensors
@@ -120,6 +121,7 @@ class _Glance:
     def _look(self) -> list:
         return [
             *map(len, self._entries),
+            sum(map(len, self._empty)),
             *map(id, itertools.chain.from_iterable(map(dict.values, self._tables))),
             *(name for name, value in [*self._own.items()] if callable(value) and not is_ours(value)),
             *(address for owner, name in self._tensors for address in addresses_in(getattr(owner(), name, None))),

@@ -16,6 +16,7 @@ def looked_at(engine, monkeypatch):
     """A network of the host's, and a function: whether graphs go when the network is looked at, in a new run or in the same."""
     trust(engine, monkeypatch, "support.py", "test_model_state.py")
     state, net, dropped = engine("cuda_graphs.model_state").ModelState(), Net().eval(), []
+    net.pair, net.entry.parts = nn.ModuleDict({"q": nn.Linear(2, 2), "k": nn.Linear(2, 2)}), [None, types.SimpleNamespace()]
     net.entry.scales, net.entry.params, net.entry.mask = {"a": 1.0}, types.SimpleNamespace(theta=1.0), torch.zeros(3)
 
     def drops(is_new_run=True):
@@ -40,12 +41,19 @@ def test_a_model_is_freed(engine):
     assert gone() is None
 
 
+def exchange_names(modules):
+    first, second = [modules._modules.pop(name) for name in ("q", "k")]
+    modules._modules.update(k=first, q=second)
+
+
 BETWEEN_RUNS = {
     "a number": lambda net: setattr(net.entry, "strength", 0.2),
     "a private one": lambda net: setattr(net.entry, "_strength", 0.2),
     "a number of an object": lambda net: setattr(net.entry.params, "theta", 2.0),
     "another object": lambda net: setattr(net.entry, "params", types.SimpleNamespace(theta=1.0)),
     "a dict, in place": lambda net: net.entry.scales.update(a=2.0),
+    "values in another order": lambda net: net.entry.parts.reverse(),
+    "layers under each other's names": lambda net: exchange_names(net.pair),
     "a weight elsewhere": lambda net: setattr(net.entry, "weight", nn.Parameter(net.entry.weight.clone())),
     "another layer": lambda net: setattr(net, "entry", nn.Linear(8, 8)),
     "a number of a class": lambda net: setattr(type(net), "factor", getattr(type(net), "factor", 0) + 1),
@@ -55,6 +63,8 @@ BETWEEN_CALLS = {
     "a tensor in a cache": lambda net: net.entry.cache.update(k=torch.zeros(1)),
     "an attribute more": lambda net: setattr(net.entry, "added", True),
     "another weight": lambda net: setattr(net.entry, "weight", nn.Parameter(net.entry.weight.clone())),
+    "a layer in one that had none": lambda net: net.entry.add_module("lora", nn.Linear(8, 8)),
+    "a buffer in a layer that had none": lambda net: net.entry.register_buffer("offset", torch.zeros(8)),
     "a layer more": lambda net: net.blocks.append(nn.Linear(8, 8)),
 }
 
