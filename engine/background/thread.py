@@ -172,7 +172,8 @@ class Compiler:
     def _next(self) -> Job | None:
         with self._changed:
             while self._jobs:
-                job = next((job for job in self._jobs if job.awaited or job.due <= time.monotonic()), None)
+                due = [job for job in self._jobs if job.awaited or job.due <= time.monotonic()]
+                job = min(due, key=lambda job: not (job.awaited or job.is_kept), default=None)  # the first of the quickest
                 if job is not None:
                     self._jobs.remove(job)
                     return job

@@ -262,8 +262,10 @@ class TracedGraph:
             return self._run_traced(*args)
         began, is_first = time.monotonic(), job is None
         if job is None or job.over:
-            job = self._job = self._make_job(owner, is_first and is_on_disk(self._request))
+            # A folder on a network may be slow, or hang.
+            job = self._job = self._make_job(owner, is_first and call.read < READING and is_on_disk(self._request))
             call.when_over.append(functools.partial(compiler.submit, job))
+            call.read += time.monotonic() - began
         if call.synchronous and not is_capturing(self._device):
             if monitor.listener is not None:
                 monitor.listener(owner.name)
@@ -273,6 +275,7 @@ class TracedGraph:
                 if monitor.listener is not None:
                     monitor.listener(None)
         elif is_first and job.is_kept and call.read < READING and not compiler.busy and not is_capturing(self._device):
+            began = time.monotonic()
             compiler.finish(job, call.poll, READING - call.read)
             call.read += time.monotonic() - began
         if self._code is not None:

@@ -50,6 +50,16 @@ def test_a_job_that_somebody_waits_for_is_next(queue):
     assert queue.compiler.wait(60) and done == [2, 0, 1]
 
 
+def test_code_that_only_has_to_be_read_waits_for_none_that_has_to_be_made(queue):
+    done, go_on = [], threading.Event()
+    first, *others = [job(queue, lambda: go_on.wait(60)), *(job(queue, lambda n=n: done.append(n)) for n in range(3))]
+    others[2].is_kept = True
+    for one in (first, *others):
+        queue.compiler.submit(one)
+    go_on.set()
+    assert queue.compiler.wait(60) and done == [2, 0, 1]
+
+
 def test_a_poll_that_raises_ends_the_wait_and_not_the_job(queue):
     go_on = threading.Event()
     waiting = job(queue, lambda: go_on.wait(60))
