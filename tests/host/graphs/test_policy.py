@@ -13,6 +13,10 @@ from torch import nn
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
 
 
+# The first call of the code, those that are measured, and what a capture needs.
+CALLS = 6
+
+
 class TwoBlocks(nn.Module):
     def __init__(self):
         super().__init__()
@@ -87,7 +91,17 @@ def test_compiled_calls_decide(machine, when, pays):
     if when == "in background":
         call()  # the first of the compiled code
     machine.backlog = 0.0 if pays else 9.0
-    assert [call() for _ in range(4)][-1] == pays
+    assert [call() for _ in range(CALLS)][-1] == pays
+
+
+@pytest.mark.parametrize("pays", [True, False])
+def test_one_call_beside_other_work_does_not_decide(machine, pays):
+    call, usual = machine.model(compile_when="before first image"), 0.0 if pays else 9.0
+    call()
+    for backlog in (9.0 - usual, usual, usual):
+        machine.backlog = backlog
+        call()
+    assert [call() for _ in range(2)][-1] == pays
 
 
 def test_a_warmup_compiles_though_nothing_was_measured_before(engine, tiny, machine):
@@ -103,28 +117,28 @@ def test_a_warmup_compiles_though_nothing_was_measured_before(engine, tiny, mach
 def test_graphs_that_do_not_pay_for_a_large_image_may_pay_for_a_small_one(machine):
     call, large = machine.model(compile_when="before first image"), 4 * 64
     machine.backlog = 9.0
-    assert [call(large) for _ in range(4)][-1] == 0
+    assert [call(large) for _ in range(CALLS)][-1] == 0
     machine.backlog = 0.0
-    assert [call() for _ in range(4)][-1] == 1
+    assert [call() for _ in range(CALLS)][-1] == 1
     machine.backlog = 9.0
     for size in (large, 2 * large, 8):  # a second pass of high resolution
-        assert [call(size) for _ in range(4)][-1] == 1
+        assert [call(size) for _ in range(CALLS)][-1] == 1
 
 
 def test_graphs_that_pay_for_a_small_image_are_measured_for_a_large_one(machine):
     call = machine.model(compile_when="before first image")
     machine.backlog = 0.0
-    assert [call() for _ in range(4)][-1] == 1
+    assert [call() for _ in range(CALLS)][-1] == 1
     machine.backlog = 9.0
-    assert [call(4 * 64) for _ in range(4)][-1] == 1
+    assert [call(4 * 64) for _ in range(CALLS)][-1] == 1
 
 
 def test_unets_are_always_replayed(machine, engine, monkeypatch):
     """In graphs their convolutions are faster."""
     monkeypatch.setattr(engine("host.graphs.policy"), "has_convolutions", lambda _network: True)
     call, machine.backlog = machine.model(compile_when="before first image"), 9.0
-    assert [call() for _ in range(4)][-1] == 1
-    assert [call(4 * 64) for _ in range(4)][-1] == 2
+    assert [call() for _ in range(CALLS)][-1] == 1
+    assert [call(4 * 64) for _ in range(CALLS)][-1] == 2
 
 
 def test_a_call_that_a_step_cache_skips_tells_nothing(machine):
@@ -135,7 +149,7 @@ def test_a_call_that_a_step_cache_skips_tells_nothing(machine):
     for _ in range(3):
         call()
     machine.backlog = 9.0
-    assert [call() for _ in range(4)][-1] == 0
+    assert [call() for _ in range(CALLS)][-1] == 0
 
 
 def test_what_was_measured_outlives_a_restart(engine, monkeypatch):
@@ -146,10 +160,10 @@ def test_what_was_measured_outlives_a_restart(engine, monkeypatch):
     machine = Machine(engine, monkeypatch, cache)
     first = machine.model(compile_when="before first image")
     machine.backlog = 9.0
-    for _ in range(3):
+    for _ in range(CALLS):
         first(64)
     machine.backlog = 0.0
-    assert [first(8) for _ in range(4)][-1] == 1
+    assert [first(8) for _ in range(CALLS)][-1] == 1
     again, machine.backlog = machine.model(compile_when="before first image"), 9.0
     assert [again(64) for _ in range(2)][-1] == 0 and [again(128) for _ in range(2)][-1] == 0
     assert [again(8) for _ in range(2)][-1] == 1, "known to pay: plain, captured"
