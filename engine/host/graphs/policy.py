@@ -27,7 +27,7 @@ from ...per_model import PerModel
 from ...settings import CompileSettings
 from ...torch_compat import private
 
-# Graphs pay if the GPU, after a call was launched, works on for less than this part of the time that launching took.
+# Graphs pay if the GPU, when the next call begins, works on for less than this part of the time that launching a call takes.
 MAX_BACKLOG = 0.3
 # Calls that are measured. The median counts: on one machine single calls of Flux gave 0.01 to 0.47.
 MEASURED_CALLS = 3
@@ -127,7 +127,8 @@ class Payoff:
         not_from: graphs do not pay from this size on, as the GPU is busy enough without them.
         recalled: what an earlier process has measured has been looked up.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
-        backlogs: size -> what calls of that code were measured to leave to the GPU, as a share of the time of launching.
+        backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
+        ended: when the last call was over, by `time.perf_counter`.
     """
 
     pay_to: float = 0
@@ -135,6 +136,7 @@ class Payoff:
     recalled: bool = False
     ran: dict[int, int] = field(default_factory=dict)
     backlogs: dict[int, list[float]] = field(default_factory=dict)
+    ended: float = 0.0
 
 
 _KEPT = re.compile(r"pay to (\S+), not from (\S+)")
@@ -154,34 +156,36 @@ def _recall(network: nn.Module, size: int) -> bool | None:
 
 
 def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
-    """Make a call. If it is not the first of its code and size, measure how long the GPU is busy after all was launched."""
+    """Make a call. If it is not the first of its code and size, measure for how long the GPU would be busy in the next call."""
     payoff, code = payoff_of(network), code_of(network)
-    compiles = code.compiles
-    if payoff.ran.get(size) != compiles:
-        payoff.backlogs.pop(size, None)
-        result = run()
-        if call.ran:
-            payoff.ran[size] = code.compiles
-        return result
+    compiles, called = code.compiles, time.perf_counter()
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = run()
     launched = time.perf_counter()
     torch.cuda.synchronize(device)
+    ended, payoff.ended = payoff.ended, time.perf_counter()
+    if payoff.ran.get(size) != compiles:
+        payoff.backlogs.pop(size, None)
+        if call.ran:
+            payoff.ran[size] = code.compiles
+        return result
     if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
         return result
+    launching = max(launched - began, 1e-9)
+    between = min(called - ended, launching)  # more where another prompt has begun
     backlogs = payoff.backlogs.setdefault(size, [])
-    backlogs.append((time.perf_counter() - launched) / max(launched - began, 1e-9))
+    backlogs.append((payoff.ended - launched - between) / launching)
     if len(backlogs) < MEASURED_CALLS:
         return result
-    backlog = statistics.median(payoff.backlogs.pop(size))
+    backlog = max(0.0, statistics.median(payoff.backlogs.pop(size)))
     pay = backlog < MAX_BACKLOG
     if pay:
         payoff.pay_to = size
     else:
         payoff.not_from = size
     logger.info(
-        "%s: CUDA graphs %s: the GPU works on for %.0f%% of the time that launching takes",
+        "%s: CUDA graphs %s: when the next call begins, the GPU works on for %.0f%% of the time that launching takes",
         type(network).__name__,
         "pay" if pay else "would not pay",
         100 * backlog,

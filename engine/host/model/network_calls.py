@@ -98,8 +98,8 @@ def is_synchronous(settings: CompileSettings) -> bool:
 
 
 def prepare_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> None:
-    """Have the kernels made for channels_last before a UNet's first step, which loads weights for seconds. Made later, they miss
-    the first prompt's graphs, and have the second's captured anew."""
+    """Have the kernels made for channels_last before a UNet's first step, which loads weights for seconds. Made later, they are
+    missing in the first prompt's graphs, and the second's are captured anew."""
     if always_replays(settings, network, device) and not is_synchronous(settings):
         norm_kernels.prepare(device)
 

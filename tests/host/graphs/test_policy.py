@@ -29,10 +29,10 @@ class TwoBlocks(nn.Module):
 
 
 class Machine:
-    """Calls take 0.1 s to launch; the GPU works on for `backlog` of that."""
+    """Calls take 0.1 s to launch; the GPU works on for `backlog` of that. The next call begins after `between` of it."""
 
     def __init__(self, engine, monkeypatch, cache=None):
-        self.engine, self.now, self.backlog, self.launched = engine, 0.0, 0.1, False
+        self.engine, self.now, self.backlog, self.between, self.launched = engine, 0.0, 0.1, 0.0, False
         NoCompiler(engine, monkeypatch.setattr)
         trust(engine, monkeypatch, "test_policy.py")
         policy = engine("host.graphs.policy")
@@ -60,6 +60,7 @@ class Machine:
 
         def call(size=8):
             x = torch.ones(size // 4, 4)
+            self.now += 0.1 * self.between
             with calls.prepared() as made:
                 calls.run(loaded, made, x.numel(), functools.partial(run, x))
             assert engine("background.thread").compiler.wait(60)
@@ -91,6 +92,14 @@ def test_compiled_calls_decide(machine, when, pays):
     if when == "in background":
         call()  # the first of the compiled code
     machine.backlog = 0.0 if pays else 9.0
+    assert [call() for _ in range(CALLS)][-1] == pays
+
+
+@pytest.mark.parametrize(("between", "pays"), [(0.1, False), (0.4, True), (1000.0, True)])
+def test_what_the_host_does_between_two_calls_counts(machine, between, pays):
+    """The GPU that is done before the next call begins waits, though it works on after the launches."""
+    call = machine.model(compile_when="before first image")
+    machine.backlog, machine.between = 0.6, between
     assert [call() for _ in range(CALLS)][-1] == pays
 
 
