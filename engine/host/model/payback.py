@@ -145,10 +145,10 @@ class Payback:
                 import_ahead()
             if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
                 self._began[1] = self._now()
-        elif self._calls <= last or self._calls == SETTLED:
-            self._began[self._calls] = self._now()
-            if self._calls in (last, SETTLED) and last > CALLS[0] and not self._replays:
-                timed = [began for number, began in self._began.items() if number <= last]
+        elif self._calls == SETTLED or (self._calls <= last and not (self._replays and self._steps >= SETTLED)):
+            self._began[self._calls] = self._now()  # which waits for the GPU
+            timed = [began for number, began in self._began.items() if number <= last]
+            if self._calls in (last, SETTLED) and len(timed) > 1 and not self._replays:
                 call = statistics.median_low(b - a for a, b in itertools.pairwise(timed))
                 # Heun and others call the model twice a step.
                 seconds, runs = record.seconds + self._steps * call, record.runs + 1

@@ -135,6 +135,15 @@ def test_what_a_unet_saves_is_told_by_replays_that_have_settled(flux, engine, a_
     assert flux(steps=20)[0] == 1
 
 
+def test_a_unet_that_is_replayed_waits_for_the_gpu_but_twice_a_run(flux, engine, monkeypatch):
+    payback, waits = engine("host.model.payback").Payback, []
+    monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
+    monkeypatch.setattr(payback, "_now", lambda self, now=payback._now: waits.append(self._calls) or now(self))
+    flux.cost(1e6)
+    flux(steps=20)
+    assert waits == [9, 20]
+
+
 def test_a_unet_of_few_steps_is_counted_and_offered_from_its_first_run_on(flux, engine, a_call_takes, monkeypatch):
     monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
     flux.cost(1e6)
