@@ -2,14 +2,16 @@
 
     python -m benchmarks.checkpoints --host COMFYUI --model flux --folder BASE/models [--formats default int8]
 
-Tensors are made on the GPU where there is one; a file is in RAM until it is written.
+Tensors are made on the GPU where there is one, and written one by one, as memory that a virtual machine has never used is slow.
 """
 
 import argparse
 import json
 import os
 import re
+import struct
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +30,12 @@ FORMATS = {
 # Layers of the blocks, by their names in Flux, Flux 2 and Z-Image.
 QUANTISED = re.compile(r"(double_blocks|single_blocks|layers)\..*(qkv|proj|mlp\.[02]|linear[12]|out|w[123])\.weight$")
 CONVROT = {"convrot": True, "convrot_groupsize": 256}
+# Of a file of safetensors: bytes of its header, more than any needs; its names of types.
+HEADER = 2**20
+CODES = {
+    torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float8_e4m3fn: "F8_E4M3", torch.int8: "I8",
+    torch.uint8: "U8",
+}  # fmt: skip
 STD = 0.02  # of random weights, as in `models.random_weight`
 # Layers that K_M files keep in more bits, in some of the blocks.
 FINER = ("attn.proj.weight", "linear2.weight")
@@ -82,17 +90,39 @@ def _write_model(name: str, weights: str, file: Path, device: torch.device) -> N
     if weights == "gguf":
         _write_gguf(name, file)
     else:
-        _save(file, _state_dict(name, LAYERS.get(weights), device))
+        _write_one_by_one(file, _tensors(name, LAYERS.get(weights), device))
     print(f"{file.name} in {time.perf_counter() - began:.0f} s", flush=True)
 
 
-def _state_dict(name: str, layer, device: torch.device) -> dict[str, torch.Tensor]:
-    """A model's weights, in RAM; `layer` makes the tensors of a quantised layer; None: no layer is quantised."""
-    state = {}
+def _tensors(name: str, layer, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """A model's weights; `layer` makes the tensors of a quantised layer; None: no layer is quantised."""
     for key, tensor in models.weights(name, device):
-        parts = layer(key, tensor) if layer and QUANTISED.search(key) else {key: tensor}
-        state |= {part: value.cpu().contiguous() for part, value in parts.items()}
-    return state
+        yield from (layer(key, tensor) if layer and QUANTISED.search(key) else {key: tensor}).items()
+
+
+def _write_one_by_one(file: Path, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """A file as `safetensors.torch.save_file` writes it, which takes all tensors, and twice their RAM."""
+    header, end, last = {}, 0, []
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with open(unfinished := file.with_suffix(".part"), "wb") as out:
+        out.write(bytes(8 + HEADER))
+
+        def write(key: str, tensor: torch.Tensor) -> None:
+            nonlocal end
+            data = tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            header[key] = {"dtype": CODES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [end, end + data.nbytes]}
+            end += out.write(data)
+
+        for key, tensor in tensors:
+            if tensor.dtype is torch.uint8:  # texts of any length, after which others would not be aligned
+                last.append((key, tensor))
+            else:
+                write(key, tensor)
+        for key, tensor in last:
+            write(key, tensor)
+        out.seek(0)
+        out.write(struct.pack("<Q", HEADER) + json.dumps(header).encode().ljust(HEADER))
+    unfinished.rename(file)
 
 
 def _save(file: Path, state: dict[str, torch.Tensor]) -> None:

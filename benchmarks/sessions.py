@@ -15,6 +15,7 @@ others' processes are stopped (SIGSTOP), and what they hold of memory stays thei
 """
 
 import argparse
+import concurrent.futures
 import contextlib
 import datetime
 import importlib.util
@@ -253,6 +254,16 @@ class OutOfTimeError(Exception):
     """The clock of --limit ran out."""
 
 
+def make_bytecode(base: Path, host: str) -> None:
+    """Have Python's bytecode of what servers import in a folder of `base`, as where pip has installed it."""
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    os.environ["PYTHONPYCACHEPREFIX"] = str(base / "bytecode")
+    found = [importlib.util.find_spec(name) for name in COMPILER_PACKAGES]
+    folders = [*(Path(spec.origin).parent for spec in found if spec is not None), Path(host), results.ROOT / "engine"]
+    command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
+    subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
 class Bench:
     """The machine's folder, the clock and the rows of one call.
 
@@ -267,12 +278,12 @@ class Bench:
         self.deadline = time.monotonic() + options.limit
         self.log = options.out.with_suffix(".log")
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.known = results.load(options.out)
+        self.known, self._describing = results.load(options.out), threading.Lock()
         (self.base / "custom_nodes").mkdir(parents=True, exist_ok=True)
         self.link("session_nodes.py", NODES)
         if options.kjnodes:
             self.link("kjnodes", options.kjnodes.resolve())
-        self._make_bytecode()
+        make_bytecode(self.base, options.host)
         (self.base / "page").mkdir(exist_ok=True)
         (self.base / "page" / "index.html").write_text("<title>sessions</title>")
 
@@ -280,17 +291,6 @@ class Bench:
         link = self.base / "custom_nodes" / name
         link.unlink(missing_ok=True)
         link.symlink_to(target, target_is_directory=target.is_dir())
-
-    def _make_bytecode(self) -> None:
-        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-        os.environ["PYTHONPYCACHEPREFIX"] = str(self.base / "bytecode")
-        found = [importlib.util.find_spec(name) for name in COMPILER_PACKAGES]
-        folders = [Path(spec.origin).parent for spec in found if spec is not None] + [
-            Path(self.options.host),
-            results.ROOT / "engine",
-        ]
-        command = [sys.executable, "-m", "compileall", "-q", "-j", "0", *map(str, folders)]
-        subprocess.run(command, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
     def left(self) -> float:
         """Seconds until the limit; raises when there are none."""
@@ -349,7 +349,8 @@ class Bench:
         try:
             server.wait_until_ready(min(300, self.left()))
             server.seconds_to_start = time.perf_counter() - began
-            self._describe(server)
+            with self._describing:
+                self._describe(server)
             with server.progress():  # the page is open
                 yield server
         finally:
@@ -412,10 +413,13 @@ class Bench:
             living = [variant for variant in living if variant != "eager"]
         for some in filter(None, (numbered[:restart], numbered[restart:])):
             with contextlib.ExitStack() as stack:
-                servers = {}
-                for variant in living:
-                    self.left()
-                    servers[variant] = stack.enter_context(self._paused(variant, cores))
+                self.left()
+                with concurrent.futures.ThreadPoolExecutor() as together:
+                    entered = together.map(lambda variant: stack.enter_context(self._paused(variant, cores)), living)
+                    servers = dict(zip(living, entered, strict=True))
+                for paused in servers.values() if self.options.free else ():
+                    with at_work(paused) as server:
+                        print(server.post("/session/free", {"gib": self.options.free}), flush=True)
                 for number, prompt in some:
                     for variant in list(living):
                         about = {**common, "variant": variant, "number": number, "prompt": prompt.name}
@@ -431,8 +435,6 @@ class Bench:
     def _paused(self, variant: str, cores: int):
         """The variant's server, stopped (SIGSTOP) until its turn."""
         with self.server(variant, cores) as server:
-            if self.options.free:
-                print(server.post("/session/free", {"gib": self.options.free}), flush=True)
             time.sleep(0 if self.options.tiny else PAGE_OPENS)
             tell(server, "SIGSTOP")
             try:

@@ -20,7 +20,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT))  # behind the host, whose `nodes` is another
 
-from benchmarks.sessions import ELSEWHERE, NODES, SESSIONS, Prompt, graph  # noqa: E402
+from benchmarks.sessions import ELSEWHERE, NODES, SESSIONS, Prompt, graph, make_bytecode  # noqa: E402
 from devtools.server import PACK_NAME, Server, ServerError, error_of, prepare_base, wait_until  # noqa: E402
 
 CANCELLED, BYPASSED = "cancelled", "bypassed"
@@ -176,6 +176,8 @@ def main():
     for name in ELSEWHERE:
         os.environ.pop(name, None)
     session, problem = Session(options), None
+    if not options.cpu:  # there the tests' machine has it
+        make_bytecode(session.base, options.host)
     session.write_weights()
     server = session.server()
     try:
