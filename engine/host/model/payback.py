@@ -145,9 +145,9 @@ class Payback:
                 import_ahead()
             if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
                 self._began[1] = self._now()
-        elif self._calls == SETTLED or (self._calls <= last and not (self._replays and self._steps >= SETTLED)):
+        elif self._calls in (last, SETTLED) or self._is_timed():
             self._began[self._calls] = self._now()  # which waits for the GPU
-            timed = [began for number, began in self._began.items() if number <= last]
+            timed = [began for number, began in self._began.items() if number < SETTLED]
             if self._calls in (last, SETTLED) and len(timed) > 1 and not self._replays:
                 call = statistics.median_low(b - a for a, b in itertools.pairwise(timed))
                 # Heun and others call the model twice a step.
@@ -155,6 +155,12 @@ class Payback:
                 self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
                 if not self.after:
                     record.seconds, record.runs, record.is_decided = seconds, runs, True
+
+    def _is_timed(self) -> bool:
+        """Whether the begin of this call is one of those from which the first decision is made: not of calls that are replayed,
+        if the run has enough of them that replays settle. Other packs' code may end replays after some calls."""
+        is_replayed = self._replays and self._steps >= SETTLED
+        return not is_replayed and self._calls < SETTLED and len(self._began) <= CALLS[1] - CALLS[0]
 
     def _is_due(self) -> bool:
         """Whether compiling is worth while by the runs so far."""

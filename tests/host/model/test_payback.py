@@ -1,6 +1,7 @@
 """Compiling is put off where it would take longer than it saves."""
 
 import gc
+import math
 import threading
 import types
 import unittest.mock
@@ -135,13 +136,49 @@ def test_what_a_unet_saves_is_told_by_replays_that_have_settled(flux, engine, a_
     assert flux(steps=20)[0] == 1
 
 
-def test_a_unet_that_is_replayed_waits_for_the_gpu_but_twice_a_run(flux, engine, monkeypatch):
+def test_a_unet_that_is_replayed_waits_for_the_gpu_but_a_few_times(flux, engine, monkeypatch):
     payback, waits = engine("host.model.payback").Payback, []
     monkeypatch.setattr(engine("host.model.wrapper"), "always_replays", lambda *_: True)
     monkeypatch.setattr(payback, "_now", lambda self, now=payback._now: waits.append(self._calls) or now(self))
     flux.cost(1e6)
     flux(steps=20)
-    assert waits == [9, 20]
+    assert waits == [5, 9, 20]
+
+
+@pytest.fixture
+def unet_runs(engine, monkeypatch):
+    """run(calls, steps, replayed): a run in which so many calls are replayed, of 0.5 s each; the call that decided, and after
+    how many runs compiling is to begin."""
+    module, records, now = engine("host.model.payback"), engine("host.model.structure_record"), [0.0]
+    monkeypatch.setattr(module, "counts_runs_on", lambda _device: True)
+    monkeypatch.setattr(module.Payback, "_now", lambda _self: now[0])
+    monkeypatch.setattr(module, "import_ahead", lambda: None)
+    monkeypatch.setattr(records.Record, "keep", lambda _self: None)
+    network = torch.nn.Linear(1, 1)
+    payback = module.Payback(records.Record("a" * 12))
+
+    def run(calls, steps, replayed=math.inf):
+        engine("compile.registry").code_of(network).runs += 1
+        decided, sigmas = None, torch.linspace(1, 0, steps + 1)
+        for call in range(1, calls + 1):
+            options = {"sigmas": torch.zeros(1), "sample_sigmas": sigmas}
+            payback.is_worthwhile(network, torch.zeros(1), options, replays=call <= replayed)
+            decided = decided or (call if payback.record.is_decided else None)
+            now[0] += 0.5
+        payback.end_run(network)
+        return decided, payback.after
+
+    return run
+
+
+def test_code_of_another_pack_that_ends_replays_lets_a_later_call_decide(unet_runs):
+    assert unet_runs(30, 30, replayed=6) == (9, None)
+
+
+def test_a_step_cache_around_the_model_leaves_too_few_calls_for_replays_to_settle_and_they_are_counted(unet_runs):
+    """ComfyUI's LazyCache skips whole calls of the model."""
+    assert unet_runs(8, 12) == (None, 1)
+    assert unet_runs(8, 12) == (1, None)
 
 
 def test_a_unet_of_few_steps_is_counted_and_offered_from_its_first_run_on(flux, engine, a_call_takes, monkeypatch):
