@@ -74,11 +74,15 @@ def way_of_call(
         return Way.WITHOUT_GRAPHS
     pays = settings.wants_graphs or has_convolutions(network) or _recall(network, size)
     if pays:
+        _before.pop(device, None)
         return Way.REPLAYED
     code = code_of(network)
     if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
         graphs_of(network).drop()
-    return Way.MEASURED if pays is None and not code.is_being_compiled else Way.COMPILED
+    if pays is None and not code.is_being_compiled:
+        return Way.MEASURED
+    _before.pop(device, None)
+    return Way.COMPILED
 
 
 def always_replays(settings: CompileSettings, network: nn.Module, device: torch.device) -> bool:
@@ -118,7 +122,7 @@ def is_short_of_memory(device: torch.device) -> bool:
     return free < total / 4
 
 
-@dataclass
+@dataclass(eq=False)
 class Payoff:
     """Whether graphs pay for a network.
 
@@ -128,7 +132,6 @@ class Payoff:
         recalled: what an earlier process has measured has been looked up.
         ran: size -> `ModelCode.compiles` after its last call: the first call with new code is not measured.
         backlogs: size -> what measured calls of that code leave to the GPU, as a share of the time of launching.
-        ended: when the last call was over, by `time.perf_counter`.
     """
 
     pay_to: float = 0
@@ -136,18 +139,19 @@ class Payoff:
     recalled: bool = False
     ran: dict[int, int] = field(default_factory=dict)
     backlogs: dict[int, list[float]] = field(default_factory=dict)
-    ended: float = 0.0
 
 
 _KEPT = re.compile(r"pay to (\S+), not from (\S+)")
 payoff_of: PerModel[Payoff] = PerModel(lambda _network: Payoff())
+# For each card, if the call before was measured: whose it was, in which run of the sampler, and when it was over.
+_before: dict[torch.device, tuple[Payoff, int, float]] = {}
 
 
 def _recall(network: nn.Module, size: int) -> bool | None:
     """Whether graphs pay at this size; None if neither this process nor an earlier one has measured it."""
     payoff, cache = payoff_of(network), current()
     if not payoff.recalled and cache is not None:
-        payoff.recalled, kept = True, _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs", ""))
+        payoff.recalled, kept = True, _KEPT.fullmatch(cache.choices(name_of(network)).get("graphs pay", ""))
         if kept:
             payoff.pay_to, payoff.not_from = max(payoff.pay_to, float(kept[1])), min(payoff.not_from, float(kept[2]))
     if size >= payoff.not_from:
@@ -158,13 +162,14 @@ def _recall(network: nn.Module, size: int) -> bool | None:
 def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
     """Make a call. If it is not the first of its code and size, measure for how long the GPU would be busy in the next call."""
     payoff, code = payoff_of(network), code_of(network)
-    compiles, called = code.compiles, time.perf_counter()
+    compiles, called, before = code.compiles, time.perf_counter(), _before.pop(device, None)
     torch.cuda.synchronize(device)
     began = time.perf_counter()
     result = run()
     launched = time.perf_counter()
     torch.cuda.synchronize(device)
-    ended, payoff.ended = payoff.ended, time.perf_counter()
+    ended = time.perf_counter()
+    _before[device] = payoff, code.runs, ended
     if payoff.ran.get(size) != compiles:
         payoff.backlogs.pop(size, None)
         if call.ran:
@@ -173,9 +178,11 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
         return result
     launching = max(launched - began, 1e-9)
-    between = min(called - ended, launching)  # more where another prompt has begun
+    follows = before is not None and before[0] is payoff and before[1] == code.runs
+    between = min(called - before[2], launching) if before is not None and follows else 0.0
+    others = began - called  # of the GPU's time, for what else the host has launched (ControlNets, previews)
     backlogs = payoff.backlogs.setdefault(size, [])
-    backlogs.append((payoff.ended - launched - between) / launching)
+    backlogs.append((ended - launched + others - between) / launching)
     if len(backlogs) < MEASURED_CALLS:
         return result
     backlog = max(0.0, statistics.median(payoff.backlogs.pop(size)))
@@ -192,5 +199,5 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     )
     cache = current()
     if cache is not None:
-        cache.remember(name_of(network), {"graphs": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
+        cache.remember(name_of(network), {"graphs pay": f"pay to {payoff.pay_to}, not from {payoff.not_from}"})
     return result
