@@ -58,7 +58,7 @@ def test_a_session_ends_nothing_and_every_image_is_right(tmp_path, model, weight
     if rows["new size again"]["compiled"]:
         assert rows["back to the first size"]["uncompiled"] == 0, "the code that is there does not run"
     # Whether graphs pay for a DiT in bf16 is for the machine to tell.
-    if "CUDA graphs would not pay" not in log:
+    if (model, weights) != ("flux_wide", "default") or "CUDA graphs would not pay" not in log:
         assert rows["again"]["captures"] > 0 and rows["again"]["replays"] > 0, "no CUDA graph: the session shows nothing"
     noise = max(row.get("yardstick", 0.0) for row in rows.values())
     assert 0 < noise < LARGEST_YARDSTICK

@@ -43,7 +43,7 @@ class Job:
         on_error: called on the worker with an error that no later attempt may mend; by default, the error is logged.
         awaited: a thread waits for the job, so it is not put off when memory is short.
         error: the error of the last attempt that `on_error` did not get, for the thread that waits.
-        is_kept: the job's code is on disk, and only has to be read.
+        is_kept: the job's code is on disk, and only has to be read; None: the job makes no code of a model.
         is_queued: was queued once, and may be over.
         attempts: how many have run out of memory.
         due: when it may be tried next, by `time.monotonic`; ignored if `awaited`.
@@ -55,7 +55,7 @@ class Job:
     on_error: Callable[[Exception], None] = lambda error: logger.warning("work in the background failed", exc_info=error)
     awaited: bool = False
     error: BaseException | None = None
-    is_kept: bool = False
+    is_kept: bool | None = None
     is_queued: bool = False
     over: bool = False
     attempts: int = 0
@@ -78,6 +78,7 @@ class Compiler:
     _jobs: collections.deque[Job] = field(default_factory=collections.deque)
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _thread: threading.Thread | None = None
+    _at_work: Job | None = None
     _is_stopped: bool = False
 
     def submit(self, job: Job) -> None:
@@ -104,6 +105,12 @@ class Compiler:
     def busy(self) -> bool:
         with self._changed:
             return self._thread is not None
+
+    @property
+    def makes_code(self) -> bool:
+        """Whether the worker makes code, or is to make some, that is not kept."""
+        with self._changed:
+            return any(job is not None and job.is_kept is False for job in (self._at_work, *self._jobs))
 
     def have_awaited(self, pending: bool = False) -> bool:
         """Make sampling wait until the queue is empty; returns whether the queue has a job, or gets one when a call is over
@@ -176,9 +183,10 @@ class Compiler:
                 job = min(due, key=lambda job: not (job.awaited or job.is_kept), default=None)  # the first of the quickest
                 if job is not None:
                     self._jobs.remove(job)
+                    self._at_work = job
                     return job
                 self._changed.wait(min(job.due for job in self._jobs) - time.monotonic())
-            self._thread = None
+            self._thread = self._at_work = None
             self.awaited = False
             self._changed.notify_all()
             return None

@@ -8,15 +8,17 @@ import torch
 
 from ..background.thread import Job, compiler
 from ..devices import gpu_locks, is_capturing
+from ..log import logger
 from ..threads import yielding
 
 
 @functools.cache
 def kernels() -> Any:
-    """`kernels.py`; None without Triton."""
+    """`kernels.py`; None without Triton, or with one that is broken."""
     try:
         from . import kernels
-    except ImportError:  # no Triton
+    except Exception as error:
+        logger.debug("no kernels for channels_last: %s", error)
         return None
     return kernels
 

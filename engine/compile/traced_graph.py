@@ -274,7 +274,7 @@ class TracedGraph:
             finally:
                 if monitor.listener is not None:
                     monitor.listener(None)
-        elif is_first and job.is_kept and call.read < READING and not compiler.busy and not is_capturing(self._device):
+        elif is_first and job.is_kept and call.read < READING and not compiler.makes_code and not is_capturing(self._device):
             began = time.monotonic()
             compiler.finish(job, call.poll, READING - call.read)
             call.read += time.monotonic() - began

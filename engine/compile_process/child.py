@@ -104,7 +104,7 @@ def take_share(nice: int) -> None:
             return
         except BlockingIOError:  # the system takes such a number from users but ten times a second
             time.sleep(0.15)
-        except OSError:
+        except (OSError, IndexError):  # there is none, or it is empty
             return
 
 

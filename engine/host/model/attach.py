@@ -152,7 +152,7 @@ def notes_about(patcher) -> list[str]:
         )
     elif code.eager_calls:
         notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")
-    if compiler.busy:
+    if compiler.makes_code:
         notes.append("More blocks are being compiled in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]
 

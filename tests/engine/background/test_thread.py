@@ -53,11 +53,13 @@ def test_a_job_that_somebody_waits_for_is_next(queue):
 def test_code_that_only_has_to_be_read_waits_for_none_that_has_to_be_made(queue):
     done, go_on = [], threading.Event()
     first, *others = [job(queue, lambda: go_on.wait(60)), *(job(queue, lambda n=n: done.append(n)) for n in range(3))]
-    others[2].is_kept = True
+    assert not queue.compiler.makes_code
+    others[1].is_kept, others[2].is_kept = False, True
     for one in (first, *others):
         queue.compiler.submit(one)
+    assert queue.compiler.makes_code
     go_on.set()
-    assert queue.compiler.wait(60) and done == [2, 0, 1]
+    assert queue.compiler.wait(60) and done == [2, 0, 1] and not queue.compiler.makes_code
 
 
 def test_a_poll_that_raises_ends_the_wait_and_not_the_job(queue):
