@@ -36,13 +36,15 @@ class _NormKernels:
 
     def prepare(self, device: torch.device) -> None:
         tried = self._job is not None and (not self._job.over or self._tries == MOST_TRIES)
-        if tried or self.ready or kernels() is None or is_capturing(device):
+        if tried or self.ready or is_capturing(device):
             return
         self._tries += 1
         self._job = Job(weakref.ref(self), functools.partial(self._make, device), device)
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
+        if kernels() is None:  # asked here, as the import takes a second
+            return
         with yielding(), kernels().only_compiling():  # seconds, in which other threads may capture
             _run_all(torch.device("cpu"))
         with gpu_locks[device]:
