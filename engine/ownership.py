@@ -99,6 +99,8 @@ _PREFIX = "torch_compile_kit"
 DEPTH = 4
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _LOOKED_INTO = tuple(name for name in sorted(_OF_EVERY_MODULE) if name == "_modules" or name.endswith("_hooks"))
+# Methods that make a layer, or restore a copy: no call of a layer runs them. PyTorch's compiler wraps them when it first runs.
+_MAKE_LAYERS = frozenset({"__init__", "__new__", "__setstate__"})
 # What `file_of` looks into.
 _FUNCTIONS = types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
@@ -387,7 +389,10 @@ class Survey:
         if depth > DEPTH or (depth and is_library):
             return
         yield from ((base, depth) for base in cls.__mro__[1:])
+        is_layer = issubclass(cls, nn.Module)
         for name, member in [*vars(cls).items()]:
+            if is_layer and name in _MAKE_LAYERS:
+                continue
             is_method = isinstance(member, types.FunctionType) or type(member) in _WRAPPERS
             if is_method or not (is_library or name.startswith("__")):
                 yield member, depth

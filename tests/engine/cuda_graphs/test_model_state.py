@@ -139,6 +139,16 @@ def test_the_hosts_pages_and_our_own_attributes_do_not_count(looked_at):
     assert drops() and not drops()
 
 
+def test_who_makes_layers_does_not_count(looked_at, monkeypatch):
+    """PyTorch wraps these methods of all layers when it first compiles (torch/_dynamo/mutation_guard.py)."""
+    _, drops, _ = looked_at
+    for name in ("__init__", "__setstate__"):
+        monkeypatch.setattr(nn.Module, name, lambda self, *args, make=getattr(nn.Module, name): make(self, *args))
+        assert not drops()
+    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args, call=nn.Module.__call__: call(self, *args))
+    assert drops()
+
+
 def test_a_number_on_the_cpu_is_seen_by_value(looked_at):
     """PyTorch passes it to kernels by value."""
     net, drops, _ = looked_at
