@@ -142,10 +142,15 @@ def test_the_hosts_pages_and_our_own_attributes_do_not_count(looked_at):
 def test_who_makes_layers_does_not_count(looked_at, monkeypatch):
     """PyTorch wraps these methods of all layers when it first compiles (torch/_dynamo/mutation_guard.py)."""
     _, drops, _ = looked_at
-    for name in ("__init__", "__setstate__"):
-        monkeypatch.setattr(nn.Module, name, lambda self, *args, make=getattr(nn.Module, name): make(self, *args))
-        assert not drops()
-    monkeypatch.setattr(nn.Module, "__call__", lambda self, *args, call=nn.Module.__call__: call(self, *args))
+
+    def wrap(name):
+        hosts = getattr(nn.Module, name)
+        monkeypatch.setattr(nn.Module, name, lambda self, *args, **kwargs: hosts(self, *args, **kwargs))
+
+    wrap("__init__")
+    wrap("__setstate__")
+    assert not drops()
+    wrap("__call__")
     assert drops()
 
 
