@@ -29,6 +29,8 @@ from ...torch_compat import private
 
 # Graphs pay if the GPU, when the next call begins, works on for less than this part of the time that launching a call takes.
 MAX_BACKLOG = 0.3
+# Of what the host does between two calls, at most this part of the launching time counts: in a preview it may wait for the GPU.
+MOST_BETWEEN = 0.25
 # Calls that are measured. The median counts: on one machine single calls of Flux gave 0.01 to 0.47.
 MEASURED_CALLS = 3
 
@@ -79,7 +81,8 @@ def way_of_call(
     code = code_of(network)
     if graphs_of(network).graphs and (code.compiles or code.uncalled) and not payoff_of(network).pay_to:
         graphs_of(network).drop()
-    if pays is None and not code.is_being_compiled:
+    is_eager = code.uncalled or any(group.failure for group in code.groups.values())  # blocks run as without this pack
+    if pays is None and not code.is_being_compiled and not is_eager:
         return Way.MEASURED
     _before.pop(device, None)
     return Way.COMPILED
@@ -179,7 +182,7 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
         return result
     launching = max(launched - began, 1e-9)
     follows = before is not None and before[0] is payoff and before[1] == code.runs
-    between = min(called - before[2], launching) if before is not None and follows else 0.0
+    between = min(called - before[2], MOST_BETWEEN * launching) if before is not None and follows else 0.0
     others = began - called  # of the GPU's time, for what else the host has launched (ControlNets, previews)
     backlogs = payoff.backlogs.setdefault(size, [])
     backlogs.append((ended - launched + others - between) / launching)

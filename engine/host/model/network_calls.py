@@ -78,7 +78,7 @@ class NetworkCalls:
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
-                if way is Way.MEASURED:
+                if way is Way.MEASURED and binding.plain:  # else there can be no graph
                     run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
             code.eager_calls += call.uncompiled

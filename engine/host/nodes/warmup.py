@@ -11,6 +11,7 @@ from ...messages.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
 from ..adapter import is_dynamic
+from ..graphs.policy import MEASURED_CALLS, payoff_of
 from ..model.attach import compile_plan, diffusion_model, model_name, notes_about, settings_for
 from ..model.controlnet import controls_in
 from ..model.network_calls import raise_if_interrupted
@@ -76,6 +77,9 @@ def _sample(
     run()
     if code.eager_calls != uncompiled:  # the attention was measured
         run()
+    for _ in range(MEASURED_CALLS):
+        if payoff_of(network).backlogs:  # it is not known yet whether CUDA graphs pay
+            run()
     joined = any(call.prompts_per_call > 1 for call in watch_of(network).compiled_for.get(settings.settings_key(), ()))
     kind = settings.settings_key(), latent["samples"].shape[0] == 1
     # If code is for all sizes, one such run is enough, unless something new was compiled.

@@ -2,6 +2,7 @@
 
 import functools
 import types
+from collections import Counter
 
 import pytest
 import torch
@@ -95,12 +96,33 @@ def test_compiled_calls_decide(machine, when, pays):
     assert [call() for _ in range(CALLS)][-1] == pays
 
 
-@pytest.mark.parametrize(("between", "pays"), [(0.1, False), (0.4, True)])
+@pytest.mark.parametrize(("between", "pays"), [(0.1, False), (0.24, True), (1.0, True)])
 def test_what_the_host_does_between_two_calls_counts(machine, between, pays):
     """The GPU that is done before the next call begins waits, though it works on after the launches."""
     call = machine.model(compile_when="before first image")
-    machine.backlog, machine.between = 0.6, between
+    machine.backlog, machine.between = 0.5, between
     assert [call() for _ in range(CALLS)][-1] == pays
+
+
+def test_what_is_a_preview_perhaps_counts_little(machine):
+    """There the host waits for the GPU, which would have no work either if calls were replayed."""
+    call = machine.model(compile_when="before first image")
+    machine.backlog, machine.between = 0.6, 1.0
+    assert [call() for _ in range(CALLS)][-1] == 0
+
+
+@pytest.mark.parametrize("why", ["failed", "uncalled"])
+def test_blocks_that_run_as_without_this_pack_decide_nothing_and_wait_for_nothing(machine, engine, monkeypatch, why):
+    call, waits = machine.model(compile_when="before first image"), []
+    call()
+    if why == "failed":
+        monkeypatch.setattr(engine("compile.group").BlockGroup, "failure", "out of memory")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: waits.append(1))
+    for _ in range(CALLS):
+        if why == "uncalled":
+            call.code.uncalled = Counter(TwoBlocks=2)
+        assert call() == 0
+    assert not waits
 
 
 class Gpu:
@@ -125,7 +147,7 @@ def test_a_gpu_that_has_enough_to_do_needs_no_graphs(engine, monkeypatch, beside
     monkeypatch.setattr(policy, "time", types.SimpleNamespace(perf_counter=lambda: gpu.now))
     monkeypatch.setattr(policy, "current", lambda: None)
     monkeypatch.setattr(torch.cuda, "synchronize", gpu.wait)
-    code = types.SimpleNamespace(compiles=1, runs=1, is_being_compiled=False)
+    code = types.SimpleNamespace(compiles=1, runs=1, is_being_compiled=False, uncalled=None, groups={})
     monkeypatch.setattr(policy, "code_of", lambda _network: code)
     monkeypatch.setattr(policy, "has_convolutions", lambda _network: False)
     monkeypatch.setattr(policy, "no_graphs", lambda _device: None)
@@ -166,12 +188,13 @@ def test_one_call_beside_other_work_does_not_decide(machine, pays):
 
 def test_a_warmup_compiles_though_nothing_was_measured_before(engine, tiny, machine):
     """It makes two calls, which were both measured uncompiled on a GPU."""
-    runs = Runs(tiny, engine, "flux", cfg=1.0, steps=2)
+    runs, policy = Runs(tiny, engine, "flux", cfg=1.0, steps=2), engine("host.graphs.policy")
     patcher = engine("host.model.attach").attach(runs.patcher, compile_settings(engine, mode="auto", backend="inductor"))
     size = engine("host.nodes.warmup_plan").Size(64, 64)
     prompts = runs.positive, runs.negative
     engine("host.nodes.warmup").warm_up(patcher, *prompts, 1.0, [size], None, None)
     assert runs.graphs == 2
+    assert policy.payoff_of(runs.patcher.model.diffusion_model).pay_to, "nothing is measured in the first prompt"
 
 
 def test_graphs_that_do_not_pay_for_a_large_image_may_pay_for_a_small_one(machine):
