@@ -59,6 +59,7 @@ class Payback:
         after: in about how many runs of the sampler compiling will pay; None: it does now, or nothing was timed.
         _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
         _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
+        _captured: graphs that had been captured, and compared, when the run began.
         _began: number of a timed call -> when that call began.
     """
 
@@ -68,6 +69,7 @@ class Payback:
     _steps: int = 0
     _replays: bool = False
     _calls: int = 0
+    _captured: tuple[int, int] = (0, 0)
     _device: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
 
@@ -95,8 +97,9 @@ class Payback:
                 first = SETTLED if SETTLED in self._began else min(self._began)
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
                 is_whole = self._calls >= min(CALLS[1], self._steps)  # a cancelled run tells little
-                # Not the run in which a graph is captured: with few steps that is the second run, see `may_capture`.
-                if is_whole and (not self._replays or first == SETTLED or code.runs != 2):
+                # Not a run in which a graph is captured: with few steps that is the second run, see `may_capture`.
+                captures = code.runs == 2 or self._captured != _captured(network)
+                if is_whole and (not self._replays or first == SETTLED or not captures):
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
                     self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
@@ -128,6 +131,8 @@ class Payback:
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
             self._steps, self._replays = len(all_steps) - 1, replays
+            if self._calls == 1:
+                self._captured = _captured(network)
             if not synchronous and not record.is_decided:
                 self._decide(code_of(network).runs)
         if record.is_decided:
@@ -147,9 +152,9 @@ class Payback:
                 self._began[1] = self._now()
         elif self._calls in (last, SETTLED) or self._is_timed():
             self._began[self._calls] = self._now()  # which waits for the GPU
-            timed = [began for number, began in self._began.items() if number < SETTLED]
-            if self._calls in (last, SETTLED) and len(timed) > 1 and not self._replays:
-                call = statistics.median_low(b - a for a, b in itertools.pairwise(timed))
+            calls = [b - a for (n, a), (m, b) in itertools.pairwise(self._began.items()) if m == n + 1 < SETTLED]
+            if self._calls in (last, SETTLED) and calls and not self._replays:
+                call = statistics.median_low(calls)
                 # Heun and others call the model twice a step.
                 seconds, runs = record.seconds + self._steps * call, record.runs + 1
                 self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
@@ -183,6 +188,11 @@ class Payback:
         if not record.is_kept:
             conditions += [(runs, RUNS, FIRST_TIME * record.expected_trace(1))]
         return max(math.ceil(cost / saved - were) if saved * max(were, usual) < cost else 0 for were, usual, cost in conditions)
+
+
+def _captured(network: nn.Module) -> tuple[int, int]:
+    graphs = graphs_of(network)
+    return graphs.captures, graphs.checks
 
 
 def begin_now(structure: object) -> bool:

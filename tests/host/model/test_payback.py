@@ -147,8 +147,8 @@ def test_a_unet_that_is_replayed_waits_for_the_gpu_but_a_few_times(flux, engine,
 
 @pytest.fixture
 def unet_runs(engine, monkeypatch):
-    """run(calls, steps, replayed): a run in which so many calls are replayed, of 0.5 s each; the call that decided, and after
-    how many runs compiling is to begin."""
+    """run(calls, steps, replayed, captured): a run in which so many calls are replayed, of 0.5 s each, and after one of them
+    a graph is captured; the call that decided, and after how many runs compiling is to begin."""
     module, records, now = engine("host.model.payback"), engine("host.model.structure_record"), [0.0]
     monkeypatch.setattr(module, "counts_runs_on", lambda _device: True)
     monkeypatch.setattr(module.Payback, "_now", lambda _self: now[0])
@@ -157,7 +157,7 @@ def unet_runs(engine, monkeypatch):
     network = torch.nn.Linear(1, 1)
     payback = module.Payback(records.Record("a" * 12))
 
-    def run(calls, steps, replayed=math.inf):
+    def run(calls, steps, replayed=math.inf, captured=None):
         engine("compile.registry").code_of(network).runs += 1
         decided, sigmas = None, torch.linspace(1, 0, steps + 1)
         for call in range(1, calls + 1):
@@ -165,14 +165,26 @@ def unet_runs(engine, monkeypatch):
             payback.is_worthwhile(network, torch.zeros(1), options, replays=call <= replayed)
             decided = decided or (call if payback.record.is_decided else None)
             now[0] += 0.5
+            if call == captured:
+                now[0] += 20
+                engine("cuda_graphs.capture").graphs_of(network).captures += 1
         payback.end_run(network)
         return decided, payback.after
 
+    run.record = payback.record
     return run
 
 
 def test_code_of_another_pack_that_ends_replays_lets_a_later_call_decide(unet_runs):
     assert unet_runs(30, 30, replayed=6) == (9, None)
+
+
+@pytest.mark.parametrize(("calls", "replayed"), [(7, math.inf), (30, 7)], ids=["cancelled", "another pack's code"])
+def test_a_capture_is_not_counted_as_a_slow_call(unet_runs, calls, replayed):
+    decided, _ = unet_runs(calls, 30, replayed, captured=6)
+    record = unet_runs.record
+    assert record.runs == 0 or record.seconds / record.runs < 0.6 * calls
+    assert decided is None or decided > 7
 
 
 def test_a_step_cache_around_the_model_leaves_too_few_calls_for_replays_to_settle_and_they_are_counted(unet_runs):
