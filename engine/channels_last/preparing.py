@@ -8,6 +8,7 @@ import torch
 
 from ..background.thread import Job, compiler
 from ..devices import gpu_locks, is_capturing
+from ..failures.describe import in_one_line
 from ..log import logger
 from ..threads import yielding
 
@@ -18,7 +19,8 @@ def kernels() -> Any:
     try:
         from . import kernels
     except Exception as error:
-        logger.debug("no kernels for channels_last: %s", error)
+        if not isinstance(error, ImportError):
+            logger.warning("convolutions keep ComfyUI's layout: Triton is broken (%s)", in_one_line(error))
         return None
     return kernels
 
@@ -43,10 +45,11 @@ class _NormKernels:
         compiler.submit(self._job)
 
     def _make(self, device: torch.device) -> None:
-        if kernels() is None:  # asked here, as the import takes a second
-            return
-        with yielding(), kernels().only_compiling():  # seconds, in which other threads may capture
-            _run_all(torch.device("cpu"))
+        with yielding():  # seconds, in which other threads may capture
+            if kernels() is None:  # asked here, as it imports Triton
+                return
+            with kernels().only_compiling():
+                _run_all(torch.device("cpu"))
         with gpu_locks[device]:
             _run_all(device)
         self.ready = True
