@@ -181,8 +181,9 @@ def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall
     if call.uncompiled or not call.ran or code.compiles != compiles:  # or a step cache of another node has skipped the call
         return result
     launching = max(launched - began, 1e-9)
-    follows = before is not None and before[0] is payoff and before[1] == code.runs
-    between = min(called - before[2], MOST_BETWEEN * launching) if before is not None and follows else 0.0
+    between = 0.0
+    if before is not None and before[:2] == (payoff, code.runs):
+        between = min(called - before[2], MOST_BETWEEN * launching)
     others = began - called  # of the GPU's time, for what else the host has launched (ControlNets, previews)
     backlogs = payoff.backlogs.setdefault(size, [])
     backlogs.append((ended - launched + others - between) / launching)

@@ -78,11 +78,11 @@ class Payback:
         return None if self.after is None else (0 if self.record.is_decided else self.after, self.record.structure)
 
     def may_capture(self, network: nn.Module) -> bool:
-        """Whether operators may be captured in this call: not while a structure's first calls are timed, which run as without
-        this pack; nor in a model's first run if that has few steps, as ComfyUI may free the model after each prompt."""
+        """Whether operators may be captured in this call: not in a structure's first calls, which run as without this pack, for
+        comparison; nor in a model's first run if that has few steps, as ComfyUI may free the model after each prompt."""
         runs = code_of(network).runs
-        is_timed = not self.record.runs and runs < 2 and self._calls <= CALLS[1]
-        return not is_timed and (self._steps >= SETTLED or runs > 1)
+        is_compared = not self.record.runs and runs < 2 and self._calls <= CALLS[1]
+        return not is_compared and (self._steps >= SETTLED or runs > 1)
 
     def end_run(self, network: nn.Module) -> None:
         record, code, share = self.record, code_of(network), watch_of(network).saved
@@ -98,7 +98,7 @@ class Payback:
                 call = (self._now() - self._began[first]) / (self._calls - first + 1)
                 is_whole = self._calls >= min(CALLS[1], self._steps)  # a cancelled run tells little
                 # Not a run in which a graph is captured: with few steps that is the second run, see `may_capture`.
-                captures = code.runs == 2 or self._captured != _captured(network)
+                captures = code.runs == 2 or self._captured != _captures_of(network)
                 if is_whole and (not self._replays or first == SETTLED or not captures):
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
@@ -132,7 +132,7 @@ class Payback:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
             self._steps, self._replays = len(all_steps) - 1, replays
             if self._calls == 1:
-                self._captured = _captured(network)
+                self._captured = _captures_of(network)
             if not synchronous and not record.is_decided:
                 self._decide(code_of(network).runs)
         if record.is_decided:
@@ -190,7 +190,7 @@ class Payback:
         return max(math.ceil(cost / saved - were) if saved * max(were, usual) < cost else 0 for were, usual, cost in conditions)
 
 
-def _captured(network: nn.Module) -> tuple[int, int]:
+def _captures_of(network: nn.Module) -> tuple[int, int]:
     graphs = graphs_of(network)
     return graphs.captures, graphs.checks
 

@@ -284,26 +284,34 @@ def test_with_an_allocator_that_forbids_it_blocks_are_compiled(tiny, engine, mon
     assert notes.count("CUDA graphs are off: the allocator.") == 1 and not graphs_of(runs).seen
 
 
-def test_kernels_that_get_ready_before_a_runs_first_capture_are_in_it(own_code, tiny, engine, monkeypatch):
-    """Else the first prompt's graph lacks them, and the second prompt captures it anew."""
+@pytest.fixture
+def norms(engine, monkeypatch):
+    """The kernels for channels_last, which are not ready, and a list that gets "fast" for each call of a model with them."""
     capture_again(engine, monkeypatch)
     graphing, calls = engine("host.graphs.replay"), []
     monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, *_: replayed)
     monkeypatch.setattr(graphing.norm_kernels, "ready", False)
-    monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: setattr(graphing.norm_kernels, "ready", True))
+    monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: None)
 
     def fast(_network, forward, *args, **kwargs):
         calls.append("fast")
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
+    return graphing.norm_kernels, calls
+
+
+def test_kernels_that_get_ready_before_a_runs_first_capture_are_in_it(norms, own_code, tiny, engine, monkeypatch):
+    """Else the first prompt's graph lacks them, and the second prompt captures it anew."""
+    kernels, calls = norms
+    monkeypatch.setattr(kernels, "prepare", lambda *_: setattr(kernels, "ready", True))
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=6)
     compiled = runs.attach(runs.patcher, compile_when="in background", backend="eager")
     runs.run(compiled)
     assert engine("background.thread").compiler.wait(60)
     runs.run(compiled)
     graphs_of(runs).drop()
-    graphing.norm_kernels.ready = False
+    kernels.ready = False
     del calls[:]
 
     def captures():
@@ -329,19 +337,11 @@ def test_the_node_has_the_kernels_of_a_unets_graphs_made(tiny, engine, monkeypat
     assert len(asked) == expected
 
 
-def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(own_code, tiny, engine, monkeypatch):
+def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_have_run(
+    norms, own_code, tiny, engine, monkeypatch
+):
     """Triton loads a kernel when it first runs; in a capture from cudaMallocAsync that ended the process."""
-    capture_again(engine, monkeypatch)
-    graphing, calls = engine("host.graphs.replay"), []
-    monkeypatch.setattr(engine("cuda_graphs.capture").ModelGraphs, "_checked", lambda _graphs, replayed, *_: replayed)
-    monkeypatch.setattr(graphing.norm_kernels, "ready", False)
-    monkeypatch.setattr(graphing.norm_kernels, "prepare", lambda *_: None)
-
-    def fast(_network, forward, *args, **kwargs):
-        calls.append("fast")
-        return forward(*args, **kwargs)
-
-    monkeypatch.setattr(graphing, "_with_fast_convolutions", fast)
+    kernels, calls = norms
     runs = Runs(tiny, engine, "sdxl", cfg=1.0, steps=1)
     compiled = runs.attach(runs.patcher, compile_when="in background", backend="eager")
     graphs = graphs_of(runs)
@@ -360,7 +360,7 @@ def test_kernels_that_get_ready_between_two_calls_are_not_captured_before_they_h
     assert step() == [] and eager_blocks(code)
     with monkeypatch.context() as patch:
         patch.setattr(type(code), "is_being_compiled", True)
-        graphing.norm_kernels.ready = True
+        kernels.ready = True
         assert step() == ["captured"], "as the plain call before it"
     assert step() == ["fast"], "they run plainly first"
     assert step() == ["captured", "fast"]
