@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import threading
 import time
@@ -239,6 +240,9 @@ def _import() -> None:
     with yielding(), suppress(private.MissingName):
         for name in _IMPORTED:
             getattr(private, name)
+        for module in private.IMPORTED_BY_TRACES:
+            with suppress(Exception):  # a PyTorch without it, or one built without torch.distributed
+                importlib.import_module(module)
         with suppress(Exception):  # `load` raises it again
             private.torch_key()  # a digest of PyTorch's files, of which `load` makes names
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)
