@@ -70,6 +70,7 @@ class BlockCode:
         patches: names of the patches inside the block in the current call.
         failed_with: by names of patches, why calls with them run eager; other calls may be compiled.
         breaks_alone: graph breaks of calls without patches.
+        ran_uncompiled: in the last call some graph, or the whole block, ran for want of code.
         entries: names of the entries in which its code is kept (cache/code_store.py).
         why_inline: why a graph of it was lowered in the call that traced it; of several graphs, the last reason.
         must_be_inline: why all its graphs must be lowered in the call that traces them.
@@ -98,6 +99,7 @@ class BlockCode:
     patches: tuple[str, ...] = ()
     failed_with: dict[tuple[str, ...], Failure] = field(default_factory=dict)
     breaks_alone: int = 0
+    ran_uncompiled: bool = False
     entries: set[str] = field(default_factory=set)
     _retries: Counter[tuple[str, ...]] = field(default_factory=Counter)
     _traces_in_run: Counter[tuple] = field(default_factory=Counter)
@@ -137,6 +139,7 @@ class BlockCode:
 
     def call(self, block: nn.Module, call: ModelCall, args: tuple, kwargs: dict) -> object:
         """Call the block's graphs, and count what that traces."""
+        self.ran_uncompiled = False
         compiled = self._compiled  # the worker may discard it
         if compiled is None:
             if _excluded_at > call.began:  # excluded layers are left out from the model's next call on
@@ -187,6 +190,7 @@ class BlockCode:
         else:
             self._traced.update(traces_for)
             if session.is_held and not call.may_trace:  # no graph has run
+                self.ran_uncompiled = True
                 call.put_off_trace()
             return result
         finally:

@@ -37,9 +37,10 @@ class BlockGroup:
         eager: why calls have run eager so far.
         patched: why the last call, which had patches, could not be one graph where the user wants that.
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
+        put_off_in: start of the call of the model that left the first trace to a later block.
+        _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
-        put_off_in: start of the call of the model that left the first trace to a later block.
     """
 
     class_name: str
@@ -51,6 +52,7 @@ class BlockGroup:
     eager: set[Eager] = field(default_factory=set)
     patched: Failure | None = None
     put_off_in: int | None = None
+    _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
     _outer: object = None
     called_in: int = 0
     _came_in: int = 0
@@ -119,6 +121,7 @@ class BlockGroup:
         return Failure(self.class_name, reason, "Other blocks stay compiled.")
 
     def new_run(self) -> None:
+        self._in_vain.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
 
@@ -154,6 +157,9 @@ class BlockGroup:
             self.code.raise_if_stopped(self.failure_now)
             with torch.profiler.record_function(f"uncompiled {self.code.name}"):  # for benchmark/step_profile.py
                 return uncompiled(*args, **kwargs)
+        if self._is_in_vain(call, shapes):
+            call.uncompiled = True
+            return uncompiled(*args, **kwargs)
         with_options, traces = inputs, self.code.traces
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])
@@ -168,6 +174,8 @@ class BlockGroup:
                 OptionsFilter.write_back(all_options, options)
             if all_options and state.options.is_whole and self.code.traces != traces:
                 self.code.count_traces(shapes)
+        if self.code.ran_uncompiled and self.code.traces == traces:
+            self._in_vain.setdefault((shapes, self.code.patches), (self.code.compiles, call.began))
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return function_mode.result_channels_last(result)
@@ -181,6 +189,19 @@ class BlockGroup:
             if (message := self.patched.message()) not in self._said:  # other blocks of the group may have no patch
                 self._said.add(message)
                 logger.warning("%s", message)
+
+    def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
+        """Whether code for these shapes was missing in an earlier call of the model, and still is: the block then runs as
+        without this pack. Looking for code, the guards of several graphs and their operators one by one take longer."""
+        key = shapes, self.code.patches
+        compiles, began = self._in_vain.get(key, (0, call.began))
+        if began == call.began:  # other blocks may be traced in this call
+            return False
+        is_missing = self.code.is_being_lowered or not call.may_trace
+        if call.synchronous or not is_missing or compiles != self.code.compiles:
+            del self._in_vain[key]
+            return False
+        return True
 
     def has_run(self, shapes: tuple) -> bool:
         """Whether the current code has run with inputs of these shapes."""

@@ -287,7 +287,7 @@ class TracedGraph:
             finally:
                 del error
         owner.raise_if_stopped()
-        call.uncompiled = True
+        call.uncompiled = owner.ran_uncompiled = True
         return self._run_traced(*args)
 
     def _make_job(self, owner: Any, is_kept: bool) -> Job:

@@ -3,7 +3,7 @@
 import types
 
 import torch
-from support import Block, CompiledNet, Net, compile_settings
+from support import Block, CompiledNet, Held, Net, compile_settings
 from torch import nn
 
 
@@ -46,3 +46,49 @@ def test_no_graph_is_lowered_while_the_call_may_trace_another(engine, monkeypatc
         assert torch.equal(step(x)[0], net(x))  # the first block, beside another one than the last, is traced as well
         step.wait()
         assert torch.equal(step(x)[0], net(x)) and not step.is_being_compiled and not step.failures
+
+
+def test_blocks_run_as_without_the_pack_while_their_code_is_made(engine, monkeypatch):
+    """Guards and operators one by one take longer. Shapes that have code run compiled meanwhile."""
+    looked, code = [], engine("compile.compiled_code").BlockCode
+    call = code.call
+    monkeypatch.setattr(code, "call", lambda self, *args: looked.append(self.name) or call(self, *args))
+    net, several, one = Net(), torch.randn(2, 4, 8), torch.randn(1, 4, 8)
+    backend = Held()
+    step = CompiledNet(engine, net, backend=backend)
+
+    def run(x):
+        """Whether blocks looked for code, and whether one ran without."""
+        looked.clear()
+        result, eager = step(x)
+        assert torch.equal(result, net(x))
+        return bool(looked), eager
+
+    with torch.inference_mode():
+        assert run(several) == (True, True)  # one block is traced,
+        assert run(several) == (True, True)  # the others look for code and find none,
+        assert run(several) == run(several) == (False, True)  # and now it is known that there is none
+        backend.go_on.set()
+        step.wait()
+        assert run(several) == (True, False)
+        backend.go_on.clear()
+        assert run(one) == (True, True)  # the first block is traced, the others find no code
+        assert run(one) == (False, True)
+        assert run(several) == (True, False)
+        backend.go_on.set()
+        step.wait()
+        assert run(one) == (True, False)
+        assert not step.failures and step.graphs == 2
+
+
+def test_another_variant_is_traced_while_the_first_is_lowered(engine):
+    """Code of the last block may not fit the first ones, in the calls after."""
+    net, x, backend = _TwoKinds(), torch.randn(2, 4, 8), Held()
+    step = CompiledNet(engine, net, backend=backend)
+    with torch.inference_mode():
+        for _ in range(4):
+            assert torch.equal(step(x)[0], net(x))
+        assert step.graphs == 3, "one for the first block, which follows another kind"
+        backend.go_on.set()
+        step.wait()
+        assert torch.equal(step(x)[0], net(x)) and step(x)[1] is False
