@@ -23,6 +23,7 @@ class ModelCall:
             five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
         uncompiled: a block ran without compiled code, since there was none yet.
+        puts_off: no trace begins, as it would not pay yet; what has code runs it.
         waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
         traced: for how long blocks have been traced; `lowered`: for how much of that time graphs were lowered.
@@ -36,6 +37,7 @@ class ModelCall:
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    puts_off: bool = False
     waits: bool = False
     trace_seconds: float = math.inf
     traced: float = 0.0
@@ -49,7 +51,7 @@ class ModelCall:
 
     @property
     def may_trace(self) -> bool:
-        return self.synchronous or self.traced <= self.trace_seconds
+        return self.synchronous or (not self.puts_off and self.traced <= self.trace_seconds)
 
     def put_off_trace(self) -> None:
         self.uncompiled = self.put_off = True

@@ -134,7 +134,8 @@ class Binding:
             self.call.uncompiled |= any(group.bypassed is not None for group in called)
             code.traced += self.call.traced
             code.lowered += self.call.lowered
-            code.put_off += self.call.put_off
+            code.lacking += self.call.put_off and self.call.puts_off
+            code.put_off += self.call.put_off and not self.call.puts_off
             code.packings = code.packings | self.call.packings
             if self._weights is not None:
                 self._weights.drop()  # before the worker, as a rule, asks for room

@@ -159,6 +159,7 @@ class BlockGroup:
                 return uncompiled(*args, **kwargs)
         if self._is_in_vain(call, shapes):
             call.uncompiled = True
+            call.put_off |= not (call.may_trace or self.code.is_being_lowered)
             return uncompiled(*args, **kwargs)
         with_options, traces = inputs, self.code.traces
         if at is not None:

@@ -45,6 +45,7 @@ class ModelCode:
         runs: how many sampling runs have begun.
         traced: for how many seconds blocks were traced in this run; `lowered`: for how many of them graphs were lowered.
         put_off: in how many calls of the model blocks ran uncompiled because tracing had taken too long.
+        lacking: in how many calls they did because a trace would not have paid yet.
         waits_for: why the last call could compile nothing.
         replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.
@@ -67,7 +68,7 @@ class ModelCode:
         self.packings: frozenset[BlockCode] = frozenset()
         self.runs = 0
         self.traced = self.lowered = 0.0
-        self.put_off = 0
+        self.put_off = self.lacking = 0
         self.waits_for: WaitsFor | None = None
         self.replays_operators = False
         self._new_groups: Counter[tuple] = Counter()
@@ -154,6 +155,8 @@ class ModelCode:
         lines += map(self._not_looked_at_in_words, self.not_looked_at)
         if self.put_off:
             lines.append(_PUT_OFF.format(self.put_off, CALL_SECONDS, RUN_SECONDS))
+        if self.lacking:
+            lines.append(_LACKING.format(self.lacking))
         if self.uncalled:
             lines.append(_UNCALLED.format(_counted(self.uncalled)))
         lines += [code.inline_in_words() for code in self._codes() if code.why_inline is not None]
@@ -163,6 +166,10 @@ class ModelCode:
 
     def _not_looked_at_in_words(self, name: str) -> str:
         return f"{name} runs uncompiled: this pack could not look at it ({self.not_looked_at[name]})."
+
+    def groups_of(self, settings: CompileSettings) -> list[BlockGroup]:
+        key = settings.settings_key()
+        return [group for (*_, of_settings), group in self.groups.items() if of_settings == key]
 
     @property
     def is_being_compiled(self) -> bool:
@@ -271,6 +278,10 @@ _UNCALLED = "The model does not call its blocks ({}) as modules but by other met
 _PUT_OFF = (
     "Tracing blocks took too long in {} calls of the model (it stops after {:.0f} s in one, and {:.0f} s in a run): what was "
     "left ran uncompiled in them, and is compiled in later ones. If that goes on, a node brings new code in each step."
+)
+_LACKING = (
+    "In {} calls of the model blocks ran uncompiled that have no code for such a batch or patch: to make it would have taken "
+    "longer than it would have saved. It is made if such calls go on."
 )
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 

@@ -366,7 +366,10 @@ class TracedGraph:
 
     def _run_other_sizes(self, args: tuple) -> Any:
         if self._other_sizes is None:
-            if is_capturing(self._device) or (current.call is not None and not current.call.may_trace):
+            if is_capturing(self._device):
+                return self._run_traced(*args)
+            if current.call is not None and not current.call.may_trace:
+                current.call.put_off_trace()
                 return self._run_traced(*args)
             traced = self._traced
             function = with_own_code(lambda *args: traced(*args))

@@ -121,6 +121,7 @@ class BlockCompiler:
                 payback.after = code_of(network).waits_for = None
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
+                call.puts_off = not (call.synchronous or replays) and payback.puts_off_traces(network, self.settings)
             if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK
                 if not (replays and payback.may_capture(network)):
