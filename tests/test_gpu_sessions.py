@@ -40,7 +40,7 @@ def tracebacks_of(log, part):
 )
 def test_a_session_ends_nothing_and_every_image_is_right(tmp_path, model, weights, compile_now):
     command = [sys.executable, SCRIPT, "--host", host_folder(), "--model", model, "--weights", weights, "--folder", tmp_path]
-    command += ["--compile-now"] * compile_now  # so few prompts are not worth it
+    command += ["--compile-now"] * compile_now  # so few prompts may not be worth it
     done = subprocess.run([*map(str, command)], stdout=subprocess.PIPE, text=True)
     print(done.stdout)
     result = json.loads(done.stdout.splitlines()[-1])
@@ -51,9 +51,10 @@ def test_a_session_ends_nothing_and_every_image_is_right(tmp_path, model, weight
     assert tracebacks_of(log, "torch-compile-kit") == []
     rows = {row["prompt"]: row for row in result["rows"]}
     assert "execution_interrupted" in rows["cancelled"]["messages"]
-    # In some row: while code for a new batch is being made, none is counted.
+    # In some row: while code for a new batch is being made, none is counted. Whether so few prompts of a UNet pay for
+    # compiling is for the machine to tell.
     compiled = max(row["compiled"] for row in rows.values())
-    assert (compiled > 0) is compile_now, "the session shows nothing, or compiled what does not pay"
+    assert compiled > 0 or not compile_now, "the session shows nothing"
     assert rows["again"]["lowered"] == 0
     if rows["new size again"]["compiled"]:
         assert rows["back to the first size"]["uncompiled"] == 0, "the code that is there does not run"

@@ -285,6 +285,15 @@ def test_a_batch_that_comes_once_is_not_traced_and_one_that_comes_again_is(compi
     assert compiled_flux(batch_size=2, compile_when="before first image") == 2
 
 
+def test_a_batch_of_a_model_that_is_replayed_is_traced_at_once(compiled_flux, engine, monkeypatch):
+    """A graph of its uncompiled operators would be replayed from its second call on, for good."""
+    calls = engine("host.model.network_calls")
+    monkeypatch.setattr(calls, "way_of_call", lambda *_: calls.Way.REPLAYED)
+    monkeypatch.setattr(calls, "graphed", lambda _loaded, binding, _notes: binding.bound())
+    assert compiled_flux() == 1
+    assert compiled_flux(batch_size=2) == 2
+
+
 def test_a_batch_of_many_steps_is_traced_at_once(compiled_flux):
     assert compiled_flux(batch_size=2, steps=11) == 2
 
