@@ -22,7 +22,7 @@ class ModelCall:
         when_over: called when the model has run: a worker that started in the middle would slow the traces of other blocks
             five times.
         ran: blocks have run; in a replay of a CUDA graph none do.
-        uncompiled: a block ran without compiled code, since there was none yet.
+        uncompiled: a block ran without compiled code, since there was none yet; `ran_code`: a block ran compiled.
         puts_off: no trace begins, as it would not pay yet; what has code runs it.
         waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
@@ -37,6 +37,7 @@ class ModelCall:
     poll: Callable[[], None] = lambda: None
     ran: bool = False
     uncompiled: bool = False
+    ran_code: bool = False
     puts_off: bool = False
     waits: bool = False
     trace_seconds: float = math.inf

@@ -39,6 +39,7 @@ class BlockGroup:
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
         put_off_in: start of the call of the model that left the first trace to a later block.
         _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
+        _served: shapes and patches for which some block has found code in this run.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
     """
@@ -53,6 +54,7 @@ class BlockGroup:
     patched: Failure | None = None
     put_off_in: int | None = None
     _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    _served: set[tuple] = field(default_factory=set)
     _outer: object = None
     called_in: int = 0
     _came_in: int = 0
@@ -122,6 +124,7 @@ class BlockGroup:
 
     def new_run(self) -> None:
         self._in_vain.clear()
+        self._served.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
 
@@ -161,7 +164,7 @@ class BlockGroup:
             call.uncompiled = True
             call.put_off |= not (call.may_trace or self.code.is_being_lowered)
             return uncompiled(*args, **kwargs)
-        with_options, traces = inputs, self.code.traces
+        with_options, traces, compiles = inputs, self.code.traces, self.code.compiles
         if at is not None:
             with_options = (*inputs[:at], options, *inputs[at + 1 :])
         elif all_options:
@@ -175,8 +178,8 @@ class BlockGroup:
                 OptionsFilter.write_back(all_options, options)
             if all_options and state.options.is_whole and self.code.traces != traces:
                 self.code.count_traces(shapes)
-        if self.code.ran_uncompiled and self.code.traces == traces:
-            self._in_vain.setdefault((shapes, self.code.patches), (self.code.compiles, call.began))
+        if self.code.traces == traces:
+            self._note_found((shapes, self.code.patches), call, compiles)
         for original, copy in copies:  # blocks may work in place (ldm/flux/layers.py: `img +=`)
             original.copy_(copy)
         return function_mode.result_channels_last(result)
@@ -191,16 +194,24 @@ class BlockGroup:
                 self._said.add(message)
                 logger.warning("%s", message)
 
+    def _note_found(self, key: tuple, call: ModelCall, compiles: int) -> None:
+        """Note whether a block that was not traced has found code. `compiles`: of the code before."""
+        if not self.code.ran_uncompiled:
+            call.ran_code = True
+            self._served.add(key)
+        elif call.may_trace or call.puts_off:  # else tracing has taken too long, and goes on in the next call
+            self._in_vain.setdefault(key, (compiles, call.began))
+
     def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
-        """Whether code for these shapes was missing in an earlier call of the model, and still is: the block then runs as
-        without this pack. Looking for code, the guards of several graphs and their operators one by one take longer."""
+        """Whether no block of the group has found code for these shapes in an earlier call of the model, nor would now: it then
+        runs as without this pack. To look for code, and to run the operators of several graphs, takes longer."""
         key = shapes, self.code.patches
         compiles, began = self._in_vain.get(key, (0, call.began))
-        if began == call.began:  # other blocks may be traced in this call
+        if began == call.began or key in self._served:  # other blocks may be traced in this call
             return False
         is_missing = self.code.is_being_lowered or not call.may_trace
         if call.synchronous or not is_missing or compiles != self.code.compiles:
-            del self._in_vain[key]
+            self._in_vain.pop(key, None)
             return False
         return True
 

@@ -45,7 +45,7 @@ class ModelCode:
         runs: how many sampling runs have begun.
         traced: for how many seconds blocks were traced in this run; `lowered`: for how many of them graphs were lowered.
         put_off: in how many calls of the model blocks ran uncompiled because tracing had taken too long.
-        lacking: in how many calls they did because a trace would not have paid yet.
+        lacking: in how many calls they did because a trace would not have paid yet; `mixed`: and others ran compiled.
         waits_for: why the last call could compile nothing.
         replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.
@@ -68,7 +68,7 @@ class ModelCode:
         self.packings: frozenset[BlockCode] = frozenset()
         self.runs = 0
         self.traced = self.lowered = 0.0
-        self.put_off = self.lacking = 0
+        self.put_off = self.lacking = self.mixed = 0
         self.waits_for: WaitsFor | None = None
         self.replays_operators = False
         self._new_groups: Counter[tuple] = Counter()
@@ -280,8 +280,9 @@ _PUT_OFF = (
     "left ran uncompiled in them, and is compiled in later ones. If that goes on, a node brings new code in each step."
 )
 _LACKING = (
-    "In {} calls of the model blocks ran uncompiled that have no code for such a batch or patch: to make it would have taken "
-    "longer than it would have saved. It is made if such calls go on."
+    "In {} calls of the model blocks ran uncompiled that had no code for the batch or patch: to make it would have taken "
+    "longer than it saves. It is made when more of such calls have come, or now: by the button on the Torch Compile node, by "
+    "Torch Compile Warmup, or with compile_when set to `before first image`."
 )
 _FILLS_CACHE = "calls that fill a cache run uncompiled, as each block would need code of its own; the others are compiled."
 

@@ -371,6 +371,7 @@ class ModelGraphs:
         keep: Keep = lambda: nullcontext(True),
         code: Callable[[], Hashable] = lambda: None,
         ran_uncompiled: Callable[[], bool] = lambda: False,
+        lacks_trace: Callable[[], bool] = lambda: False,
         is_compiling: Callable[[], bool] = lambda: False,
     ) -> object:
         """Replay, capture or run the call, see the module.
@@ -380,7 +381,8 @@ class ModelGraphs:
             args, kwargs: every tensor in them, nested or not, becomes an input of the graph.
             fixed: keyword arguments that are the same for equal keys.
             code: gives a value, which changes when more of the model has been compiled.
-            ran_uncompiled: whether a block ran uncompiled in the call that has just ended.
+            ran_uncompiled: whether a block ran uncompiled in the call that has just ended; `lacks_trace`: since no trace was
+                allowed to begin.
             is_compiling: whether code is being made for the model; a plain call may run that code before `code` changes.
         """
         self._drop_if_code_is_new(code())
@@ -420,7 +422,8 @@ class ModelGraphs:
         before = self.code
         result = forward(*args, **kwargs, **fixed)
         self._drop_if_code_is_new(code())
-        if self.code == before or not ran_uncompiled():  # else there is code now that has never run
+        # Else there is code now that has never run, or is to be made by a call that is not replayed.
+        if not lacks_trace() and (self.code == before or not ran_uncompiled()):
             _remember(self.seen, key, _without_data(result))
         return result
 

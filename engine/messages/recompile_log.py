@@ -52,6 +52,8 @@ class Watch:
     # After about how many runs of the sampler compiling begins, and the name by which the page can start it now
     # (host/model/payback.py).
     put_off: Callable[[], tuple[int, str] | None] = lambda: None
+    # The same for code that the last call lacked, though the model is compiled.
+    lacks: Callable[[], tuple[int, str] | None] = lambda: None
     saved: float | None = None  # share of a step's time; None where `gained` is, or too few steps
     gained: float | None = None  # seconds; None: too few uncompiled steps have run to compare with
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)

@@ -249,6 +249,9 @@ class Status(Line):
             return News("failed", told("runsUncompiled", ", ".join(failed)))
         if not any(group.stats.graphs for group in groups):
             return self._before_compiling(network, code)
+        if (lacks := watch_of(network).lacks()) is not None:
+            runs, name = lacks
+            return News("unclear", told("putOff", runs), begins=name)
         state, steps = self._compared()
         says = told("readyBut", steps) if steps else told("ready")
         pack = watch_of(network).foreign

@@ -134,6 +134,7 @@ def graphed(loaded: Loaded, binding: Binding, notes: Notes) -> Iterator[None]:
         return graphs.call(
             *(key, run_bound, args, kwargs, fixed, pinned, generation),
             ran_uncompiled=lambda: binding.call.uncompiled,
+            lacks_trace=lambda: binding.call.put_off,
             is_compiling=lambda: code.is_being_compiled,
         )
 

@@ -17,7 +17,7 @@ from ...compile.session import watching
 from ...compile_process.obtain import import_ahead, is_imported
 from ...cuda_graphs.capture import graphs_of
 from ...inductor.kitchen import products_as_operators
-from ...messages.recompile_log import is_warming
+from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import Status
 from ...settings import CompileSettings
 from ...torch_settings import sampling_scope, sampling_switches
@@ -79,7 +79,8 @@ class NetworkCalls:
                 else:
                     scopes.enter_context(without_prefetch(network) if binding.paged else nullcontext())
                     scopes.enter_context(binding.bound())
-                if way is Way.MEASURED and binding.plain:  # else there can be no graph
+                # If not plain there can be no graph; what was lacking in the last call may be lacking now.
+                if way is Way.MEASURED and binding.plain and watch_of(network).lacks() is None:
                     run = functools.partial(measure, network, loaded.device, size, call, run)
                 result = run()
             code.eager_calls += call.uncompiled

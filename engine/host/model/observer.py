@@ -47,6 +47,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
     inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, _patches_in(options)
     status.begins(network, options.get("sigmas"), inputs)  # the sampler makes one object `sigmas` a step
     made, waits, eager_calls = (monitor.compilations, graphs.captures + graphs.checks), compiler.awaited, code.eager_calls
+    mixed = code.mixed
     try:
         yield
     except BaseException:
@@ -55,6 +56,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
     is_eager = code.eager_calls > eager_calls
     # On a CPU the compiler, or its import, takes cores from an eager step: compiled steps would save less than it seems.
     beside = is_eager and x.device.type == "cpu"
+    beside |= code.mixed > mixed  # neither compiled nor uncompiled
     beside |= code.waits_for is WaitsFor.IMPORT or is_being_prepared(network)  # such steps are slower than without this pack
     status.ends(is_eager, waits or beside or (monitor.compilations, graphs.captures + graphs.checks) != made)
     sizes = watch_of(network).sizes

@@ -11,9 +11,6 @@ RAM). The bound also holds for compiling sooner, and large models should not wai
 3. Lowering and the rest cost once, as the code is kept. All runs so far, or RUNS, must save that. Both costs are estimated
    from the seconds of tracing.
 
-4. A further trace, for another batch or patch, is one more such cost, and what it is for may come once: it begins when the
-   calls that lacked it have lost what it costs, with those that the run still has.
-
 A UNet's operators are replayed from CUDA graphs at once (network_calls.py), which gives most of what there is to gain: compiled
 code has to pay in comparison with these replays.
 """
@@ -37,6 +34,7 @@ from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import tell_begun
 from ...per_model import PerModel
 from ...settings import CompileSettings
+from .further_traces import FurtherTraces
 from .structure_record import Record, find_record, record_of
 
 # Seconds that compiling costs prompts, lowering beside the sampler and loading included, as a multiple of those of tracing:
@@ -65,10 +63,6 @@ class Payback:
         _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
         _captured: graphs that had been captured, and compared, when the run began.
         _began: number of a timed call -> when that call began.
-        _lost: seconds that code would have saved in calls that lacked it, since the last trace; `_lacking`: `ModelCode.lacking`
-            when the last call of the sampler began.
-        _call: seconds of a call of the sampler, as the CPU sees it; `_called`: when the last one began.
-        _traces_in: the last run in which traces began at once; also those of the next run do, for what the first step lacks.
     """
 
     record: Record
@@ -80,11 +74,7 @@ class Payback:
     _captured: tuple[int, int] = (0, 0)
     _device: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
-    _lost: float = 0.0
-    _lacking: int = 0
-    _call: float = 0.0
-    _called: float = 0.0
-    _traces_in: int = 0
+    _further: FurtherTraces = field(default_factory=FurtherTraces)
 
     def put_off(self) -> tuple[int, str] | None:
         """In how many runs compiling begins, and the structure, for `begin_now`; None: compiling is not put off."""
@@ -103,7 +93,7 @@ class Payback:
             record.share = max(share, SAVED / 4)  # not 0: code that was slow once, on a busy machine, is tried again
         if code.traced:
             record.add_trace(code.traced - code.lowered)
-            self.after, self._lost = None, 0.0
+            self.after = None
         elif self._began and not record.is_decided:
             with suppress(RuntimeError):  # raised by `_now` after a run that has failed
                 # The mean of all calls from the first timed one on: a step cache may have skipped some of the first.
@@ -116,9 +106,7 @@ class Payback:
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
                     self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
-        if code.lacking > self._lacking and not code.traced:
-            self._lost += self._call * self._share if self._steps > CALLS[0] else math.inf  # no call of so few is timed
-        self._lacking = code.lacking
+        self._further.run_ends(code, self._calls, self._share)
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
@@ -146,7 +134,7 @@ class Payback:
             record.is_decided = True
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
-            self._count_lost(code_of(network).lacking)
+            self._further.call_begins(code_of(network), self._calls, self._share, time.perf_counter())
             self._steps, self._replays = len(all_steps) - 1, replays
             if self._calls == 1:
                 self._captured = _captures_of(network)
@@ -156,24 +144,20 @@ class Payback:
             self.after = None
         return synchronous or record.is_decided
 
-    def _count_lost(self, lacking: int) -> None:
-        """Called when a call of the sampler begins; `lacking`: of the model's code."""
-        now = time.perf_counter()
-        if self._calls > 2:  # the call before was not the first of the run, which loads weights
-            self._call = now - self._called
-        if lacking > self._lacking:
-            self._lost += self._call * self._share
-        self._called, self._lacking = now, lacking
+    def puts_off_traces(self, network: nn.Module, settings: CompileSettings, at_once: bool) -> bool:
+        """Whether no further trace begins in this call; asked after `is_worthwhile`. `at_once`: each trace begins at once."""
+        code = code_of(network)
+        if at_once or self.record.is_asked or not self._calls:
+            self._further.begin_now(code)
+            return False
+        left = max(0, self._steps - self._calls + 1)
+        return self._further.are_put_off(code, settings, left, self._share, self.record.expected_trace(2))
 
-    def puts_off_traces(self, network: nn.Module, settings: CompileSettings) -> bool:
-        """Whether a further trace with these settings would not pay yet; asked after `is_worthwhile`. Not if graphs break: of
-        those after a break it is not seen whether they lack a trace."""
-        groups, run = code_of(network).groups_of(settings), code_of(network).runs
-        ahead = max(0, self._steps - self._calls + 1) * self._call * self._share
-        pays = self._lost + ahead >= self.record.expected_trace(2)
-        if pays or any(group.stats.graph_breaks for group in groups) or not any(group.code.variants() for group in groups):
-            self._traces_in = run
-        return self._calls > 0 and run > self._traces_in + 1
+    def lacks(self) -> tuple[int, str] | None:
+        """As `put_off`, for a further trace that the last call of the sampler lacked."""
+        if not self._further.lacks:
+            return None
+        return self._further.runs_to_go(self._steps, self._share, self.record.expected_trace(2)), self.record.structure
 
     def _decide(self, run: int) -> None:
         """Decide whether compiling begins: in the first call by earlier runs, in the last timed call also by this run. If

@@ -31,6 +31,7 @@ class Record:
         sessions: number of earlier sessions; `session_runs`: number of their runs, compiled or not.
         is_kept: a run has traced the structure, in this session or before, so that its code is on disk.
         is_decided: the structure is compiled in this session.
+        is_asked: the user has asked for that, in this session or before.
         runs_now: number of runs in this session.
     """
 
@@ -43,6 +44,7 @@ class Record:
     session_runs: float = 0
     is_kept: bool = False
     is_decided: bool = False
+    is_asked: bool = False
     runs_now: int = 0
     _has_traced: bool = False
     _is_waiting: bool = False
@@ -51,7 +53,8 @@ class Record:
     def recalled(cls, structure: str) -> "Record":
         store = current()
         choices = store.choices(structure) if store is not None else {}
-        record = cls(structure, is_kept=choices.get(CHOICE) == YES, is_decided=choices.get(ASKED) == YES)
+        is_asked = choices.get(ASKED) == YES
+        record = cls(structure, is_kept=choices.get(CHOICE) == YES, is_decided=is_asked, is_asked=is_asked)
         with suppress(ValueError, TypeError, OverflowError, RecursionError):
             numbers = [float(number) for number in json.loads(choices.get(NUMBERS, ""))]
             if len(numbers) == 6 and all(0 <= number < math.inf for number in numbers):
@@ -73,7 +76,7 @@ class Record:
 
     def ask(self) -> None:
         """Note that the user wants the structure compiled; not in NUMBERS, which another server on this store overwrites."""
-        self.is_decided = True
+        self.is_decided = self.is_asked = True
         if (store := current()) is not None:
             store.remember(self.structure, {ASKED: YES})
 

@@ -114,14 +114,14 @@ class BlockCompiler:
             return eager(network, functools.partial(executor, *args, **kwargs))
         with self._calls.prepared() as call:
             payback = payback_of(network)
-            watch_of(network).put_off = payback.put_off
+            watch_of(network).put_off, watch_of(network).lacks = payback.put_off, payback.lacks
             # `foreign` is set when a call is to be captured: only then code of other packs is looked for.
             replays = always_replays(self.settings, network, args[0].device) and watch_of(network).foreign is None
             if self.settings.backend == "cudagraphs":  # this backend compiles nothing
                 payback.after = code_of(network).waits_for = None
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
-                call.puts_off = not (call.synchronous or replays) and payback.puts_off_traces(network, self.settings)
+                call.puts_off = payback.puts_off_traces(network, self.settings, call.synchronous or replays)
             if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK
                 if not (replays and payback.may_capture(network)):

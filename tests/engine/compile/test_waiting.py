@@ -92,3 +92,33 @@ def test_another_variant_is_traced_while_the_first_is_lowered(engine):
         backend.go_on.set()
         step.wait()
         assert torch.equal(step(x)[0], net(x)) and step(x)[1] is False
+
+
+class _Scaled(Block):
+    """Blocks that differ in a number, for each of which there is a graph."""
+
+    factor = 1.0
+
+    def forward(self, x):
+        return super().forward(x) * self.factor
+
+
+def test_a_block_runs_its_code_though_others_of_its_group_have_none_yet(engine, monkeypatch):
+    looked, code = [], engine("compile.compiled_code").BlockCode
+    call = code.call
+    monkeypatch.setattr(code, "call", lambda self, *args: looked.append(self.name) or call(self, *args))
+    net, x, backend = Net(_Scaled), torch.randn(2, 4, 8), Held()
+    net.blocks[2].factor = 2.0
+    step = CompiledNet(engine, net, backend=backend)
+    backend.go_on.set()
+    with torch.inference_mode():
+        step(x)  # the last block is traced
+        step.wait()
+        backend.go_on.clear()
+        step(x)  # and the first
+        for _ in range(2):
+            looked.clear()
+            assert torch.equal(step(x)[0], net(x)) and len(looked) == 3
+        backend.go_on.set()
+        step.wait()
+        assert step.graphs == 2 and not step(x)[1]

@@ -279,7 +279,7 @@ def compiled_flux(flux, engine, monkeypatch, a_call_takes):
 def test_a_batch_that_comes_once_is_not_traced_and_one_that_comes_again_is(compiled_flux, flux):
     """Flux on an H200: the first image of a batch of two took 10.1 s of eager's 7.8."""
     assert compiled_flux() == compiled_flux(batch_size=2) == 1, "0.1 s is lost in five steps"
-    assert any("have no code for such a batch" in note for note in flux.notes())
+    assert any("had no code for the batch" in note for note in flux.notes())
     assert compiled_flux(width=128) == compiled_flux() == 1, "sizes that have code run compiled, and tell nothing"
     assert compiled_flux(batch_size=2) == 2
     assert compiled_flux(batch_size=2, compile_when="before first image") == 2
@@ -300,6 +300,34 @@ def test_a_batch_of_many_steps_is_traced_at_once(compiled_flux):
 
 def test_who_waits_gets_code_for_a_batch_that_comes_once(compiled_flux):
     assert compiled_flux("before first image", batch_size=2) == 2
+
+
+def test_what_a_run_that_waits_has_left_is_traced_in_the_next(compiled_flux):
+    assert compiled_flux("before first image") == 1
+    assert compiled_flux(batch_size=2) == 2
+
+
+def test_the_line_says_so_and_the_user_can_have_it_begin_now(compiled_flux, flux, engine):
+    _, line, _ = flux(batch_size=2)
+    assert (line.state, line.says) == ("unclear", ["putOff", 1])
+    assert engine("host.model.payback").begin_now(line.begins)
+    graphs, line, _ = flux(batch_size=2)
+    assert graphs == 2 and line.says[0].startswith("ready")
+
+
+def test_first_traces_that_take_several_runs_go_on(engine, monkeypatch):
+    """As on slow machines: after 20 s of tracing a run traces no more. Here so do the first three runs."""
+    code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=1.0, groups_of=lambda _settings: [])
+    further = engine("host.model.further_traces").FurtherTraces()
+    monkeypatch.setattr(engine("host.model.further_traces"), "_have_code", lambda groups: True)
+    further.begin_now(code)
+    for code.runs in range(2, 7):
+        for number in range(1, 4):
+            further.call_begins(code, number, 0.2, float(number))
+            is_put_off = further.are_put_off(code, None, 1, 0.2, 1e6)
+            assert is_put_off == (code.runs == 6), "the fourth run traces what is left, the fifth what its last step shows"
+            code.put_off += code.runs < 4
+        further.run_ends(code, 3, 0.2)
 
 
 def test_a_batch_of_too_few_steps_to_be_timed_is_traced_in_its_second_run(compiled_flux):
