@@ -25,8 +25,8 @@ class FurtherTraces:
         _lost: seconds that code would have saved in calls that lacked it, since the last trace.
         _lacking, _put_off: of the model's code when the last call began.
         _call: seconds of a call; `_called`: when the last one began.
-        _at_once: the last run in which traces began at once. Those of the next run do so too: its first step may show what
-            the last step has left.
+        _traced: seconds of tracing in the run when the last call began.
+        _at_once: the last run in which traces begin at once.
     """
 
     lacks: bool = False
@@ -35,6 +35,7 @@ class FurtherTraces:
     _put_off: int = 0
     _call: float = 0.0
     _called: float = 0.0
+    _traced: float = 0.0
     _at_once: int = 0
 
     def call_begins(self, code: ModelCode, number: int, share: float, now: float) -> None:
@@ -50,8 +51,8 @@ class FurtherTraces:
         if number > 1:
             self._count(code, share)
         if code.put_off > self._put_off:  # first traces go on that had taken too long
-            self._at_once = code.runs
-        self._called, self._put_off = now, code.put_off
+            self.begin_now(code)
+        self._called, self._put_off, self._traced = now, code.put_off, code.traced
 
     def run_ends(self, code: ModelCode, calls: int, share: float) -> None:
         if calls:
@@ -60,6 +61,8 @@ class FurtherTraces:
                 self._lost = math.inf
         if code.traced:
             self._lost = 0.0
+        if code.traced > self._traced:  # the next call shows what this trace does not fit
+            self._at_once = code.runs + 1
 
     def _count(self, code: ModelCode, share: float) -> None:
         """Count the last call."""
@@ -79,10 +82,11 @@ class FurtherTraces:
         pays = self._lost + calls * self._call * share >= cost
         if pays or any(group.stats.graph_breaks for group in groups) or not _have_code(groups):
             self.begin_now(code)
-        return code.runs > self._at_once + 1
+        return code.runs > self._at_once
 
-    def begin_now(self, code: ModelCode) -> None:
-        self._at_once = code.runs
+    def begin_now(self, code: ModelCode, also_next: bool = False) -> None:
+        """Let traces begin at once in this run. `also_next`: and in the next, which shows what this one has left."""
+        self._at_once = max(self._at_once, code.runs + also_next)
 
     def runs_to_go(self, calls: int, share: float, cost: float) -> int:
         """In about how many runs of so many calls a trace begins."""

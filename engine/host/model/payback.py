@@ -148,7 +148,7 @@ class Payback:
         """Whether no further trace begins in this call; asked after `is_worthwhile`. `at_once`: each trace begins at once."""
         code = code_of(network)
         if at_once or self.record.is_asked or not self._calls:
-            self._further.begin_now(code)
+            self._further.begin_now(code, also_next=True)
             return False
         left = max(0, self._steps - self._calls + 1)
         return self._further.are_put_off(code, settings, left, self._share, self.record.expected_trace(2))

@@ -302,6 +302,15 @@ def test_who_waits_gets_code_for_a_batch_that_comes_once(compiled_flux):
     assert compiled_flux("before first image", batch_size=2) == 2
 
 
+@pytest.mark.parametrize(("steps", "graphs"), [(5, 2), (7, 1)], ids=["last call", "earlier call"])
+def test_after_a_trace_in_a_runs_last_call_others_begin_at_once_in_the_next(flux, engine, monkeypatch, steps, graphs):
+    """That run alone can show what the trace does not fit."""
+    flux.cost(1e-9)
+    assert flux(steps=steps)[0] == 1  # in its fifth call
+    monkeypatch.setattr(engine("host.model.structure_record").Record, "expected_trace", lambda _self, _most: 1e6)
+    assert flux(batch_size=2)[0] == graphs
+
+
 def test_what_a_run_that_waits_has_left_is_traced_in_the_next(compiled_flux):
     assert compiled_flux("before first image") == 1
     assert compiled_flux(batch_size=2) == 2
@@ -317,15 +326,15 @@ def test_the_line_says_so_and_the_user_can_have_it_begin_now(compiled_flux, flux
 
 def test_first_traces_that_take_several_runs_go_on(engine, monkeypatch):
     """As on slow machines: after 20 s of tracing a run traces no more. Here so do the first three runs."""
-    code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=1.0, groups_of=lambda _settings: [])
+    code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=0.0, groups_of=lambda _settings: [])
     further = engine("host.model.further_traces").FurtherTraces()
     monkeypatch.setattr(engine("host.model.further_traces"), "_have_code", lambda groups: True)
     further.begin_now(code)
-    for code.runs in range(2, 7):
+    for code.runs in range(1, 6):
         for number in range(1, 4):
             further.call_begins(code, number, 0.2, float(number))
             is_put_off = further.are_put_off(code, None, 1, 0.2, 1e6)
-            assert is_put_off == (code.runs == 6), "the fourth run traces what is left, the fifth what its last step shows"
+            assert is_put_off == (code.runs == 5), "the fourth run traces what is left"
             code.put_off += code.runs < 4
         further.run_ends(code, 3, 0.2)
 
