@@ -190,8 +190,8 @@ class BlockCode:
         else:
             self._traced.update(traces_for)
             if session.is_held and not call.may_trace:  # no graph has run
-                self.ran_uncompiled = True
-                call.put_off_trace()
+                self.ran_uncompiled = call.uncompiled = True
+                call.put_off |= not self.limit_reached  # else there will be none
             return result
         finally:
             current.call = outer

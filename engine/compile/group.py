@@ -39,6 +39,7 @@ class BlockGroup:
         called_in: start (`ModelCall.began`) of the last call of the model in which a block was called.
         put_off_in: start of the call of the model that left the first trace to a later block.
         _in_vain: shapes and patches of calls that found no code -> `BlockCode.compiles` then, start of the call of the model.
+        _looked: shapes and patches -> start of the last call of the model in which a block has looked for code.
         _served: shapes and patches for which some block has found code in this run.
         _outer: what packs have put around the forward of the class, else that forward.
         _came_in: start of the last call of the model in which `_outer` called the group's code.
@@ -54,6 +55,7 @@ class BlockGroup:
     patched: Failure | None = None
     put_off_in: int | None = None
     _in_vain: dict[tuple, tuple[int, int]] = field(default_factory=dict)
+    _looked: dict[tuple, int] = field(default_factory=dict)
     _served: set[tuple] = field(default_factory=set)
     _outer: object = None
     called_in: int = 0
@@ -124,6 +126,7 @@ class BlockGroup:
 
     def new_run(self) -> None:
         self._in_vain.clear()
+        self._looked.clear()
         self._served.clear()
         self.called_in = self._came_in
         self.code.reset_failure()
@@ -208,6 +211,9 @@ class BlockGroup:
         key = shapes, self.code.patches
         compiles, began = self._in_vain.get(key, (0, call.began))
         if began == call.began or key in self._served:  # other blocks may be traced in this call
+            return False
+        if self._looked.get(key) != call.began:  # what else guards see may be other than it was
+            self._looked[key] = call.began
             return False
         is_missing = self.code.is_being_lowered or not call.may_trace
         if call.synchronous or not is_missing or compiles != self.code.compiles:

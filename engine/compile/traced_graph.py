@@ -370,6 +370,8 @@ class TracedGraph:
                 return self._run_traced(*args)
             if current.call is not None and not current.call.may_trace:
                 current.call.put_off_trace()
+                if (owner := self._owner()) is not None:
+                    owner.ran_uncompiled = True
                 return self._run_traced(*args)
             traced = self._traced
             function = with_own_code(lambda *args: traced(*args))

@@ -251,6 +251,8 @@ class Status(Line):
             return self._before_compiling(network, code)
         if (lacks := watch_of(network).lacks()) is not None:
             runs, name = lacks
+            if not runs:
+                return BEGINS_NEXT
             return News("unclear", told("putOff", runs), begins=name)
         state, steps = self._compared()
         says = told("readyBut", steps) if steps else told("ready")

@@ -11,8 +11,9 @@ from ...compile.group import BlockGroup
 from ...compile.registry import ModelCode
 from ...settings import CompileSettings
 from ...torch_compat import private
+from .structure_record import Record
 
-# Runs with at most so many calls of the sampler cannot be timed.
+# Runs of at most so many steps cannot be timed.
 UNTIMED = 2
 
 
@@ -21,76 +22,82 @@ class FurtherTraces:
     """Whether such a trace is put off. All calls are calls of the sampler, all seconds as the CPU sees them.
 
     Args:
-        lacks: the last call lacked code.
-        _lost: seconds that code would have saved in calls that lacked it, since the last trace.
+        runs_to_go: in about how many runs what the last call lacked is traced; None: it lacked nothing.
         _lacking, _put_off: of the model's code when the last call began.
         _call: seconds of a call; `_called`: when the last one began.
         _traced: seconds of tracing in the run when the last call began.
-        _at_once: the last run in which traces begin at once.
+        _at_once: the last run in which traces begin at once; `_pays`: in this one since they pay.
     """
 
-    lacks: bool = False
-    _lost: float = 0.0
+    record: Record
+    runs_to_go: int | None = None
     _lacking: int = 0
     _put_off: int = 0
     _call: float = 0.0
     _called: float = 0.0
     _traced: float = 0.0
     _at_once: int = 0
+    _pays: bool = False
 
-    def call_begins(self, code: ModelCode, number: int, share: float, now: float) -> None:
+    def call_begins(self, code: ModelCode, number: int, steps: int, now: float) -> None:
         """Note that a call begins.
 
         Args:
-            number: of the call in its run, from 1.
-            share: of a call's time that code saves.
+            number: of the call in its run of so many `steps`, from 1.
             now: seconds of a clock.
         """
         if number > 2:  # the call before was not the first, which loads weights
             self._call = now - self._called
         if number > 1:
-            self._count(code, share)
+            self._count_last(code, steps)
         if code.put_off > self._put_off:  # first traces go on that had taken too long
-            self.begin_now(code)
+            self.begin(code)
         self._called, self._put_off, self._traced = now, code.put_off, code.traced
 
-    def run_ends(self, code: ModelCode, calls: int, share: float) -> None:
+    def run_ends(self, code: ModelCode, calls: int, steps: int) -> None:
         if calls:
-            self._count(code, share)
-            if self.lacks and calls <= UNTIMED:
-                self._lost = math.inf
-        if code.traced:
-            self._lost = 0.0
-        if code.traced > self._traced:  # the next call shows what this trace does not fit
-            self._at_once = code.runs + 1
+            self._count_last(code, steps)
+            if self.runs_to_go is not None and steps <= UNTIMED:
+                self.record.lost = math.inf
+            if code.traced > self._traced:  # the next call shows what this trace does not fit
+                self._at_once = code.runs + 1
+        if code.traced and self._pays:
+            self.record.lost = 0.0
+        self._pays = False
 
-    def _count(self, code: ModelCode, share: float) -> None:
-        """Count the last call."""
-        self.lacks = code.lacking > self._lacking
-        self._lacking = code.lacking
-        if self.lacks:
-            self._lost += self._call * share
+    def _count_last(self, code: ModelCode, steps: int) -> None:
+        lacks, self._lacking = code.lacking > self._lacking, code.lacking
+        self.runs_to_go = None
+        if lacks:
+            saved, record = self._call * self.record.expected_share, self.record
+            record.lost += saved
+            to_lose = max(0.0, record.expected_trace(2) - record.lost)
+            self.runs_to_go = max(1, math.ceil(to_lose / max(steps * saved, 1e-3)))
 
-    def are_put_off(self, code: ModelCode, settings: CompileSettings, calls: int, share: float, cost: float) -> bool:
-        """Whether no trace begins in this call. Not if graphs break: after a break nobody sees whether code is missing.
+    def put_off(self, code: ModelCode, settings: CompileSettings, calls: int) -> bool:
+        """Decide whether traces begin in a call; returns whether they do not. They do if graphs break, as after a break nobody
+        sees whether code is missing, and if code was discarded.
 
         Args:
             calls: how many the run still has, with this one.
-            cost: seconds of a trace.
         """
-        groups = code.groups_of(settings)
-        pays = self._lost + calls * self._call * share >= cost
-        if pays or any(group.stats.graph_breaks for group in groups) or not _have_code(groups):
-            self.begin_now(code)
+        groups, record = code.groups_of(settings), self.record
+        self._pays |= record.lost + calls * self._call * record.expected_share >= record.expected_trace(2)
+        if self._pays or any(map(_breaks_or_was_discarded, groups)) or not _have_code(groups):
+            self.begin(code)
         return code.runs > self._at_once
 
-    def begin_now(self, code: ModelCode, also_next: bool = False) -> None:
-        """Let traces begin at once in this run. `also_next`: and in the next, which shows what this one has left."""
-        self._at_once = max(self._at_once, code.runs + also_next)
+    def begin(self, code: ModelCode) -> None:
+        """Let traces begin at once in this run."""
+        self._at_once = max(self._at_once, code.runs)
 
-    def runs_to_go(self, calls: int, share: float, cost: float) -> int:
-        """In about how many runs of so many calls a trace begins."""
-        return max(1, math.ceil(max(0.0, cost - self._lost) / max(calls * self._call * share, 1e-3)))
+    def begin_for_all(self, code: ModelCode) -> None:
+        """Let each trace begin at once, in this run, and in the next, which shows what this one has left."""
+        self._at_once, self.runs_to_go = code.runs + 1, None
+
+
+def _breaks_or_was_discarded(group: BlockGroup) -> bool:
+    return bool(group.stats.graph_breaks or (group.code.version and not group.code.has_code))
 
 
 def _have_code(groups: list[BlockGroup]) -> bool:

@@ -35,13 +35,11 @@ from ...messages.status import tell_begun
 from ...per_model import PerModel
 from ...settings import CompileSettings
 from .further_traces import FurtherTraces
-from .structure_record import Record, find_record, record_of
+from .structure_record import SAVED, Record, find_record, record_of
 
 # Seconds that compiling costs prompts, lowering beside the sampler and loading included, as a multiple of those of tracing:
 # 3 to 5 s on two H100 machines, where tracing Flux took 2.3 s (benchmarks/results).
 FIRST_TIME = 2.0
-# Share of a step that compiling saves (docs/measurements.md: 0.19 and more; 0.14 and more of a UNet's replayed operators).
-SAVED = 0.2
 # Runs that a session is expected to have.
 RUNS = 10
 # First and last call of the sampler whose begin is timed; the call before them loads weights and kernels. The median of the
@@ -74,7 +72,10 @@ class Payback:
     _captured: tuple[int, int] = (0, 0)
     _device: torch.device | None = None
     _began: dict[int, float] = field(default_factory=dict)
-    _further: FurtherTraces = field(default_factory=FurtherTraces)
+    _further: FurtherTraces = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._further = FurtherTraces(self.record)
 
     def put_off(self) -> tuple[int, str] | None:
         """In how many runs compiling begins, and the structure, for `begin_now`; None: compiling is not put off."""
@@ -106,7 +107,7 @@ class Payback:
                     record.seconds, record.runs = record.seconds + self._calls * call, record.runs + 1
                 if record.runs:
                     self.after = max(1, self._runs_to_go(record.seconds, record.runs, record.runs_now + 1))
-        self._further.run_ends(code, self._calls, self._share)
+        self._further.run_ends(code, self._calls, self._steps)
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
@@ -134,8 +135,8 @@ class Payback:
             record.is_decided = True
         if sigmas is not self._sigmas:
             self._sigmas, self._calls, self._device = sigmas, self._calls + 1, x.device
-            self._further.call_begins(code_of(network), self._calls, self._share, time.perf_counter())
             self._steps, self._replays = len(all_steps) - 1, replays
+            self._further.call_begins(code_of(network), self._calls, self._steps, time.perf_counter())
             if self._calls == 1:
                 self._captured = _captures_of(network)
             if not synchronous and not record.is_decided:
@@ -145,19 +146,21 @@ class Payback:
         return synchronous or record.is_decided
 
     def puts_off_traces(self, network: nn.Module, settings: CompileSettings, at_once: bool) -> bool:
-        """Whether no further trace begins in this call; asked after `is_worthwhile`. `at_once`: each trace begins at once."""
+        """Decide, after `is_worthwhile`, whether further traces begin in this call; returns whether they do not.
+
+        Args:
+            at_once: each trace begins at once.
+        """
         code = code_of(network)
         if at_once or self.record.is_asked or not self._calls:
-            self._further.begin_now(code, also_next=True)
+            self._further.begin_for_all(code)
             return False
-        left = max(0, self._steps - self._calls + 1)
-        return self._further.are_put_off(code, settings, left, self._share, self.record.expected_trace(2))
+        return self._further.put_off(code, settings, max(0, self._steps - self._calls + 1))
 
     def lacks(self) -> tuple[int, str] | None:
         """As `put_off`, for a further trace that the last call of the sampler lacked."""
-        if not self._further.lacks:
-            return None
-        return self._further.runs_to_go(self._steps, self._share, self.record.expected_trace(2)), self.record.structure
+        runs = self._further.runs_to_go
+        return None if runs is None else (0 if self.record.is_asked else runs, self.record.structure)
 
     def _decide(self, run: int) -> None:
         """Decide whether compiling begins: in the first call by earlier runs, in the last timed call also by this run. If
@@ -187,10 +190,6 @@ class Payback:
         is_replayed = self._replays and self._steps >= SETTLED
         return not is_replayed and self._calls < SETTLED and len(self._began) <= CALLS[1] - CALLS[0]
 
-    @property
-    def _share(self) -> float:
-        return self.record.share or SAVED
-
     def _is_due(self) -> bool:
         """Whether compiling is worth while by the runs so far."""
         record = self.record
@@ -204,7 +203,7 @@ class Payback:
     def _runs_to_go(self, seconds: float, runs: float, runs_now: int) -> int:
         """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
         record = self.record
-        saved = max(seconds / runs * self._share, 1e-3)
+        saved = max(seconds / runs * record.expected_share, 1e-3)
         # The mean of earlier sessions and of RUNS, which weighs as much as half a session.
         usual_session = (RUNS + 2 * record.session_runs) / (1 + 2 * record.sessions)
         # For each cost: the runs so far, the runs that are expected, and the seconds that they must save.

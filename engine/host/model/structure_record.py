@@ -12,6 +12,9 @@ from ...threads import call_later
 
 # Seconds that tracing takes where it was not measured.
 TRACE = 2.0
+# Share of a step that compiling saves where it was not measured (docs/measurements.md: 0.19 and more; 0.14 and more of a UNet's
+# replayed operators).
+SAVED = 0.2
 # Structures that are kept in memory.
 MOST_RECORDS = 32
 # Seconds from a run until its numbers are written: not at once, as a user's folder may be on a slow network.
@@ -33,6 +36,7 @@ class Record:
         is_decided: the structure is compiled in this session.
         is_asked: the user has asked for that, in this session or before.
         runs_now: number of runs in this session.
+        lost: seconds that code would have saved in calls of this session that lacked it (further_traces.py).
     """
 
     structure: str
@@ -46,6 +50,7 @@ class Record:
     is_decided: bool = False
     is_asked: bool = False
     runs_now: int = 0
+    lost: float = 0.0
     _has_traced: bool = False
     _is_waiting: bool = False
 
@@ -89,6 +94,10 @@ class Record:
             others = record_of(_any_structure())
             others.trace = math.sqrt(seconds * (others.trace or TRACE))  # half way, as a structure may be an exception
             others.keep()
+
+    @property
+    def expected_share(self) -> float:
+        return self.share or SAVED
 
     def expected_trace(self, most: float) -> float:
         """Seconds of tracing; if not measured, those of others, up to `most` times TRACE: LTX-AV's 13 s tell little of Flux."""

@@ -320,23 +320,61 @@ def test_the_line_says_so_and_the_user_can_have_it_begin_now(compiled_flux, flux
     _, line, _ = flux(batch_size=2)
     assert (line.state, line.says) == ("unclear", ["putOff", 1])
     assert engine("host.model.payback").begin_now(line.begins)
+    assert engine("messages.status").lines_of()["7"].says == ["beginsNext"]
     graphs, line, _ = flux(batch_size=2)
     assert graphs == 2 and line.says[0].startswith("ready")
 
 
-def test_first_traces_that_take_several_runs_go_on(engine, monkeypatch):
-    """As on slow machines: after 20 s of tracing a run traces no more. Here so do the first three runs."""
+@pytest.fixture
+def further(engine, monkeypatch):
+    """FurtherTraces of a model that has code, and its code; a trace takes 1 s, calls of the sampler lose 0.1 s."""
+    module = engine("host.model.further_traces")
+    monkeypatch.setattr(module, "_have_code", lambda groups: True)
+    record = types.SimpleNamespace(lost=0.0, expected_share=0.1, expected_trace=lambda _most: 1.0)
     code = types.SimpleNamespace(runs=1, put_off=0, lacking=0, traced=0.0, groups_of=lambda _settings: [])
-    further = engine("host.model.further_traces").FurtherTraces()
-    monkeypatch.setattr(engine("host.model.further_traces"), "_have_code", lambda groups: True)
-    further.begin_now(code)
-    for code.runs in range(1, 6):
-        for number in range(1, 4):
-            further.call_begins(code, number, 0.2, float(number))
-            is_put_off = further.are_put_off(code, None, 1, 0.2, 1e6)
-            assert is_put_off == (code.runs == 5), "the fourth run traces what is left"
-            code.put_off += code.runs < 4
-        further.run_ends(code, 3, 0.2)
+    further = module.FurtherTraces(record)
+    further.run = lambda calls, steps=5, **added: _run(further, code, calls, steps, added)
+    return further, code
+
+
+def _run(further, code, calls, steps, added):
+    """A run of so many calls, in each of which numbers of the code grow as `added`; whether traces are put off, by call."""
+    code.runs, code.traced, decided = code.runs + 1, 0.0, []
+    for number in range(1, calls + 1):
+        further.call_begins(code, number, steps, float(number))
+        decided.append(further.put_off(code, None, steps - number + 1))
+        for name, value in added.items():
+            setattr(code, name, getattr(code, name) + value)
+    further.run_ends(code, calls, steps)
+    return decided
+
+
+def test_first_traces_that_take_several_runs_go_on(further):
+    """As on slow machines: after 20 s of tracing a run traces no more. Here so do two runs."""
+    further, code = further
+    further.begin(code)
+    code.put_off = 1
+    assert further.run(3, put_off=1) == further.run(3, put_off=1) == [False] * 3
+    assert further.run(3) == [False] * 3 and further.run(3) == [True] * 3
+
+
+def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further, engine):
+    """As under --cache-none; and a trace that began at once has not been paid for by it."""
+    further, code = further
+    assert further.run(5, lacking=1)[-1] and further.runs_to_go == 2
+    later = engine("host.model.further_traces").FurtherTraces(further.record)
+    later.begin(code)
+    _run(later, code, 5, 5, {"traced": 0.1})
+    assert further.record.lost == pytest.approx(0.4), "of five calls, as the first is not timed before the third"
+    assert further.run(5, lacking=1)[-1] and not further.run(5, lacking=1)[0]
+
+
+def test_a_run_that_was_cancelled_early_says_nothing(further):
+    further, _ = further
+    further.run(1, steps=5, lacking=1)
+    assert further.record.lost < 1
+    further.run(1, steps=2, lacking=1)
+    assert further.record.lost == math.inf
 
 
 def test_a_batch_of_too_few_steps_to_be_timed_is_traced_in_its_second_run(compiled_flux):
