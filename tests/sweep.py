@@ -159,7 +159,7 @@ def _run_setup(engine, setup, backend: str, shapes: list[dict], settings: dict) 
     stats = report.stats_for(network, chosen)
     outcome.breaks = stats.graph_breaks
     outcome.recompiles = sorted({f"{r.block}: {r.guard.partition(': ')[2] or r.guard}"[:160] for r in stats.recompiles})
-    groups = report.groups_for(network, chosen)
+    groups = engine("compile.registry").code_of(network).groups_of(chosen)
     outcome.eager = {group.class_name: group.failure.reason for group in groups if group.failure}
     outcome.inline = {group.class_name: group.code.why_inline for group in groups if group.code.why_inline}
     code = engine("compile.registry").code_of(network)

@@ -34,7 +34,7 @@ class Eager(enum.Enum):
     FAILED = enum.auto()  # the block could not be compiled
     LIMIT = enum.auto()  # one more shape would need one more variant than `cache_limit` allows
     CAPTURING = enum.auto()  # a CUDA graph is being captured, and nothing may be traced
-    TRACE_TIME = enum.auto()  # tracing has taken too long in this call of the model, or in this run
+    TRACE_TIME = enum.auto()  # no trace may begin: it took too long in this call of the model or run, or would not pay yet
     NOT_LAST = enum.auto()  # the last block of its kind is traced, while the GPU is busy with those before it
 
 

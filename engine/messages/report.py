@@ -20,17 +20,12 @@ RULE = "-" * 24  # js/node_report.js folds what is below
 SIZES_NAMED = 4
 
 
-def groups_for(model: nn.Module, settings: CompileSettings) -> list[BlockGroup]:
-    key = settings.settings_key()
-    return [group for k, group in code_of(model).groups.items() if k[-1] == key]
-
-
 def total_of(groups: Iterable[BlockGroup]) -> CompileStats:
     return sum((group.stats for group in groups), CompileStats())
 
 
 def stats_for(model: nn.Module, settings: CompileSettings) -> CompileStats:
-    return total_of(groups_for(model, settings))
+    return total_of(code_of(model).groups_of(settings))
 
 
 @dataclass

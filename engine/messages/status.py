@@ -15,7 +15,6 @@ from ..compile.registry import ModelCode, WaitsFor, code_of
 from ..per_model import Same
 from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
-from .report import groups_for
 from .words import COMPILED_ELSEWHERE, told
 
 # Steps that are compared, at most and at least.
@@ -224,7 +223,7 @@ class Status(Line):
         if network is None:  # not run yet, or freed: nobody compiles for it
             return News() if self._was_compiling() else self._told
         code = code_of(network)
-        groups = groups_for(network, self._settings)
+        groups = code.groups_of(self._settings)
         pending = [group for group in groups if group.is_being_compiled]
         kinds = len({group.class_name for group in pending})
         is_tracing = any(group.code.is_tracing for group in groups)

@@ -11,12 +11,11 @@ from torch import nn
 from ...cache.archive import SUFFIX, CacheFileError, load_cache_file, write_cache_file
 from ...cache.structure import name_of
 from ...compile.group import BlockGroup
-from ...compile.registry import live_models
+from ...compile.registry import code_of, live_models
 from ...errors import InvalidSetting, shown
 from ...files import status_of
 from ...log import logger
 from ...messages.recompile_log import CallInfo, watch_of
-from ...messages.report import groups_for
 from ...messages.words import ENGLISH, say, say_in_english, speaking
 from ...settings import CompileSettings
 from ...user_input import check_model, check_text
@@ -69,7 +68,7 @@ def save_cache(patcher, filename: str) -> tuple[Path | None, str]:
             logger.info("%s", _settings_to_save(patcher))
         return None, settings
     network = diffusion_model(patcher)
-    groups = groups_for(network, settings)
+    groups = code_of(network).groups_of(settings)
     if not any(group.stats.graphs for group in groups):
         raise InvalidSetting(
             "model",

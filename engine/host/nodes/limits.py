@@ -13,7 +13,7 @@ from ...compile.registry import code_of
 from ...cuda_graphs.capture import graphs_of
 from ...failures.machine import preflight_here
 from ...messages.recompile_log import watch_of
-from ...messages.report import given_in_words, groups_for
+from ...messages.report import given_in_words
 from ...messages.words import say
 from ...ownership import named_origin, pack_of
 from ...settings import CompileSettings
@@ -93,7 +93,7 @@ def _attention(patcher, network, settings: CompileSettings, on_gpu: bool) -> str
 
 
 def _failures(network, settings: CompileSettings) -> dict[str, str]:
-    return {group.code.name: group.failure.message() for group in groups_for(network, settings) if group.failure}
+    return {group.code.name: group.failure.message() for group in code_of(network).groups_of(settings) if group.failure}
 
 
 def sentences_about_model(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ...compile.registry import code_of
 from ...messages.recompile_log import warming, watch_of
-from ...messages.report import CompileReport, WarmedSize, groups_for, stats_for
+from ...messages.report import CompileReport, WarmedSize, stats_for
 from ...messages.words import say
 from ...settings import CompileSettings
 from ...user_input import check_model, check_sampling
@@ -63,7 +63,7 @@ def warm_up(
     if any(size.added.graphs for size in warmed):
         notes.append(memory.text())
     notes += [say("outside", sentence) for sentence in watch_of(network).notices]
-    return CompileReport(name, settings, plan, groups_for(network, settings), warmed, notes, code.parts, code.taken).text()
+    return CompileReport(name, settings, plan, code.groups_of(settings), warmed, notes, code.parts, code.taken).text()
 
 
 def _sample(

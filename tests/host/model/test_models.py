@@ -70,7 +70,7 @@ def test_compiled_equals_eager_and_stays_warm(name, backend, engine, tiny, model
     stats = engine("messages.report").stats_for(attachment.diffusion_model(patcher), settings)
     assert stats.graphs > 0 and stats.graph_breaks == 0, report
     assert stats.graphs == graphs, report
-    groups = engine("messages.report").groups_for(attachment.diffusion_model(patcher), settings)
+    groups = engine("compile.registry").code_of(attachment.diffusion_model(patcher)).groups_of(settings)
     assert not any(group.failure for group in groups), report
 
     result = sample(compiled, conditioning, latent, cfg, seed=1)
