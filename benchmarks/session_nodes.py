@@ -9,6 +9,7 @@ this file is on the stack while the model runs: with code of another pack on the
 import gc
 import importlib.util
 import itertools
+import logging
 import os
 import sys
 import time
@@ -31,7 +32,21 @@ _samplings = []  # for each sampling since they were last asked for, its marks: 
 _counts = []  # what our pack has counted at each mark of the last sampling
 _latents = []  # what the last sampling returned
 _ballast = []
+_worked = []  # what our pack's worker has said of code that it got, by when
 GIB = 1024**3
+
+
+class _Worked(logging.Handler):
+    """Keeps what the worker says: for how long it waited for code, and for how long it loaded and tuned kernels."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if "kernels loaded" in record.msg:
+            _worked.append([record.created, record.getMessage()])
+
+
+_logger = logging.getLogger("torch-compile-kit")
+_logger.setLevel(logging.DEBUG)
+_logger.addHandler(_Worked())
 
 
 def _mark():
@@ -95,7 +110,7 @@ async def steps(_request: web.Request) -> web.Response:
     """Seconds of the steps of each sampling since this was last asked, and what PyTorch has compiled in this process so far.
 
     `traced`, `uncompiled`: of each step of the last sampling, how many blocks our pack traced, and in how many calls of the
-    model a block ran uncompiled.
+    model a block ran uncompiled. `worked`: what the worker has said since this was last asked, each with the system's clock.
     """
     taken = list(_samplings)
     _samplings.clear()
@@ -104,6 +119,7 @@ async def steps(_request: web.Request) -> web.Response:
     answer = {"samplings": [[_seconds(a, b) for a, b in itertools.pairwise(marks)] for marks in taken]}
     for at, name in enumerate(("traced", "uncompiled")):
         answer[name] = [after[at] - before[at] for before, after in itertools.pairwise(_counts)]
+    answer["worked"], _worked[:] = list(_worked), []
     if dynamo := sys.modules.get("torch._dynamo.utils"):  # importing it would take the first compilation's time away
         answer["graphs"] = dynamo.counters["stats"].get("unique_graphs", 0)
         answer["breaks"] = sum(dynamo.counters["graph_break"].values())

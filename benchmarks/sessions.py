@@ -471,7 +471,8 @@ class Bench:
         *before, steps = [[round(seconds, 4) for seconds in steps] for steps in answer.pop("samplings")]
         warmup = {"warmup_steps": before} if before else {}
         seconds = {"seconds": round(done - posted, 3), "longest_step": max(steps), "steps": steps}
-        return {**seconds, **warmup, **answer, **beside.told(), **lines(server)}
+        worked = [[round(at - posted, 2), said] for at, said in answer.pop("worked")]
+        return {**seconds, **warmup, **answer, "worked": worked, **beside.told(), **lines(server)}
 
 
 class Beside:
