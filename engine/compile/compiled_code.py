@@ -149,8 +149,9 @@ class BlockCode:
                 compiled = self._compiled = self._compile()
             except Exception as error:  # PyTorch's, before it has looked at the block
                 return self._run_after(error, block, args, kwargs)
-        if not call.may_trace and self._function is not None:
-            compiled = private.run(self._function)
+        function = self._function
+        if not call.may_trace and function is not None:
+            compiled = private.run(function)
         self._block = weakref.ref(block)
         changed = Changed((args, kwargs))
         if self.writes_in_place and (self.breaks_alone or (self.is_patched and self.stats.graph_breaks)):
@@ -342,7 +343,8 @@ class BlockCode:
 
     def variants(self) -> list[object]:
         """The guards of the code that PyTorch holds now: none after Dynamo was reset."""
-        entries = private.cache_entries(self._function.__code__) if self._function is not None else []
+        function = self._function  # the worker may discard it
+        entries = private.cache_entries(function.__code__) if function is not None else []
         guards = [entry.guard_manager for entry in entries]
         return [guard for guard in guards if type(guard).__name__ != "DeletedGuardManagerWrapper"]
 

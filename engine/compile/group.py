@@ -165,7 +165,7 @@ class BlockGroup:
                 return uncompiled(*args, **kwargs)
         if self._is_in_vain(call, shapes):
             call.uncompiled = True
-            call.put_off |= not (call.may_trace or self.code.is_being_lowered)
+            call.put_off |= not (call.may_trace or self.code.is_being_lowered or self.limit_reached)
             return uncompiled(*args, **kwargs)
         with_options, traces, compiles = inputs, self.code.traces, self.code.compiles
         if at is not None:
@@ -207,7 +207,8 @@ class BlockGroup:
 
     def _is_in_vain(self, call: ModelCall, shapes: tuple) -> bool:
         """Whether no block of the group has found code for these shapes in an earlier call of the model, nor would now: it then
-        runs as without this pack. To look for code, and to run the operators of several graphs, takes longer."""
+        runs as without this pack. To look for code, and to run the operators of several graphs, takes longer. The first block
+        of each later call looks for all."""
         key = shapes, self.code.patches
         compiles, began = self._in_vain.get(key, (0, call.began))
         if began == call.began or key in self._served:  # other blocks may be traced in this call

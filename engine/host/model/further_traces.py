@@ -1,7 +1,7 @@
 """Put off further traces of a model that has code until they would have paid: ski rental, as in payback.py.
 
-A batch or patch for which there is no code may come once. So its trace begins when the calls that lacked it have lost what it
-costs, with those that the run still has; what has code runs it meanwhile.
+A batch or patch for which there is no code may come once. So its trace begins when the calls that lacked code, whatever for,
+have lost what a trace costs, with those that the run still has; what has code runs it meanwhile.
 """
 
 import math
@@ -27,6 +27,7 @@ class FurtherTraces:
         _call: seconds of a call; `_called`: when the last one began.
         _traced: seconds of tracing in the run when the last call began.
         _at_once: the last run in which traces begin at once; `_pays`: in this one since they pay.
+        _has_lacked: some call of this run has; `_is_untimed`: a run of few steps had lacked, whose loss is not known.
     """
 
     record: Record
@@ -38,6 +39,8 @@ class FurtherTraces:
     _traced: float = 0.0
     _at_once: int = 0
     _pays: bool = False
+    _has_lacked: bool = False
+    _is_untimed: bool = False
 
     def call_begins(self, code: ModelCode, number: int, steps: int, now: float) -> None:
         """Note that a call begins.
@@ -57,32 +60,33 @@ class FurtherTraces:
     def run_ends(self, code: ModelCode, calls: int, steps: int) -> None:
         if calls:
             self._count_last(code, steps)
-            if self.runs_to_go is not None and steps <= UNTIMED:
-                self.record.lost = math.inf
+            self._is_untimed |= self._has_lacked and steps <= UNTIMED
             if code.traced > self._traced:  # the next call shows what this trace does not fit
                 self._at_once = code.runs + 1
         if code.traced and self._pays:
-            self.record.lost = 0.0
-        self._pays = False
+            self.record.lost, self._is_untimed = 0.0, False
+        self._pays = self._has_lacked = False
 
     def _count_last(self, code: ModelCode, steps: int) -> None:
         lacks, self._lacking = code.lacking > self._lacking, code.lacking
         self.runs_to_go = None
+        self._has_lacked |= lacks
         if lacks:
             saved, record = self._call * self.record.expected_share, self.record
             record.lost += saved
             to_lose = max(0.0, record.expected_trace(2) - record.lost)
-            self.runs_to_go = max(1, math.ceil(to_lose / max(steps * saved, 1e-3)))
+            self.runs_to_go = 1 if steps <= UNTIMED else max(1, math.ceil(to_lose / max(steps * saved, 1e-3)))
 
     def put_off(self, code: ModelCode, settings: CompileSettings, calls: int) -> bool:
-        """Decide whether traces begin in a call; returns whether they do not. They do if graphs break, as after a break nobody
-        sees whether code is missing, and if code was discarded.
+        """Decide whether traces begin in a call; returns whether they do not. They do if graphs of a group have ever broken, as
+        after a break nobody sees whether code is missing, and if code was discarded.
 
         Args:
             calls: how many the run still has, with this one.
         """
         groups, record = code.groups_of(settings), self.record
-        self._pays |= record.lost + calls * self._call * record.expected_share >= record.expected_trace(2)
+        lost = record.lost + calls * self._call * record.expected_share
+        self._pays |= self._is_untimed or lost >= record.expected_trace(2)
         if self._pays or any(map(_breaks_or_was_discarded, groups)) or not _have_code(groups):
             self.begin(code)
         return code.runs > self._at_once

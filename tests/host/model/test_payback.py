@@ -359,7 +359,7 @@ def test_first_traces_that_take_several_runs_go_on(further):
 
 
 def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further, engine):
-    """As under --cache-none; and a trace that began at once has not been paid for by it."""
+    """And the same for Wan's two halves; a trace that began at once has not been paid for by it."""
     further, code = further
     assert further.run(5, lacking=1)[-1] and further.runs_to_go == 2
     later = engine("host.model.further_traces").FurtherTraces(further.record)
@@ -369,12 +369,20 @@ def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further, engine)
     assert further.run(5, lacking=1)[-1] and not further.run(5, lacking=1)[0]
 
 
-def test_a_run_that_was_cancelled_early_says_nothing(further):
-    further, _ = further
+def test_runs_of_few_steps_are_traced_in_the_next(further):
+    """They cannot be timed. A longer one that was cancelled early says nothing."""
+    further, code = further
     further.run(1, steps=5, lacking=1)
-    assert further.record.lost < 1
-    further.run(1, steps=2, lacking=1)
-    assert further.record.lost == math.inf
+    assert further.run(1, steps=5) == [True]
+    code.runs += 1
+    further.call_begins(code, 1, 2, 0.0)
+    code.lacking += 1
+    further.call_begins(code, 2, 2, 1.0)
+    assert further.runs_to_go == 1
+    further.run_ends(code, 2, 2)  # the last call lacked nothing
+    assert further.run(2, steps=2, traced=0.1) == [False] * 2
+    assert not further.run(2, steps=2)[0], "the last call has traced"
+    assert further.run(2, steps=2)[0]
 
 
 def test_a_batch_of_too_few_steps_to_be_timed_is_traced_in_its_second_run(compiled_flux):
