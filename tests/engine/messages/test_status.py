@@ -1,5 +1,6 @@
 """The line on a node: only what really ran is told."""
 
+import functools
 import types
 import weakref
 
@@ -35,6 +36,7 @@ def node(engine, clock, monkeypatch):
     code = types.SimpleNamespace(
         groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
     )
+    code.groups_of = functools.partial(engine("compile.registry").ModelCode.groups_of, code)
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"messages.{module}"), "code_of", lambda network: code)
     found.code = code
