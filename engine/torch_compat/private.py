@@ -27,8 +27,8 @@ TESTED = "2.9", "2.10", "2.11", "2.12", "2.13", "2.14", "2.15"
 CAPTURES_ASYNC = {"2.11", "2.15"}
 # Attributes that `mark_static` sets on a tensor (torch/_dynamo/decorators.py): the dimensions, and from 2.13 on, a flag.
 STATIC_MARKS = "_dynamo_static_indices", "_has_dynamo_dim_marking"
-# Modules that PyTorch 2.11 to 2.15 import in the middle of the first traces: 0.4 of 1.5 s on two cores, most of it to find the
-# file that registers an operator, among those of all modules. A missing one only takes that time later.
+# Modules that PyTorch 2.11 imports in the middle of the first traces, in part to find the file that registers an operator among
+# those of all modules: 0.4 of 1.5 s on two cores. In other versions some may be missing, or others take that time later.
 IMPORTED_BY_TRACES = (
     *("torch.distributed.tensor.experimental", "torch.export._trace", "torch._dynamo.dce_extra_outputs"),
     *("sympy.tensor.tensor", "sympy.physics.units"),

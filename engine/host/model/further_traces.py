@@ -72,9 +72,9 @@ class FurtherTraces:
         self.runs_to_go = None
         self._has_lacked |= lacks
         if lacks:
-            saved, record = self._call * self.record.expected_share, self.record
-            record.lost += saved
-            to_lose = max(0.0, record.expected_trace(2) - record.lost)
+            saved = self._call * self.record.expected_share
+            self.record.lost += saved
+            to_lose = max(0.0, self.record.expected_trace(2) - self.record.lost)
             self.runs_to_go = 1 if steps <= UNTIMED else max(1, math.ceil(to_lose / max(steps * saved, 1e-3)))
 
     def put_off(self, code: ModelCode, settings: CompileSettings, calls: int) -> bool:
@@ -105,7 +105,8 @@ def _breaks_or_was_discarded(group: BlockGroup) -> bool:
 
 
 def _have_code(groups: list[BlockGroup]) -> bool:
-    """Whether any group has code: not after a reset of Dynamo, which, on another thread, must not happen meanwhile."""
+    """Whether any group has code: not after a reset of Dynamo. Another thread must not reset it meanwhile, so PyTorch's lock is
+    held; where it cannot be had, some code is being made."""
     if not private.compile_lock.acquire(blocking=False):
         return True
     try:
