@@ -133,8 +133,6 @@ class OptionsFilter:
         """The dict to hand to the block, and the names of the patches that run inside it."""
         patches = self._inside(options.get("patches") or {})
         replacements = self._inside(options.get("patches_replace") or {})
-        if not self.is_whole:
-            replacements = _only_here(replacements, options)
         override = options.get(OVERRIDE)
         if override is not None and getattr(override, "reads_no_options", False):  # ours: attention_kernels.py
             override = None
@@ -143,11 +141,12 @@ class OptionsFilter:
         # Guards tell an empty entry from an absent one, and see the order of the keys: always have these two, first.
         kept: dict = {"patches": {}, "patches_replace": {}}
         kept |= {k: v for k, v in options.items() if k not in self._dropped and k not in PATCHES}
-        if not patches and not replacements and override is None:
+        if self.is_whole:
+            kept["patches_replace"] = replacements
+        elif replacements:
+            _add_replacements(kept, replacements, options, self._dropped)
+        if not patches and not kept["patches_replace"] and override is None:
             return kept, []
-        kept["patches_replace"] = replacements
-        if replacements and not self.is_whole:
-            _add_position(kept, options, self._dropped)
         wrapped = HostOptions(options).put_into(kept, patches, override)
         return kept, list(dict.fromkeys(f"{name} {_name_of(patch)}" for name, patch in wrapped))
 
@@ -163,37 +162,27 @@ class OptionsFilter:
                 original[key] = value
 
 
-def _only_here(replacements: Mapping, options: Mapping) -> dict[str, dict]:
-    """The replacements without those for blocks at other places than that in `options`: the block does not look these up."""
-    here, tables = _place(options), dict(replacements)
-    for name in () if here is None else ("attn1", "attn2"):
-        tables[name] = {k: v for k, v in tables.get(name, {}).items() if not _is_place(k) or k[:2] == here}
-    return {name: table for name, table in tables.items() if table}
+def _add_replacements(kept: dict, replacements: Mapping, options: Mapping, dropped: frozenset[str]) -> None:
+    """Put into the options of a block the replacements that it looks up, and the keys by which it does so.
 
-
-def _add_position(kept: dict, options: Mapping, dropped: frozenset[str]) -> None:
-    """Keep in the options the keys by which the block looks up its replacements.
-
-    If nothing but that lookup depends on the block's place, all blocks get the same place, and share a graph.
+    If nothing but that lookup depends on a UNet block's place, all blocks get the same place, and share a graph.
     """
-    tables = kept["patches_replace"]
-    here = _place(options)
-    if here is None or not dropped.issuperset(POSITION) or any(not _is_place(k) for t in tables.values() for k in t):
-        kept.update({k: options[k] for k in POSITION if k in options})
-        return
-    kept["block"] = ("block", 0)
-    kept["patches_replace"] = {name: {("block", 0, *k[2:]): v for k, v in t.items()} for name, t in tables.items()}
-    if "block_index" in options and any(len(k) == 3 for t in tables.values() for k in t):
-        kept["block_index"] = options["block_index"]
+    block, position = options.get("block"), {k: options[k] for k in POSITION if k in options}
+    if isinstance(block, list | tuple) and len(block) == 2 and replacements.keys() <= {"attn1", "attn2"}:
+        here = there = tuple(block), (*block, options.get("block_index", 0))
+        if dropped.issuperset(POSITION):  # without `block_index` the host looks for 0
+            there, position = (_PLACE, (*_PLACE, 0)), {"block": _PLACE}
+        tables = {
+            name: {new: table[old] for old, new in zip(here, there, strict=True) if old in table}
+            for name, table in replacements.items()
+        }
+        replacements = {name: table for name, table in tables.items() if table}
+    if replacements:
+        kept |= {"patches_replace": replacements, **position}
 
 
-def _place(options: Mapping) -> tuple | None:
-    block = options.get("block")
-    return tuple(block[:2]) if isinstance(block, list | tuple) and len(block) >= 2 else None
-
-
-def _is_place(key: object) -> bool:
-    return isinstance(key, tuple) and len(key) in (2, 3)
+# The place that all blocks get.
+_PLACE = ("block", 0)
 
 
 def _name_of(patch: Callable) -> str:

@@ -112,6 +112,11 @@ def one_image_prompt(m):
     m.set_model_attn1_replace(ImagePrompt(1, 2.0), "middle", 0, 1)
 
 
+def image_prompts_by_layer(m):
+    for layer in (0, 1):
+        m.set_model_attn2_replace(ImagePrompt(layer, 0.5 + layer), "middle", 0, layer)
+
+
 def around(args, extra):
     out = extra["original_block"](args)
     return {key: value * 1.1 if isinstance(value, torch.Tensor) else value for key, value in out.items()}

@@ -294,6 +294,12 @@ def test_objects_that_replace_attention_share_a_graph(runs, attn):
     assert not unet.failures
 
 
+def test_replacements_in_all_layers_of_a_block_share_a_graph(runs):
+    """As nodes for image prompts make them: SDXL's ten layers of a block were traced ten times."""
+    unet = runs("sdxl", only="middle_block.*")
+    assert unet.check(options.image_prompts_by_layer) == 2 and not unet.failures
+
+
 @pytest.mark.rest
 def test_a_replacement_in_one_layer_of_one_block(runs):
     unet = runs("sdxl", only="middle_block.*")
