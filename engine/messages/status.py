@@ -12,10 +12,11 @@ from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import ModelCode, WaitsFor, code_of
+from ..log import logger
 from ..per_model import Same
 from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
-from .words import COMPILED_ELSEWHERE, told
+from .words import COMPILED_ELSEWHERE, ENGLISH, in_words, told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
@@ -26,6 +27,8 @@ MOST_OWNERS = 8
 MOST_LINES = 200
 # Share by which two medians of equal work may differ.
 SAME = 0.02
+# After so many steps of both kinds, fast ones that are slower are given up, for so many runs of the sampler.
+SURE, GIVEN_UP = 8, 20
 
 
 class News(NamedTuple):
@@ -51,25 +54,39 @@ class Steps:
 
     Args:
         is_fast: whether the last step was one of `fast`.
+        given_up: since `fast` was slower, the model runs as without this pack: (how often code was made until then, the run).
     """
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     is_fast: bool = False
+    given_up: tuple[int, int] | None = None
 
-    def add(self, seconds: float, eager: bool, watch: Watch) -> None:
+    def add(self, seconds: float, eager: bool, watch: Watch, code: ModelCode) -> None:
         self.is_fast = not eager
         (self.uncompiled if eager else self.fast).append(seconds)
+        if not eager and self.compared()[0] == "slower":
+            if self.given_up is None:
+                logger.info("%s: %s", code.title, in_words(self.compared()[1], ENGLISH))
+            self.given_up = code.compiles, code.runs
         if not eager and len(self.uncompiled) >= FEWEST:
             before = statistics.median(self.uncompiled)
             watch.gained = (watch.gained or 0.0) + before - seconds
             if len(self.fast) >= FEWEST:
                 watch.saved = 1 - statistics.median(self.fast) / before
 
+    def is_given_up(self, code: ModelCode) -> bool:
+        """Whether fast steps were slower, and nothing that may change that has happened: new code, or many runs."""
+        if self.given_up is not None and (code.compiles != self.given_up[0] or code.runs >= self.given_up[1] + GIVEN_UP):
+            self.given_up = None
+            self.fast.clear()
+        return self.given_up is not None
+
     def compared(self) -> tuple[str, list]:
         """The state of the line, and a comparison of fast steps with uncompiled ones; empty if too few have run.
 
-        While the middle halves of both overlap, neither is called faster: other programs may have used the GPU.
+        While the middle halves of both overlap, neither is called faster: other programs may have used the GPU. `slower` has
+        consequences, so it is told after SURE steps.
         """
         if len(self.fast) < FEWEST:
             return "ready", []
@@ -80,7 +97,7 @@ class Steps:
         lowest, _, highest = statistics.quantiles(self.fast, n=4)
         if highest < low and now < before * (1 - SAME):
             return "faster", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
-        if lowest > high and now > before * (1 + SAME):
+        if lowest > high and now > before * (1 + SAME) and min(len(self.uncompiled), len(self.fast)) >= SURE:
             return "slower", told("slower", f"{now / before:.2f}", f"{before:.3f}", f"{now:.3f}")
         return "unclear", told("noDifference", f"{now:.3f}")
 
@@ -178,6 +195,7 @@ class Status(Line):
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None:
+            watch_of(network).runs_slower = False
             return
         if Same(step) == self._step:
             self._inputs.append(inputs)
@@ -187,9 +205,11 @@ class Status(Line):
         elif self._step is not None and self._eager is not None:
             self._last = tuple(self._inputs)
             steps = self._steps[self._last] = self._steps.pop(self._last, Steps())  # newest last
-            steps.add(now - self._began, self._eager, watch_of(network))
+            steps.add(now - self._began, self._eager, watch_of(network), code_of(network))
             if len(self._steps) > MOST_INPUTS:
                 del self._steps[next(iter(self._steps))]
+        last = next((steps for of_steps, steps in reversed(self._steps.items()) if of_steps[:1] == (inputs,)), None)
+        watch_of(network).runs_slower = last is not None and last.is_given_up(code_of(network))
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = Same(step), [inputs]

@@ -15,7 +15,7 @@ from torch import nn
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
 from ...log import logger
-from ...messages.recompile_log import watch_of
+from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import Status
 from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words, told
 from ...ownership import is_compiled_elsewhere
@@ -122,6 +122,8 @@ class BlockCompiler:
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
                 call.puts_off = payback.puts_off_traces(network, self.settings, call.synchronous or replays)
+            if watch_of(network).runs_slower and not is_warming():
+                return eager(network, functools.partial(executor, *args, **kwargs))
             if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK
                 if not (replays and payback.may_capture(network)):

@@ -34,8 +34,9 @@ def node(engine, clock, monkeypatch):
         code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
     )
     code = types.SimpleNamespace(
-        groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None
-    )
+        groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None,
+        compiles=0, runs=0, title="Model",
+    )  # fmt: skip
     code.groups_of = functools.partial(engine("compile.registry").ModelCode.groups_of, code)
     for module in ("status", "report"):
         monkeypatch.setattr(engine(f"messages.{module}"), "code_of", lambda network: code)
@@ -225,19 +226,39 @@ def test_nothing_is_claimed_that_has_not_run(node, clock):
 @pytest.mark.parametrize(
     "before, now, state, words",
     [
-        ([0.2] * 6, [0.25] * 6, "slower", ["slower", "1.25", "0.200", "0.250"]),
+        ([0.2] * 8, [0.25] * 8, "slower", ["slower", "1.25", "0.200", "0.250"]),
+        ([0.2] * 7, [0.25] * 9, "unclear", ["noDifference", "0.250"]),
         ([0.2] * 6, [0.201] * 6, "unclear", ["noDifference", "0.201"]),
         ([0.2, 0.9, 0.2, 0.7, 0.3, 0.2], [0.2, 0.8, 0.6, 0.9, 0.2, 0.9], "unclear", ["noDifference", "0.700"]),
         ([0.8, 0.9, 0.2, 0.7, 0.3, 0.6], [0.2, 0.3, 0.6, 0.4, 0.2, 0.5], "unclear", ["noDifference", "0.350"]),
-        ([0.2, 0.21, 0.19, 0.2, 0.2, 3.0], [0.9, 1.0, 1.1, 1.0], "slower", ["slower", "5.00", "0.200", "1.000"]),
+        ([0.2, 0.21, 0.19, 0.2, 0.2, 0.2, 0.2, 3.0], [0.9, 1.0, 1.1, 1.0] * 2, "slower", ["slower", "5.00", "0.200", "1.000"]),
     ],
-    ids=["slower", "the same", "medians apart", "medians apart, faster", "far slower"],
+    ids=["slower", "too few to tell slower", "the same", "medians apart", "medians apart, faster", "far slower"],
 )
 def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock, before, now, state, words):
     run(node, clock, [*before, 9.0], eager=True)  # the last has no step behind it that tells when it was over
     node.group.stats.graphs = 1
     run(node, clock, [*now, 9.0])
     assert node.now()[:2] == (state, ["readyBut", words])
+
+
+@pytest.mark.parametrize("happens", ["nothing", "new code", "many runs", "other inputs", "a call without a step"])
+def test_steps_that_are_slower_compiled_run_uncompiled_until_that_may_have_changed(node, clock, engine, happens):
+    watch = engine("messages.recompile_log").watch_of(node.network)
+    run(node, clock, [0.2] * 9, eager=True)
+    node.group.stats.graphs = 1
+    run(node, clock, [0.3] * 8)
+    assert not watch.runs_slower, "too few are known"
+    run(node, clock, [0.3] * 2)
+    assert watch.runs_slower and said(node)[1][1][:2] == ["slower", "1.50"]
+    run(node, clock, [0.2] * 3, eager=True)
+    node.code.compiles += happens == "new code"
+    node.code.runs += 20 if happens == "many runs" else 19
+    step = None if happens == "a call without a step" else object()
+    node.begins(node.network, step, "others" if happens == "other inputs" else SHAPE)
+    assert watch.runs_slower == (happens == "nothing")
+    is_tried_again = not node._steps[SHAPE,].fast
+    assert is_tried_again == (happens in ("new code", "many runs")), "then only what runs from now on counts"
 
 
 @pytest.fixture

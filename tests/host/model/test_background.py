@@ -3,6 +3,7 @@
 From outside: a model is sampled; looked at are its image, the report's counters and its notes.
 """
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -252,6 +253,20 @@ def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compa
     flux.made()
     key, (what, *_) = engine("messages.status").lines_of()["13"].says
     assert (key, what) == ("readyBut", "aStep"), "a compiler slows uncompiled steps down"
+
+
+@pytest.mark.parametrize("warms", [False, True])
+def test_what_runs_slower_compiled_runs_as_without_this_pack(flux, monkeypatch, warms):
+    recompile_log, network = flux.engine("messages.recompile_log"), flux.patcher.model.diffusion_model
+    compiled = flux.attach(flux.patcher)
+    flux.run(compiled)
+    flux.made()
+    assert flux.eager > 0
+    assert torch.equal(flux.run(compiled), flux.run(flux.patcher)) and flux.eager == 0
+    monkeypatch.setattr(recompile_log.watch_of(network), "runs_slower", True)
+    with recompile_log.warming() if warms else contextlib.nullcontext():
+        assert torch.equal(flux.run(compiled), flux.run(flux.patcher))
+    assert flux.eager == (0 if warms else flux.steps)
 
 
 def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
