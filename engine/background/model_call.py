@@ -16,8 +16,7 @@ class ModelCall:
     """One call of a model, for all its blocks.
 
     Args:
-        synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has lowered their graphs (those
-            whose code is on disk: see compile/traced_graph.py).
+        synchronous: wait for compiled code; else blocks run uncompiled until a worker thread has it.
         poll: called while the call waits; may raise (the host's interrupt).
         when_over: called when the model has run: a worker that started in the middle would slow the traces of other blocks
             five times.
@@ -27,7 +26,6 @@ class ModelCall:
         waits: no block is compiled in this call: that would not pay yet, or the compiler is not imported (`WaitsFor`).
         trace_seconds: for how long blocks may be traced; beyond that no trace begins, unless the call is synchronous.
         traced: for how long blocks have been traced; `lowered`: for how much of that time graphs were lowered.
-        read: for how long the call has waited for code on disk.
         put_off: a block ran uncompiled because no trace was allowed to begin.
         settings_changed: of PyTorch's, by another pack (compile/session.py); None: not known yet.
         packings: the `BlockCode` of each kind of weights that were unpacked (host/weights/unpacking.py).
@@ -43,7 +41,6 @@ class ModelCall:
     trace_seconds: float = math.inf
     traced: float = 0.0
     lowered: float = 0.0
-    read: float = 0.0
     put_off: bool = False
     settings_changed: bool | None = None
     packings: set[Any] = field(default_factory=set)

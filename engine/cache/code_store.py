@@ -129,8 +129,15 @@ class CodeStore:
 
     def has_current(self) -> bool:
         """Whether there is code that these versions have made for this device."""
-        here = environment().items()
-        return any(here <= self.about(name).get("environment", {}).items() for name in [*self.entries()][:LOOKED_AT])
+        return any(map(self.is_current, [*self.entries()][:LOOKED_AT]))
+
+    def is_current(self, name: str) -> bool:
+        """Whether an entry is code that these versions have made for this device."""
+        return environment().items() <= self.about(name).get("environment", {}).items()
+
+    def has(self, name: str) -> bool:
+        """Whether there is such an entry, which may be damaged."""
+        return self._file(name).exists()
 
     def size(self) -> int:
         return sum(status.st_size for status in self.entries().values())

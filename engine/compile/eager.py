@@ -20,8 +20,7 @@ from ..transformer_options.arguments import changes_an_object
 from .call_shapes import have_offsets
 
 # After so many seconds of tracing in one call of the model, or in one sampling run, no further trace begins in it. So whatever
-# other nodes do, a step gets longer by at most that, one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s) and
-# the reading of code (traced_graph.py).
+# other nodes do, a step gets longer by at most that and one trace (LTX-AV's block: 13 s on two slow cores; all of Flux: 2.3 s).
 CALL_SECONDS, RUN_SECONDS = 4.0, 20.0
 
 

@@ -6,9 +6,9 @@ ComfyUI or another node swaps. So:
 
 1. Dynamo traces the block in the call, where its guards hold, and hands the FX graph to `TracedGraph` as to any backend. What
    determines the code is written down at once (compile_process/obtain.py); no fake tensor is kept.
-2. The first run makes a job. It waits for that job if the call is synchronous, or for some seconds if the code is on disk.
-   Else it goes on at once: the FX graph runs operator by operator, as exact and as slow as uncompiled code. The job is then
-   queued when the model's call is over.
+2. If the code was loaded ahead (compile_process/load_ahead.py), it runs. Else the first run makes a job, and waits for it if
+   the call is synchronous. If not it goes on at once: the FX graph runs operator by operator, as exact and as slow as
+   uncompiled code. The job is then queued when the model's call is over.
 3. The worker thread takes the code from where it is kept, or has the compile process lower the graph (`obtain`).
 4. It loads the code, then loads and tunes the kernels on zeros. It holds the device's lock of `gpu_locks` meanwhile, since
    either would break a CUDA graph capture on another thread.
@@ -41,15 +41,17 @@ from ..background.thread import Job, compiler
 from ..compile_process import lowering_settings
 from ..compile_process.artefact import Code
 from ..compile_process.client import Unavailable, compile_process
-from ..compile_process.obtain import Request, holds, import_ahead, is_on_disk, load, obtain, request_for
+from ..compile_process.inputs import is_weight
+from ..compile_process.load_ahead import ready_for
+from ..compile_process.obtain import Request, holds, import_ahead, is_on_disk, load, obtain, request_for, wait_for_imports
 from ..compile_process.wire import LowerInline
 from ..devices import gpu_locks, is_capturing
 from ..failures.describe import DescribedError, chain, describe_failure, in_one_line, is_out_of_memory, never_swallowed
 from ..inductor.backend import inductor, needs_gradients
 from ..log import logger
 from ..out_of_place import out_of_place, written_by
-from ..tensor_spec import TensorSpec, hint, is_symbol
-from ..torch_compat import attention, private
+from ..tensor_spec import is_symbol
+from ..torch_compat import private
 from .call_shapes import Changed
 from .session import monitor, tracing_scope
 
@@ -60,13 +62,6 @@ _inline_lock = threading.Lock()
 # By backend, what makes the code of a request on the worker thread: (the function to call, its `Code`). Graphs of other
 # backends are lowered in the call.
 LOWERERS: dict[str, Callable[[Request, str, bool], tuple[Callable, Code]]] = {}
-# The most seconds that a call waits for code that only has to be read. A block of Flux takes 0.3 s; the first one of a process
-# 1 s, and a slow drive longer.
-READING = 3.0
-# Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
-MARGIN = 512 * 2**20
-# Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
-INTERMEDIATES = 8
 
 
 class _Current(threading.local):
@@ -168,10 +163,9 @@ def lowered_inline(owner: weakref.ref, graph: fx.GraphModule, inputs: list, lowe
 
 
 def _lower_with_inductor(request: Request, block: str, patient: bool) -> tuple[Callable, Code]:
-    importing = import_ahead()
+    import_ahead()
     code = obtain(request, block, patient)
-    if importing.ident is not None:
-        importing.join()
+    wait_for_imports()
     try:
         return _loaded(request, code, block), code
     except Exception as error:
@@ -230,9 +224,8 @@ class TracedGraph:
         placeholders = [node for node in graph.graph.nodes if node.op == "placeholder"]
         fakes = fakes_of(graph, example_inputs)
         self._sizes_at = [i for i, fake in enumerate(fakes) if is_symbol(fake)]
-        self._changeable = [i for i, node in enumerate(placeholders) if not _is_weight(node)]
+        self._changeable = [i for i, node in enumerate(placeholders) if not is_weight(node)]
         self._device = device_of(fakes)
-        self._inputs = _Inputs.of(graph, fakes, set(self._changeable)) if self._device.type == "cuda" else None
         # A copy, without fake tensors.
         self._traced = fx.GraphModule(graph, copy.deepcopy(graph.graph))
         for node in self._traced.graph.nodes:
@@ -260,12 +253,12 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._is_refused or owner.failure is not None:
             return self._run_traced(*args)
-        began, is_first = time.monotonic(), job is None
+        if job is None and (ready := ready_for(self._request)) is not None:
+            self._publish(owner, *ready, 0.0)
+            return self(*args)
         if job is None or job.over:
-            # A folder on a network may be slow, or hang.
-            job = self._job = self._make_job(owner, is_first and call.read < READING and is_on_disk(self._request))
+            job = self._job = self._make_job(owner, is_first=job is None)
             call.when_over.append(functools.partial(compiler.submit, job))
-            call.read += time.monotonic() - began
         if call.synchronous and not is_capturing(self._device):
             if monitor.listener is not None:
                 monitor.listener(owner.name)
@@ -274,10 +267,6 @@ class TracedGraph:
             finally:
                 if monitor.listener is not None:
                     monitor.listener(None)
-        elif is_first and job.is_kept and call.read < READING and not compiler.makes_code and not is_capturing(self._device):
-            began = time.monotonic()
-            compiler.finish(job, call.poll, READING - call.read)
-            call.read += time.monotonic() - began
         if self._code is not None:
             return self(*args)
         if job.over and call.synchronous and job.error is not None:
@@ -290,7 +279,7 @@ class TracedGraph:
         call.uncompiled = owner.ran_uncompiled = True
         return self._run_traced(*args)
 
-    def _make_job(self, owner: Any, is_kept: bool) -> Job:
+    def _make_job(self, owner: Any, is_first: bool) -> Job:
         cached = 0
         if self._device.type == "cuda":
             # Not on the worker: a call of PyTorch's allocator waits for its lock with the GIL held, and comfy-aimdo, which
@@ -309,7 +298,7 @@ class TracedGraph:
                 live_owner.lowering_failed(error, traced.version)
                 traced._is_refused = not (live_owner.failure is not None and live_owner.failure.may_pass)
 
-        job = Job(owned_by, action, self._device, on_error, is_kept=is_kept)
+        job = Job(owned_by, action, self._device, on_error, is_kept=is_first and is_on_disk(self._request))
         owner.jobs.add(job)
         return job
 
@@ -327,13 +316,17 @@ class TracedGraph:
             owner.lower_in_call(self.version, for_good)
             return
         loaded = time.perf_counter()
-        with gpu_locks[self._device]:
-            if self._inputs is not None:
-                self._inputs.warm_up(run, cached)
-            self._holds, self._code = _size_check(code.guards, self._sizes_at), run
-        owner.count_lowered(loaded - began, int(code.was_kept), code.name)
+        if self._request.inputs is not None:
+            with gpu_locks[self._device]:
+                self._request.inputs.warm_up(run, cached)
+        self._publish(owner, code, run, loaded - began)
         seconds = loaded - began, time.perf_counter() - loaded
         logger.debug("%s: code after %.1f s, kernels loaded in %.1f s", owner.name, *seconds)
+
+    def _publish(self, owner: Any, code: Code, run: Callable, seconds: float) -> None:
+        """Use the code from now on; it took so many `seconds` to get it."""
+        self._holds, self._code = _size_check(code.guards, self._sizes_at), run
+        owner.count_lowered(seconds, int(code.was_kept), code.name)
 
     def _run_first(self, args: tuple) -> Any:
         """Run the code for the first time: a kernel may fail on this GPU."""
@@ -389,50 +382,6 @@ def with_own_code(function: Any) -> types.FunctionType:
     return copied
 
 
-class _Inputs:
-    """Describe the inputs on which kernels are loaded and tuned. Code may write to those at the indices `changeable`."""
-
-    def __init__(self, specs: dict[int, TensorSpec], sizes: list, changeable: set[int], device: torch.device):
-        self._specs, self._sizes, self._changeable, self._device = specs, sizes, changeable, device
-
-    @classmethod
-    def of(cls, graph: fx.GraphModule, fakes: list, changeable: set[int]) -> "_Inputs | None":
-        """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
-        the sampler's, or a tensor is no strided view of memory."""
-        tensors = {i: fake for i, fake in enumerate(fakes) if isinstance(fake, torch.Tensor)}
-        if any(map(_is_random, graph.graph.nodes)) or not all(map(_is_plain, tensors.values())):
-            return None
-        specs = {i: TensorSpec.of(fake) for i, fake in tensors.items()}
-        return cls(specs, [None if i in specs else hint(fake) for i, fake in enumerate(fakes)], changeable, device_of(fakes))
-
-    def warm_up(self, code: Callable, cached: int) -> None:
-        """Load and tune kernels, which takes a good part of the first run on a GPU."""
-        try:
-            with torch.inference_mode():
-                inputs = self._zeros(cached)
-                if inputs is None:
-                    return
-                with attention.WithoutPlans():
-                    code(*inputs)
-                torch.cuda.current_stream().synchronize()
-        except Exception as error:  # the first real run does it
-            logger.debug("kernels were not loaded in advance: %s", error)
-
-    def _zeros(self, cached: int) -> list | None:
-        """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
-        specs = self._specs
-        shared = max((spec.nbytes for i, spec in specs.items() if i not in self._changeable), default=0)
-        needed = shared + INTERMEDIATES * sum(spec.nbytes for i, spec in specs.items() if i in self._changeable)
-        free, _total = torch.cuda.mem_get_info(self._device)
-        if free + cached < needed + MARGIN:
-            return None
-        storage = torch.zeros(shared, dtype=torch.uint8, device=self._device).untyped_storage()
-        inputs = list(self._sizes)
-        for i, spec in specs.items():
-            inputs[i] = spec.zeros() if i in self._changeable else spec.on(storage)
-        return inputs
-
-
 def _size_check(guards: str | None, at: list[int]) -> Callable[[tuple], bool] | None:
     """A check of the sizes among the inputs; None: the code fits all sizes."""
     if not guards:
@@ -443,26 +392,3 @@ def _size_check(guards: str | None, at: list[int]) -> Callable[[tuple], bool] | 
         return holds(guards, values)
 
     return lambda args: evaluated(tuple(args[i] for i in at))
-
-
-# Functions and methods that draw random numbers.
-_RANDOM = {
-    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
-    *("normal_", "uniform_", "bernoulli_", "exponential_", "random_"),
-}
-
-
-def _is_random(node: fx.Node) -> bool:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    return name in _RANDOM
-
-
-def _is_weight(node: fx.Node) -> bool:
-    """Whether a graph's input is a parameter or buffer of the block, as Dynamo names them."""
-    return "_parameters_" in str(node.target) or "_buffers_" in str(node.target)
-
-
-def _is_plain(fake: torch.Tensor) -> bool:
-    """Whether a tensor is a strided view of memory."""
-    wraps = private.is_traceable_wrapper_subclass(fake)
-    return fake.layout is torch.strided and not fake.is_nested and not wraps

@@ -16,6 +16,7 @@ class Code:
         guards: an expression that must hold for the sizes among the inputs, see `ShapeEnv.evaluate_guards_expression`; None:
             the code fits all.
         files: paths and contents of libraries that the artefact is loaded with.
+        inputs: on which its kernels are loaded and tuned, see `Inputs.packed`; empty: the first run does that.
         cpu: the CPU for which the libraries were built, see `cpu_digest`.
         name: of the entry in which the code is kept.
         was_kept: the code was read from an entry, and nothing was lowered.
@@ -24,24 +25,34 @@ class Code:
     artefact: bytes
     guards: str | None = None
     files: dict[str, bytes] = field(default_factory=dict)
+    inputs: str = ""
     cpu: str = field(default_factory=cpu_digest)
     name: str | None = None
     was_kept: bool = False
 
+    @property
+    def is_for_this_cpu(self) -> bool:
+        return not self.files or self.cpu == cpu_digest()
+
     def packed(self, about: dict[str, Any]) -> bytes:
-        """A line of JSON (`about`, the sizes of the parts, guards, CPU), then the artefact and the files."""
+        """A line of JSON (`about`, the sizes of the parts, guards, CPU), then the artefact, the inputs and the files."""
         files = [[name, len(content)] for name, content in self.files.items()]
-        header = {**about, "artefact": len(self.artefact), "guards": self.guards, "files": files, "cpu": self.cpu}
-        return b"".join([json.dumps(header).encode(), b"\n", self.artefact, *self.files.values()])
+        inputs = self.inputs.encode()
+        sizes = {"artefact": len(self.artefact), "inputs": len(inputs), "files": files}
+        header = {**about, **sizes, "guards": self.guards, "cpu": self.cpu}
+        return b"".join([json.dumps(header).encode(), b"\n", self.artefact, inputs, *self.files.values()])
 
     @classmethod
-    def unpacked(cls, content: bytes) -> "Code":
-        """Raises ValueError, KeyError or TypeError for other content."""
+    def unpacked(cls, content: bytes, name: str | None = None) -> "Code":
+        """The code in an entry of that name, or in an answer. Raises ValueError, KeyError or TypeError for other content."""
         header, body = header_of(content), content[content.index(b"\n") + 1 :]
-        at, files = header["artefact"], {}
-        for name, size in header["files"]:
-            files[name] = body[at : at + size]
+        artefact, inputs = header["artefact"], header["artefact"] + header["inputs"]
+        at, files = inputs, {}
+        for file, size in header["files"]:
+            files[file] = body[at : at + size]
             at += size
         if at != len(body):
             raise ValueError("it is cut off")
-        return cls(body[: header["artefact"]], header["guards"], files, header["cpu"])
+        return cls(
+            body[:artefact], header["guards"], files, body[artefact:inputs].decode(), header["cpu"], name, name is not None
+        )

@@ -17,7 +17,7 @@ from torch import fx
 
 from ..background.thread import Postponed
 from ..cache import code_store, shared
-from ..cache.environment import cpu_digest, environment
+from ..cache.environment import environment
 from ..cache.stores import CLAIM_SECONDS
 from ..files import write_whole
 from ..log import logger
@@ -28,6 +28,7 @@ from ..torch_settings import folder_scope
 from . import lowering_settings, wire
 from .artefact import Code
 from .client import compile_process, folders
+from .inputs import Inputs
 from .wire import LowerInline
 
 # Options for which lowering runs no kernel. Others come with a mode that tunes.
@@ -46,6 +47,7 @@ class Request:
             size fits others.
         sizes: values of the sizes among the inputs, to check the guards that lowering adds.
         measures: lowering runs kernels on the card.
+        inputs: on which kernels are loaded and tuned before the first run; None: there is no GPU, or only that run may do it.
     """
 
     text: str
@@ -53,6 +55,7 @@ class Request:
     sizes: tuple[int, ...]
     device: torch.device
     measures: bool = False
+    inputs: Inputs | None = None
 
 
 def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, Any], device: torch.device) -> Request:
@@ -77,7 +80,8 @@ def request_for(graph: fx.GraphModule, fakes: Sequence[Any], options: dict[str, 
     sizes = tuple(hint(fake) for fake in fakes if is_symbol(fake))
     tuning = (getattr(private.inductor_config, name, False) for name in ("max_autotune", "max_autotune_gemm"))
     measures = bool(options.keys() - NOT_MEASURED) or any(tuning)
-    return Request(text, hashlib.sha256(name.encode()).hexdigest(), sizes, device, measures)
+    key = hashlib.sha256(name.encode()).hexdigest()
+    return Request(text, key, sizes, device, measures, Inputs.of(graph, fakes))
 
 
 def _is_custom(node: fx.Node) -> bool:
@@ -130,6 +134,7 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
         if not holds(code.guards, request.sizes):
             raise LowerInline("the guards of its code do not hold for its own sizes")
         if store is not None:  # else it is not known which names others have given to code of this graph
+            code = replace(code, inputs=request.inputs.packed() if request.inputs is not None else "")
             content = code.packed({"class": block, "environment": environment()})
             store.put(name, content)
             if others is not None:
@@ -141,15 +146,19 @@ def obtain(request: Request, block: str, patient: bool, distrusted: str | None =
 
 
 def is_on_disk(request: Request) -> bool:
-    """Whether this machine has code of a request, so that it only has to be loaded."""
+    """Whether this machine seems to have code of a request, so that it only has to be loaded."""
     store = code_store.current()
-    return store is not None and isinstance(_kept(store.read, request, None), Code)
+    return store is not None and store.has(request.key)
+
+
+def names_for(request: Request) -> Iterator[str]:
+    """Names of the entries that may hold code of a request."""
+    return (f"{request.key}-{number}" if number else request.key for number in range(VARIANTS))
 
 
 def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str | None) -> Code | str:
     """The code that is kept and holds for the request's sizes, else the name under which such code is to be kept."""
-    for number in range(VARIANTS):
-        name = f"{request.key}-{number}" if number else request.key
+    for name in names_for(request):
         content = get(name) if name != distrusted else None
         if content is None:
             break
@@ -158,8 +167,7 @@ def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str 
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("the entry %s cannot be read (%s): its code is compiled anew", name, error)
             break
-        is_for_this_cpu = not code.files or code.cpu == cpu_digest()
-        if is_for_this_cpu and holds(code.guards, request.sizes):
+        if code.is_for_this_cpu and holds(code.guards, request.sizes):
             return replace(code, name=name, was_kept=True)
     return name
 
@@ -226,6 +234,12 @@ def import_ahead() -> threading.Thread:
     _importing.append(thread)
     started(thread)
     return thread
+
+
+def wait_for_imports() -> None:
+    importing = import_ahead()
+    if importing.ident is not None:  # else no thread could be started
+        importing.join()
 
 
 def is_imported() -> bool:

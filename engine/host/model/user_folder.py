@@ -1,5 +1,6 @@
 """Open the store of the host's user, and get ready to compile."""
 
+import functools
 import json
 import sys
 import threading
@@ -11,6 +12,7 @@ from ...cache.code_store import CodeStore, current, open_store, was_opened_befor
 from ...cache.environment import compile_for
 from ...cache.shared import configure, configured
 from ...compile_process.client import compile_process
+from ...compile_process.load_ahead import load_ahead
 from ...compile_process.obtain import import_ahead
 from ...settings import CompileSettings
 from ...threads import call_later, started
@@ -67,11 +69,11 @@ def _start_unless_kept() -> None:
 
 
 def get_ready_again() -> None:
-    """After a restart: if the store has code of these versions, import before the first prompt what loading code needs."""
+    """After a restart: if the store has code of these versions, load it before the first prompt."""
     if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
-        call_later(QUIET_SECONDS, _import_if_quiet)
+        call_later(QUIET_SECONDS, functools.partial(_load_while_quiet, store))
 
 
-def _import_if_quiet() -> None:
+def _load_while_quiet(store: CodeStore) -> None:
     if not _prompt_came.is_set():
-        import_ahead()
+        load_ahead(store, lambda: not _prompt_came.is_set())

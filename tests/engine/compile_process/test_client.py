@@ -327,13 +327,51 @@ def test_kept_code_that_cannot_be_loaded_is_compiled_anew(engine, process, net, 
     assert sum(store.get(name) != content for name, content in kept.items()) == 1
 
 
-def test_kept_code_is_used_in_the_call_that_traces(engine, process, net, store):
-    """To read it takes less time than its uncompiled steps would lose."""
+@pytest.fixture
+def load_ahead(engine, monkeypatch):
+    module = engine("compile_process.load_ahead")
+    monkeypatch.setattr(module, "_ready", {})
+    return module
+
+
+def test_kept_code_that_was_loaded_ahead_is_used_in_the_call_that_traces(engine, process, net, store, load_ahead):
     first_call(net)
     net.wait()
+    load_ahead.load_ahead(store, lambda: True)
+    assert engine("background.thread").compiler.wait(60)
     again = restarted(engine)
     result, uncompiled = again(X)
     assert not uncompiled and torch.allclose(result, again.net(X), atol=1e-6)
+    assert [group.stats.from_disk for group in again._groups] == [1]
+
+
+@pytest.mark.parametrize("because", ["a prompt has come", "it is damaged", "it is of other versions", "it cannot be loaded"])
+def test_code_that_was_not_loaded_ahead_is_loaded_while_the_call_goes_on(
+    engine, process, net, store, load_ahead, because, monkeypatch, caplog
+):
+    first_call(net)
+    net.wait()
+    if because == "it is damaged":
+        for name in store.entries():
+            store._file(name).write_bytes(b"garbage")
+    elif because == "it is of other versions":
+        monkeypatch.setattr(store, "is_current", lambda _name: False)
+    with monkeypatch.context() as patch:
+        if because == "it cannot be loaded":
+            patch.setattr(load_ahead, "load", lambda _code: 1 / 0)
+        load_ahead.load_ahead(store, lambda: because != "a prompt has come")
+        assert engine("background.thread").compiler.wait(60) and not load_ahead._ready
+    again = restarted(engine)
+    assert again(X)[1]
+    again.wait()
+    assert is_compiled(again)
+
+
+def test_what_comes_while_code_is_loaded_ahead_ends_that(engine, process, store, load_ahead):
+    net, loaded = CompiledNet(engine, TwoKinds(), backend="inductor"), load_ahead._ready
+    net.at_once(X)
+    load_ahead.load_ahead(store, lambda: not loaded)
+    assert engine("background.thread").compiler.wait(60) and len(loaded) == 1 < len(store.entries())
 
 
 class Block(Told):
@@ -360,60 +398,6 @@ class TwoKinds(torch.nn.Module):
         for block in (*self.blocks, *self.others):
             x = block(x)
         return x
-
-
-def test_a_call_waits_for_kept_code_so_long_in_all(engine, process, store, monkeypatch):
-    """A model may have many graphs."""
-    compiler, most = engine("background.thread").compiler, []
-    net = CompiledNet(engine, TwoKinds(), backend="inductor")
-    net.at_once(X)
-    finish = type(compiler).finish
-
-    def finished(self, job, poll, seconds):
-        most.append(seconds)
-        finish(self, job, poll, seconds)
-        assert self.wait(60)
-        time.sleep(0.2)
-
-    monkeypatch.setattr(type(compiler), "finish", finished)
-    again = restarted(engine, TwoKinds())
-    again(X)
-    assert len(most) == 2 and most[1] < most[0] - 0.2
-
-
-@pytest.mark.parametrize("because", ["the worker waits for other code", "reading takes long", "memory is short"])
-def test_a_call_does_not_wait_long_for_kept_code(engine, process, net, store, monkeypatch, because):
-    traced_graph, loads = engine("compile.traced_graph"), []
-    first_call(net)
-    net.wait()
-    load = traced_graph.load
-
-    def slow(code):
-        loads.append(code)
-        if because == "memory is short" and len(loads) == 1:
-            raise torch.OutOfMemoryError("full")
-        if because == "reading takes long":
-            time.sleep(1)
-        return load(code)
-
-    again = restarted(engine)
-    monkeypatch.setattr(traced_graph, "load", slow)
-    if because == "the worker waits for other code":
-        process.orders("hold")
-        other = CompiledNet(engine, Net(block=Told, width=16), backend="inductor")
-        other(torch.randn(2, 4, 16))
-        process.begun()
-    elif because == "reading takes long":
-        monkeypatch.setattr(traced_graph, "READING", 0.5)
-    waited, finish = [], type(traced_graph.compiler).finish
-    monkeypatch.setattr(type(traced_graph.compiler), "finish", lambda *args: waited.append(args) or finish(*args))
-    first_call(again)
-    assert bool(waited) is (because != "the worker waits for other code")
-    process.tell("go_on")
-    if because == "memory is short":
-        assert again(X)[1], "the next call does not wait either: the job is tried again later"
-    again.wait()
-    assert is_compiled(again)
 
 
 def test_after_it_was_idle_another_one_is_started(process, net):

@@ -36,7 +36,7 @@ def test_libraries_for_another_cpu_are_not_loaded(engine, tmp_path):
     store = code_store.CodeStore(tmp_path, 2**30, code_store.read_key(tmp_path))
     request = obtain.Request("", "a" * 64, (), torch.device("cuda"))
     for cpu, files, is_used in (("another", {"ab/k.so": b"library"}, False), ("another", {}, True)):
-        store.put(request.key, obtain.Code(b"artefact", None, files, cpu).packed({}))
+        store.put(request.key, obtain.Code(b"artefact", None, files, cpu=cpu).packed({}))
         assert isinstance(obtain._kept(store.get, request, None), obtain.Code) is is_used
 
 
@@ -92,3 +92,30 @@ def test_the_folder_of_a_server_that_was_killed_goes_with_the_next_start(engine,
             server.stdout.close()
     here.stop()
     assert not here.scratch.exists()
+
+
+def test_what_code_is_called_with_is_kept_with_it(engine):
+    """The numbers of another graph would tune its kernels for another size; weights are told from what is written to."""
+    inputs, specs = engine("compile_process.inputs").Inputs, engine("tensor_spec").TensorSpec
+    weight = specs((8, 4), (4, 1), torch.float8_e4m3fn, torch.device("cuda", 0))
+    image = specs((2, 3, 8), (24, 8, 1), torch.bfloat16, torch.device("cuda", 0))
+    given = inputs(((weight, False), (image, True), 16, 0.5))
+    code = engine("compile_process.artefact").Code(b"artefact", "guards", {"k.so": b"library"}, given.packed())
+    read = code.unpacked(code.packed({"class": "Block"}), "name")
+    assert inputs.unpacked(read.inputs) == given and given.device == torch.device("cuda", 0)
+    assert (read.artefact, read.guards, read.files, read.name, read.was_kept) == (b"artefact", "guards", code.files, "name", True)
+    assert not code.unpacked(code.packed({})).was_kept
+
+
+@pytest.mark.parametrize("what", ["plain", "no GPU", "random numbers", "an object"])
+def test_only_code_that_may_run_before_its_first_real_run_has_inputs(engine, what):
+    graph, device = torch.fx.Graph(), "cpu" if what == "no GPU" else "cuda"
+    placed = [graph.placeholder(name) for name in ("L_self_parameters_weight_", "L_x_")]
+    graph.output(graph.call_function(torch.rand_like if what == "random numbers" else torch.relu, (placed[1],)))
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fakes = [mode.from_tensor(torch.empty(2, 3, device="meta")), torch.empty(2, 3, device=device)]
+    fakes[0] = object() if what == "an object" else fakes[0]
+    given = engine("compile_process.inputs").Inputs.of(torch.fx.GraphModule(torch.nn.Module(), graph), fakes)
+    assert (given is not None) is (what == "plain")
+    if given is not None:
+        assert [is_written for _spec, is_written in given.given] == [False, True]

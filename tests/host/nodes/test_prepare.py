@@ -13,7 +13,7 @@ pytestmark = pytest.mark.host
 
 @pytest.fixture
 def folder(engine, monkeypatch):
-    """The module, with what it starts noted in `asked` instead: "process", "import"."""
+    """The module, with what it starts noted in `asked` instead: "process", "import", "load"."""
     module = engine("host.model.user_folder")
     module.asked = []
     monkeypatch.setattr(type(module.compile_process), "pid", None)
@@ -21,6 +21,7 @@ def folder(engine, monkeypatch):
     monkeypatch.setattr(module, "configured", lambda: None)
     monkeypatch.setattr(module.compile_process, "start", lambda: module.asked.append("process"))
     monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
+    monkeypatch.setattr(module, "load_ahead", lambda _store, _goes_on: module.asked.append("load"))
     monkeypatch.setattr(module, "open_users_store", lambda: None)
     monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(module, "_prompt_came", threading.Event())
@@ -130,7 +131,7 @@ def test_after_a_restart_the_store_is_found_wherever_it_is(engine, folder, monke
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: is_current))
     before = list(tmp_path.rglob("*"))
     start_and_wait(folder)
-    assert folder.asked == (["import"] if place is not None and is_current else []) and list(tmp_path.rglob("*")) == before
+    assert folder.asked == (["load"] if place is not None and is_current else []) and list(tmp_path.rglob("*")) == before
 
 
 def start_and_wait(folder):
@@ -140,7 +141,7 @@ def start_and_wait(folder):
         thread.join(60)
 
 
-def test_imports_do_not_slow_a_prompt_that_comes_with_the_start(engine, folder, monkeypatch):
+def test_nothing_is_loaded_beside_a_prompt_that_comes_with_the_start(engine, folder, monkeypatch):
     monkeypatch.setattr(folder, "was_opened_before", lambda _store: True)
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: True))
     monkeypatch.setattr(folder, "current", lambda: types.SimpleNamespace(has_current=lambda: True))

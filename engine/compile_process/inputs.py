@@ -1,0 +1,122 @@
+"""Load and tune the kernels of code before its first run, on inputs of zeros."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..log import logger
+from ..tensor_spec import TensorSpec, hint
+from ..torch_compat import attention, private
+
+# Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
+MARGIN = 512 * 2**20
+# Peak memory of a block as a multiple of its inputs without weights: attention, and an MLP of four times the width.
+INTERMEDIATES = 8
+# Functions and methods that draw random numbers.
+_RANDOM = {
+    *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
+    *("normal_", "uniform_", "bernoulli_", "exponential_", "random_"),
+}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What code is called with.
+
+    Args:
+        given: for each input a number, or the spec of a tensor and whether code may write to it: weights it only reads.
+    """
+
+    given: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, graph: fx.GraphModule, fakes: Sequence[Any]) -> Inputs | None:
+        """None if only the first real run may load kernels: the graph draws random numbers, so that an earlier run would change
+        the sampler's, an input is neither a number nor a strided view of memory, or there is no GPU."""
+        tensors = [fake for fake in fakes if isinstance(fake, torch.Tensor)]
+        if not all(isinstance(hint(fake), torch.Tensor | int | float) for fake in fakes):
+            return None
+        if any(map(_is_random, graph.graph.nodes)) or not all(map(_is_plain, tensors)):
+            return None
+        if not any(tensor.device.type == "cuda" for tensor in tensors):
+            return None
+        nodes = [node for node in graph.graph.nodes if node.op == "placeholder"]
+        return cls(
+            tuple(
+                (TensorSpec.of(fake), not is_weight(node)) if isinstance(fake, torch.Tensor) else hint(fake)
+                for node, fake in zip(nodes, fakes, strict=True)
+            )
+        )
+
+    def packed(self) -> str:
+        return json.dumps(
+            [
+                [one[0].shape, one[0].stride, str(one[0].dtype).partition(".")[2], str(one[0].device), one[1]]
+                if isinstance(one, tuple)
+                else one
+                for one in self.given
+            ]
+        )
+
+    @classmethod
+    def unpacked(cls, text: str) -> Inputs:
+        """Raises ValueError, TypeError or AttributeError for other texts, RuntimeError for a device that is not there."""
+
+        def one(described: Any) -> Any:
+            if not isinstance(described, list):
+                return described
+            shape, stride, dtype, device, may_be_written = described
+            return TensorSpec(tuple(shape), tuple(stride), getattr(torch, dtype), torch.device(device)), may_be_written
+
+        return cls(tuple(map(one, json.loads(text))))
+
+    @property
+    def device(self) -> torch.device:
+        specs = [one[0] for one in self.given if isinstance(one, tuple)]
+        return next(spec.device for spec in specs if spec.device.type == "cuda")
+
+    def warm_up(self, code: Callable, cached: int) -> None:
+        """Load and tune kernels, a good part of the first run. `cached`: bytes of the GPU that PyTorch holds unused."""
+        try:
+            with torch.inference_mode():
+                inputs = self._zeros(cached)
+                if inputs is None:
+                    return
+                with attention.WithoutPlans():
+                    code(*inputs)
+                torch.cuda.current_stream().synchronize()
+        except Exception as error:  # the first real run does it
+            logger.debug("kernels were not loaded in advance: %s", error)
+
+    def _zeros(self, cached: int) -> list | None:
+        """Inputs like those of the call; weights, which are only read, share memory. None where there is no room."""
+        tensors = [one for one in self.given if isinstance(one, tuple)]
+        shared = max((spec.nbytes for spec, is_written in tensors if not is_written), default=0)
+        needed = shared + INTERMEDIATES * sum(spec.nbytes for spec, is_written in tensors if is_written)
+        free, _total = torch.cuda.mem_get_info(self.device)
+        if free + cached < needed + MARGIN:
+            return None
+        storage = torch.zeros(shared, dtype=torch.uint8, device=self.device).untyped_storage()
+        return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in self.given]
+
+
+def _is_random(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    return name in _RANDOM
+
+
+def is_weight(node: fx.Node) -> bool:
+    """Whether a graph's input is a parameter or buffer of the block, as Dynamo names them."""
+    return "_parameters_" in str(node.target) or "_buffers_" in str(node.target)
+
+
+def _is_plain(fake: torch.Tensor) -> bool:
+    """Whether a tensor is a strided view of memory."""
+    wraps = private.is_traceable_wrapper_subclass(fake)
+    return fake.layout is torch.strided and not fake.is_nested and not wraps

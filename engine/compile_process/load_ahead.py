@@ -1,0 +1,68 @@
+"""Load kept code after the server has started, while nobody waits: a trace that needs it then finds it at once.
+
+Else the first image after a restart runs uncompiled meanwhile: to read code, and to load and tune its kernels, takes 1 s or 2
+for each kind of block, on a thread that competes with the sampler's.
+"""
+
+import functools
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from ..background.thread import Job, compiler
+from ..cache.code_store import CodeStore
+from ..devices import gpu_locks
+from ..failures.describe import in_one_line
+from ..log import logger
+from .artefact import Code
+from .inputs import Inputs
+from .obtain import Request, holds, load, names_for, wait_for_imports
+
+# How many entries are loaded, those used last: a model has one to four graphs.
+MOST = 16
+# By name of the entry.
+_ready: dict[str, tuple[Code, Callable]] = {}
+
+
+def load_ahead(store: CodeStore, goes_on: Callable[[], bool]) -> None:
+    """Import what loading needs, and have the worker load the entries that were used last. `goes_on`: asked before each."""
+    wait_for_imports()
+    names = [name for name in [*store.entries()][:MOST] if store.is_current(name)]
+    for name in reversed(names):  # to read an entry counts as a use
+        if not goes_on():
+            return
+        try:
+            code = Code.unpacked(store.read(name) or b"", name)
+            inputs = Inputs.unpacked(code.inputs) if code.inputs else None
+        except Exception as error:
+            logger.debug("the entry %s is not loaded ahead: %s", name, in_one_line(error))
+            continue
+        if code.is_for_this_cpu:
+            device = torch.device("cpu") if inputs is None else inputs.device
+            action = functools.partial(_load, code, inputs, device, goes_on)
+            compiler.submit(Job(weakref.ref(compiler), action, device, functools.partial(_note_error, name)))
+
+
+def _load(code: Code, inputs: Inputs | None, device: torch.device, goes_on: Callable[[], bool]) -> None:
+    if not goes_on() or code.name is None:
+        return
+    began = time.perf_counter()
+    with gpu_locks[device]:
+        run = load(code)
+        if inputs is not None:
+            inputs.warm_up(run, 0)
+            torch.cuda.empty_cache()  # no other thread would use what the worker's stream has left
+    _ready[code.name] = code, run
+    logger.debug("the entry %s was loaded ahead in %.1f s", code.name, time.perf_counter() - began)
+
+
+def _note_error(name: str, error: Exception) -> None:
+    logger.debug("the entry %s could not be loaded ahead: %s", name, in_one_line(error))
+
+
+def ready_for(request: Request) -> tuple[Code, Callable] | None:
+    """Code of a request that was loaded ahead, and the function to call."""
+    ready = (_ready[name] for name in names_for(request) if name in _ready)
+    return next(((code, run) for code, run in ready if holds(code.guards, request.sizes)), None)
