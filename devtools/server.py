@@ -46,6 +46,8 @@ def prepare_base(base, root=ROOT):
     if not pack.exists():
         try:
             pack.symlink_to(root, target_is_directory=True)
+        except FileExistsError:  # by another server that starts at the same time in a folder that both use
+            pass
         except OSError:
             shutil.copytree(root, pack, ignore=NOT_THE_PACK)
     return base
