@@ -316,10 +316,10 @@ class TracedGraph:
             owner.lower_in_call(self.version, for_good)
             return
         loaded = time.perf_counter()
-        if self._request.inputs is not None:
-            with gpu_locks[self._device]:
+        with gpu_locks[self._device]:
+            if self._request.inputs is not None:
                 self._request.inputs.warm_up(run, cached)
-        self._publish(owner, code, run, loaded - began)
+            self._publish(owner, code, run, loaded - began)
         seconds = loaded - began, time.perf_counter() - loaded
         logger.debug("%s: code after %.1f s, kernels loaded in %.1f s", owner.name, *seconds)
 

@@ -49,6 +49,13 @@ class Lock:
         self.release()
 
 
+def wait_for_imports():
+    """They set what they need, for the process."""
+    for thread in threading.enumerate():
+        if thread.name == "torch-compile-kit import":
+            thread.join(60)
+
+
 class Process:
     """One process of ComfyUI from its start to its end."""
 
@@ -118,13 +125,12 @@ class Process:
         self.compiled = self.module("engine.host.model.attach").attach(self.patcher, settings)
         code = self.module("engine.compile.registry").code_of(self.patcher.model.diffusion_model)
         code.eager_calls = 0
-        for thread in threading.enumerate():  # imports set what they need, for the process
-            if thread.name == "torch-compile-kit import":
-                thread.join(60)
+        wait_for_imports()
         before = self.settings()
         result = restart.one_step(self.compiled, *tiny_models.conditioning("flux"))
         stats = self.module("engine.messages.report").stats_for(self.patcher.model.diffusion_model, settings)
         ended = self.module("engine.background.thread").compiler.wait(120)
+        wait_for_imports()
         self.answer["runs"].append(
             {
                 "error": float((result - self.expected).abs().max() / self.expected.abs().max()),
