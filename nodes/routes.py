@@ -11,7 +11,7 @@ from ..engine.failures.machine import preflight_here
 from ..engine.host import adapter
 from ..engine.host.adapter import device_type
 from ..engine.host.model.payback import begin_now
-from ..engine.host.model.user_folder import get_ready, get_ready_again
+from ..engine.host.model.user_folder import get_ready, get_ready_again, prompt_came
 from ..engine.host.nodes import progress
 from ..engine.host.nodes.cache_files import pack_version
 from ..engine.log import logger
@@ -27,7 +27,7 @@ STATUS = "torch-compile-kit.status"
 PROGRESS = "torch-compile-kit.progress"
 COMPILES = "TorchCompileKitModel"
 WARMS = "TorchCompileKitWarmup"
-IDLE = 5.0  # seconds from the start of the server's loop, by when the other packs are loaded
+IDLE = 2.0  # seconds from when the server answers: a page, or a script, may send a prompt at once
 # Of each page, by its client id; the newest pages.
 _languages: dict[str, str] = {}
 MOST_PAGES = 100
@@ -119,7 +119,10 @@ def register_routes() -> None:
         if not server.prompt_queue.get_tasks_remaining():  # beside a model that loads both would take twice as long
             server.loop.run_in_executor(None, get_ready_again)
 
-    server.loop.call_soon(server.loop.call_later, IDLE, when_idle)  # from when the loop runs
+    async def when_started(_app: web.Application) -> None:  # all packs are loaded
+        server.loop.call_later(IDLE, when_idle)
+
+    server.app.on_startup.append(when_started)
 
 
 def _text_in(data: object, *names: str) -> str | None:
@@ -156,6 +159,7 @@ def remember_language(client: str | None, language: str | None) -> None:
 
 def prepare_for(request: dict) -> dict:
     """When a prompt is queued, give it the page's language, and get ready to compile while the prompt's models load."""
+    prompt_came()
     language = language_for(_languages.get(_text_in(request, "client_id") or ""))
     if isinstance(request, dict) and isinstance(extra := request.setdefault("extra_data", {}), dict):
         extra[LANGUAGE] = language

@@ -131,14 +131,9 @@ class Compiler:
             self.awaited = False
         return not self.busy
 
-    def finish(self, job: Job, poll: Callable[[], None], seconds: float | None = None) -> None:
-        """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise.
-
-        Args:
-            seconds: how long to wait at most. The job is then as one that nobody waits for: if it is put off, the wait ends.
-        """
-        end = None if seconds is None else time.monotonic() + seconds
-        job.awaited = seconds is None
+    def finish(self, job: Job, poll: Callable[[], None]) -> None:
+        """Run `job` next, and wait until it is over. `poll` is called ten times a second and may raise."""
+        job.awaited = True
         self.submit(job)
         with self._changed:
             if job in self._jobs:
@@ -146,7 +141,7 @@ class Compiler:
                 self._jobs.appendleft(job)
             self._changed.notify_all()
         try:
-            while not job.over and (end is None or (time.monotonic() < end and not job.due)):
+            while not job.over:
                 poll()
                 with self._changed:
                     if not job.over:

@@ -67,20 +67,24 @@ class CodeStore:
         self.trim()
         return is_written
 
-    def read(self, name: str) -> bytes | None:
-        """The content of an entry here; None if there is none, or only a damaged one."""
+    def read(self, name: str, is_use: bool = True) -> bytes | None:
+        """The content of an entry here; None if there is none, or only a damaged one. `is_use`: for the order of uses."""
         file = self._file(name)
         try:
             entry = read_whole(file)
         except OSError:
             return None
-        with suppress(OSError):  # the folder can be on a volume that this server only reads
-            os.utime(file)
+        if is_use:
+            self.note_use(name)
         if (content := verified(self.key, name, entry)) is not None:
             return content
         logger.warning("%s is damaged, or was not written by this user: its code is compiled anew", file)
         remove_file(file)
         return None
+
+    def note_use(self, name: str) -> None:
+        with suppress(OSError):  # the folder can be on a volume that this server only reads
+            os.utime(self._file(name))
 
     def _write(self, file: Path, content: bytes) -> bool:
         try:

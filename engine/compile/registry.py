@@ -49,7 +49,7 @@ class ModelCode:
         waits_for: why the last call could compile nothing.
         replays_operators: the graph of the call in progress holds uncompiled operators: its size does not count as compiled.
         title: the model's name for the user; empty: nobody has given one.
-        eager_calls: how many calls ran blocks uncompiled while their graphs were lowered in the background.
+        eager_calls: how many calls ran blocks uncompiled that may be compiled.
         bound: the blocks that run compiled in the current call.
         packings: code that unpacks weights of the model's layers, shared by all models with weights packed the same way.
     """

@@ -253,7 +253,8 @@ class TracedGraph:
         owner, call, job = self._owner(), current.call, self._job
         if owner is None or call is None or self._is_refused or owner.failure is not None:
             return self._run_traced(*args)
-        if job is None and (ready := ready_for(self._request)) is not None:
+        is_free = job is None and not is_capturing(self._device)
+        if is_free and (ready := ready_for(self._request)) is not None:
             self._publish(owner, *ready, 0.0)
             return self(*args)
         if job is None or job.over:

@@ -66,7 +66,7 @@ class Inputs:
 
     @classmethod
     def unpacked(cls, text: str) -> Inputs:
-        """Raises ValueError, TypeError or AttributeError for other texts, RuntimeError for a device that is not there."""
+        """Raises ValueError, TypeError, AttributeError or RuntimeError for other texts."""
 
         def one(described: Any) -> Any:
             if not isinstance(described, list):

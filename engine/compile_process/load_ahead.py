@@ -8,11 +8,12 @@ import functools
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..background.thread import Job, compiler
-from ..cache.code_store import CodeStore
+from ..cache.code_store import CodeStore, current
 from ..devices import gpu_locks
 from ..failures.describe import in_one_line
 from ..log import logger
@@ -29,17 +30,18 @@ _ready: dict[str, tuple[Code, Callable]] = {}
 def load_ahead(store: CodeStore, goes_on: Callable[[], bool]) -> None:
     """Import what loading needs, and have the worker load the entries that were used last. `goes_on`: asked before each."""
     wait_for_imports()
-    names = [name for name in [*store.entries()][:MOST] if store.is_current(name)]
-    for name in reversed(names):  # to read an entry counts as a use
+    for name in [*store.entries()][:MOST]:
         if not goes_on():
             return
+        if not store.is_current(name):
+            continue
         try:
-            code = Code.unpacked(store.read(name) or b"", name)
+            code = Code.unpacked(store.read(name, is_use=False) or b"", name)
             inputs = Inputs.unpacked(code.inputs) if code.inputs else None
         except Exception as error:
             logger.debug("the entry %s is not loaded ahead: %s", name, in_one_line(error))
             continue
-        if code.is_for_this_cpu:
+        if code.is_for_this_cpu and (inputs is not None or not torch.cuda.is_available()):
             device = torch.device("cpu") if inputs is None else inputs.device
             action = functools.partial(_load, code, inputs, device, goes_on)
             compiler.submit(Job(weakref.ref(compiler), action, device, functools.partial(_note_error, name)))
@@ -54,7 +56,7 @@ def _load(code: Code, inputs: Inputs | None, device: torch.device, goes_on: Call
         if inputs is not None:
             inputs.warm_up(run, 0)
             torch.cuda.empty_cache()  # no other thread would use what the worker's stream has left
-    _ready[code.name] = code, run
+    _ready[code.name] = replace(code, artefact=b"", files={}), run
     logger.debug("the entry %s was loaded ahead in %.1f s", code.name, time.perf_counter() - began)
 
 
@@ -64,5 +66,10 @@ def _note_error(name: str, error: Exception) -> None:
 
 def ready_for(request: Request) -> tuple[Code, Callable] | None:
     """Code of a request that was loaded ahead, and the function to call."""
-    ready = (_ready[name] for name in names_for(request) if name in _ready)
-    return next(((code, run) for code, run in ready if holds(code.guards, request.sizes)), None)
+    for name in names_for(request):
+        code, run = _ready.get(name, (None, None))
+        if code is not None and run is not None and holds(code.guards, request.sizes):
+            if (store := current()) is not None:
+                store.note_use(name)
+            return code, run
+    return None

@@ -55,7 +55,6 @@ class Watch:
     # The same for code that the last call lacked, though the model is compiled.
     lacks: Callable[[], tuple[int, str] | None] = lambda: None
     saved: float | None = None  # share of a step's time; None where `gained` is, or too few steps
-    runs_slower: bool = False  # steps like this one were slower compiled than uncompiled (messages/status.py)
     gained: float | None = None  # seconds; None: too few uncompiled steps have run to compare with
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from ..compile.compiled_code import on_trace
 from ..compile.registry import ModelCode, WaitsFor, code_of
-from ..log import logger
 from ..per_model import Same
 from ..settings import CompileSettings
 from .recompile_log import Watch, watch_of
-from .words import COMPILED_ELSEWHERE, ENGLISH, in_words, told
+from .words import COMPILED_ELSEWHERE, told
 
 # Steps that are compared, at most and at least.
 KEPT, FEWEST = 40, 3
@@ -27,8 +26,8 @@ MOST_OWNERS = 8
 MOST_LINES = 200
 # Share by which two medians of equal work may differ.
 SAME = 0.02
-# After so many steps of both kinds, fast ones that are slower are given up, for so many runs of the sampler.
-SURE, GIVEN_UP = 8, 20
+# After so many steps of both kinds fast ones that are slower are given up, for at most so many runs of the sampler.
+SURE, LONGEST_GIVEN_UP = 8, 20
 
 
 class News(NamedTuple):
@@ -52,34 +51,45 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 class Steps:
     """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
 
+    Fast steps that are slower are given up: the model runs uncompiled until that turns out to be no faster, new code is there,
+    or some runs of the sampler have passed, more each time.
+
     Args:
         is_fast: whether the last step was one of `fast`.
-        given_up: since `fast` was slower, the model runs as without this pack: (how often code was made until then, the run).
+        given_up: in words, why fast steps are given up; None: they are not.
+        _tries_again: how often code has to be made, or which run has to come, for another try.
+        _times: how often they were given up.
     """
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     is_fast: bool = False
-    given_up: tuple[int, int] | None = None
+    given_up: list | None = None
+    _tries_again: tuple[int, int] = (0, 0)
+    _times: int = 0
 
     def add(self, seconds: float, eager: bool, watch: Watch, code: ModelCode) -> None:
         self.is_fast = not eager
         (self.uncompiled if eager else self.fast).append(seconds)
-        if not eager and self.compared()[0] == "slower":
-            if self.given_up is None:
-                logger.info("%s: %s", code.title, in_words(self.compared()[1], ENGLISH))
-            self.given_up = code.compiles, code.runs
-        if not eager and len(self.uncompiled) >= FEWEST:
+        if eager:
+            return
+        if len(self.uncompiled) >= FEWEST:
             before = statistics.median(self.uncompiled)
             watch.gained = (watch.gained or 0.0) + before - seconds
             if len(self.fast) >= FEWEST:
                 watch.saved = 1 - statistics.median(self.fast) / before
+        state, says = self._compared()
+        if state == "slower" and self.given_up is None:  # a step that had begun before may end after
+            self._times += 1
+            self.given_up, self._tries_again = says, (code.compiles + 1, code.runs + min(2**self._times, LONGEST_GIVEN_UP))
+            self.uncompiled.clear()  # what runs from now on is compared with the same circumstances
 
     def is_given_up(self, code: ModelCode) -> bool:
-        """Whether fast steps were slower, and nothing that may change that has happened: new code, or many runs."""
-        if self.given_up is not None and (code.compiles != self.given_up[0] or code.runs >= self.given_up[1] + GIVEN_UP):
-            self.given_up = None
-            self.fast.clear()
+        if self.given_up is not None:
+            compiles, run = self._tries_again
+            is_no_slower = len(self.uncompiled) >= SURE and self._compared()[0] != "slower"
+            if is_no_slower or code.compiles >= compiles or code.runs >= run:
+                self.given_up, self.fast = None, deque(maxlen=KEPT)
         return self.given_up is not None
 
     def compared(self) -> tuple[str, list]:
@@ -88,16 +98,21 @@ class Steps:
         While the middle halves of both overlap, neither is called faster: other programs may have used the GPU. `slower` has
         consequences, so it is told after SURE steps.
         """
-        if len(self.fast) < FEWEST:
+        given_up = self.given_up
+        return self._compared() if given_up is None else ("slower", given_up)
+
+    def _compared(self) -> tuple[str, list]:
+        uncompiled, fast = list(self.uncompiled), list(self.fast)
+        if len(fast) < FEWEST:
             return "ready", []
-        now = statistics.median(self.fast)
-        if len(self.uncompiled) < FEWEST:
+        now = statistics.median(fast)
+        if len(uncompiled) < FEWEST:
             return "ready", told("aStep", f"{now:.3f}")
-        low, before, high = statistics.quantiles(self.uncompiled, n=4)
-        lowest, _, highest = statistics.quantiles(self.fast, n=4)
+        low, before, high = statistics.quantiles(uncompiled, n=4)
+        lowest, _, highest = statistics.quantiles(fast, n=4)
         if highest < low and now < before * (1 - SAME):
             return "faster", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
-        if lowest > high and now > before * (1 + SAME) and min(len(self.uncompiled), len(self.fast)) >= SURE:
+        if lowest > high and now > before * (1 + SAME) and min(len(uncompiled), len(fast)) >= SURE:
             return "slower", told("slower", f"{now / before:.2f}", f"{before:.3f}", f"{now:.3f}")
         return "unclear", told("noDifference", f"{now:.3f}")
 
@@ -168,6 +183,7 @@ class Status(Line):
             self._told = former._told  # until the model runs
         self._settings = settings
         self.left: list | None = None  # why nothing of the model is compiled, see `words.told`
+        self.given_up: list | None = None  # why the step in progress runs uncompiled: compiled, such steps are slower
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -195,7 +211,7 @@ class Status(Line):
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None:
-            watch_of(network).runs_slower = False
+            self.given_up = None
             return
         if Same(step) == self._step:
             self._inputs.append(inputs)
@@ -209,7 +225,7 @@ class Status(Line):
             if len(self._steps) > MOST_INPUTS:
                 del self._steps[next(iter(self._steps))]
         last = next((steps for of_steps, steps in reversed(self._steps.items()) if of_steps[:1] == (inputs,)), None)
-        watch_of(network).runs_slower = last is not None and last.is_given_up(code_of(network))
+        self.given_up = last.given_up if last is not None and last.is_given_up(code_of(network)) else None
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = Same(step), [inputs]

@@ -151,7 +151,7 @@ def notes_about(patcher) -> list[str]:
             else "Not compiled so far: compiling begins with the next step."
         )
     elif code.eager_calls:
-        notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far, while their code was not ready.")
+        notes.append(f"{code.eager_calls} calls of the model ran uncompiled so far.")
     if compiler.makes_code:
         notes.append("More blocks are being compiled in the background.")
     return notes + [note for wrapper in patcher.get_wrappers(WrappersMP.APPLY_MODEL, KEY) for note in wrapper.notes]

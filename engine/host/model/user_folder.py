@@ -1,6 +1,5 @@
 """Open the store of the host's user, and get ready to compile."""
 
-import functools
 import json
 import sys
 import threading
@@ -15,15 +14,13 @@ from ...compile_process.client import compile_process
 from ...compile_process.load_ahead import load_ahead
 from ...compile_process.obtain import import_ahead
 from ...settings import CompileSettings
-from ...threads import call_later, started
-from ..adapter import device_type
+from ...threads import started
+from ..adapter import device_type, forbids_threads
 
 STORE = "store"
 LIMIT_SETTING = "TorchCompileKit.CacheGiB"  # js/settings.js
 # Modules of the host that register names which graphs refer to: the layouts of quantised weights.
 REGISTERING = ("comfy.quant_ops",)
-# If no prompt has come for so long after a start, nobody waits while we import. Beside a prompt, imports would slow its steps.
-QUIET_SECONDS = 2.0
 _prompt_came = threading.Event()
 
 
@@ -50,6 +47,11 @@ def users_settings() -> dict:
     return settings if isinstance(settings, dict) else {}
 
 
+def prompt_came() -> None:
+    """Called when any prompt is queued: from now on nothing is loaded ahead."""
+    _prompt_came.set()
+
+
 def get_ready(settings: CompileSettings) -> None:
     """Open the store, and start the compile process while the model loads. If the store, or the shared one, has code of these
     versions, the process may not be needed: then the first graph that has no code starts it."""
@@ -69,11 +71,9 @@ def _start_unless_kept() -> None:
 
 
 def get_ready_again() -> None:
-    """After a restart: if the store has code of these versions, load it before the first prompt."""
-    if was_opened_before(kit_folder() / STORE) and (store := open_users_store()) is not None and store.has_current():
-        call_later(QUIET_SECONDS, functools.partial(_load_while_quiet, store))
-
-
-def _load_while_quiet(store: CodeStore) -> None:
-    if not _prompt_came.is_set():
+    """After a restart: if the store has code of these versions, load it until a prompt comes, whose steps that would slow."""
+    if forbids_threads() or not was_opened_before(kit_folder() / STORE):
+        return
+    store = open_users_store()
+    if store is not None and store.has_current() and not _prompt_came.is_set():
         load_ahead(store, lambda: not _prompt_came.is_set())

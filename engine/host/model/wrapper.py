@@ -14,6 +14,7 @@ from torch import nn
 
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
+from ...cuda_graphs.capture import graphs_of
 from ...log import logger
 from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import Status
@@ -21,7 +22,7 @@ from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words,
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ...torch_compat import private
-from ..graphs.policy import always_replays
+from ..graphs.policy import always_replays, is_short_of_memory
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
 from .network_calls import NetworkCalls, are_training, eager
@@ -122,7 +123,10 @@ class BlockCompiler:
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
                 call.puts_off = payback.puts_off_traces(network, self.settings, call.synchronous or replays)
-            if watch_of(network).runs_slower and not is_warming():
+            if self.status is not None and self.status.given_up is not None and not is_warming():
+                self.notes.add(in_words(self.status.given_up, ENGLISH))
+                if is_short_of_memory(args[0].device):
+                    graphs_of(network).drop()
                 return eager(network, functools.partial(executor, *args, **kwargs))
             if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK

@@ -103,7 +103,13 @@ def test_what_code_is_called_with_is_kept_with_it(engine):
     code = engine("compile_process.artefact").Code(b"artefact", "guards", {"k.so": b"library"}, given.packed())
     read = code.unpacked(code.packed({"class": "Block"}), "name")
     assert inputs.unpacked(read.inputs) == given and given.device == torch.device("cuda", 0)
-    assert (read.artefact, read.guards, read.files, read.name, read.was_kept) == (b"artefact", "guards", code.files, "name", True)
+    assert (read.artefact, read.guards, read.files, read.name, read.was_kept) == (
+        b"artefact",
+        "guards",
+        code.files,
+        "name",
+        True,
+    )
     assert not code.unpacked(code.packed({})).was_kept
 
 

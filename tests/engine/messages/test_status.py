@@ -1,6 +1,7 @@
 """The line on a node: only what really ran is told."""
 
 import functools
+import itertools
 import types
 import weakref
 
@@ -242,23 +243,33 @@ def test_a_difference_is_claimed_only_where_the_times_do_not_overlap(node, clock
     assert node.now()[:2] == (state, ["readyBut", words])
 
 
-@pytest.mark.parametrize("happens", ["nothing", "new code", "many runs", "other inputs", "a call without a step"])
-def test_steps_that_are_slower_compiled_run_uncompiled_until_that_may_have_changed(node, clock, engine, happens):
-    watch = engine("messages.recompile_log").watch_of(node.network)
+@pytest.mark.parametrize("happens", ["nothing", "new code", "a run", "all is slower now", "other inputs", "no step"])
+def test_steps_that_are_slower_compiled_run_uncompiled_until_that_may_have_changed(node, clock, happens):
     run(node, clock, [0.2] * 9, eager=True)
     node.group.stats.graphs = 1
     run(node, clock, [0.3] * 8)
-    assert not watch.runs_slower, "too few are known"
+    assert not node.given_up, "too few are known"
     run(node, clock, [0.3] * 2)
-    assert watch.runs_slower and said(node)[1][1][:2] == ["slower", "1.50"]
-    run(node, clock, [0.2] * 3, eager=True)
+    slower = ["slower", "1.50", "0.200", "0.300"]
+    assert node.given_up == slower and said(node)[1][1] == slower
+    run(node, clock, [0.3 if happens == "all is slower now" else 0.2] * 9, eager=True)
     node.code.compiles += happens == "new code"
-    node.code.runs += 20 if happens == "many runs" else 19
-    step = None if happens == "a call without a step" else object()
-    node.begins(node.network, step, "others" if happens == "other inputs" else SHAPE)
-    assert watch.runs_slower == (happens == "nothing")
-    is_tried_again = not node._steps[SHAPE,].fast
-    assert is_tried_again == (happens in ("new code", "many runs")), "then only what runs from now on counts"
+    node.code.runs += 2 if happens == "a run" else 1
+    node.begins(node.network, None if happens == "no step" else object(), "others" if happens == "other inputs" else SHAPE)
+    assert bool(node.given_up) == (happens == "nothing")
+    assert bool(node._steps[SHAPE,].given_up) == (happens in ("nothing", "other inputs", "no step"))
+
+
+def test_what_is_slower_each_time_is_tried_ever_less_often(node, clock):
+    run(node, clock, [0.2] * 9, eager=True)
+    tried = []
+    for number in range(60):
+        node.code.runs = number
+        node.begins(node.network, object(), SHAPE)
+        if not node.given_up:
+            tried.append(number)
+        run(node, clock, [0.2 if node.given_up else 0.3] * 9, eager=bool(node.given_up))
+    assert [b - a for a, b in itertools.pairwise(tried)] == [2, 4, 8, 16, 20]
 
 
 @pytest.fixture

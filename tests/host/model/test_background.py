@@ -256,16 +256,25 @@ def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compa
 
 
 @pytest.mark.parametrize("warms", [False, True])
-def test_what_runs_slower_compiled_runs_as_without_this_pack(flux, monkeypatch, warms):
-    recompile_log, network = flux.engine("messages.recompile_log"), flux.patcher.model.diffusion_model
-    compiled = flux.attach(flux.patcher)
+def test_what_is_slower_compiled_runs_as_without_this_pack(tiny, engine, monkeypatch, warms):
+    flux, status = Behind(tiny, engine, "flux", cfg=1.0), engine("messages.status").Status
+    flux.blocks, begins = "single_blocks.*", status.begins
+    settings = compile_settings(engine, compile_when="in background", only_blocks=flux.blocks)
+    compiled = engine("host.model.attach").attach(flux.patcher, settings, "15")
     flux.run(compiled)
     flux.made()
     assert flux.eager > 0
     assert torch.equal(flux.run(compiled), flux.run(flux.patcher)) and flux.eager == 0
-    monkeypatch.setattr(recompile_log.watch_of(network), "runs_slower", True)
-    with recompile_log.warming() if warms else contextlib.nullcontext():
+
+    def gives_up(line, *args):
+        begins(line, *args)
+        line.given_up = ["slower", "1.50", "0.200", "0.300"]
+
+    monkeypatch.setattr(status, "begins", gives_up)
+    with engine("messages.recompile_log").warming() if warms else contextlib.nullcontext():
         assert torch.equal(flux.run(compiled), flux.run(flux.patcher))
+    notes = " ".join(engine("host.model.attach").notes_about(compiled))
+    assert ("1.50 times as long" in notes) is not warms
     assert flux.eager == (0 if warms else flux.steps)
 
 

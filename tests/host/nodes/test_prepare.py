@@ -23,7 +23,6 @@ def folder(engine, monkeypatch):
     monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
     monkeypatch.setattr(module, "load_ahead", lambda _store, _goes_on: module.asked.append("load"))
     monkeypatch.setattr(module, "open_users_store", lambda: None)
-    monkeypatch.setattr(module, "QUIET_SECONDS", 0.0)
     monkeypatch.setattr(module, "_prompt_came", threading.Event())
     yield module
     del module.asked
@@ -130,24 +129,22 @@ def test_after_a_restart_the_store_is_found_wherever_it_is(engine, folder, monke
     monkeypatch.setattr(folder, "kit_folder", lambda: tmp_path / "user" / "torch-compile-kit")
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: is_current))
     before = list(tmp_path.rglob("*"))
-    start_and_wait(folder)
+    folder.get_ready_again()
     assert folder.asked == (["load"] if place is not None and is_current else []) and list(tmp_path.rglob("*")) == before
 
 
-def start_and_wait(folder):
-    others = set(threading.enumerate())
-    folder.get_ready_again()
-    for thread in set(threading.enumerate()) - others:
-        thread.join(60)
-
-
-def test_nothing_is_loaded_beside_a_prompt_that_comes_with_the_start(engine, folder, monkeypatch):
+@pytest.mark.parametrize("because", ["a prompt of ours", "a prompt of others", "no second thread may work", None])
+def test_nothing_is_loaded_beside_a_prompt_that_comes_with_the_start(folder, pack_module, monkeypatch, because):
     monkeypatch.setattr(folder, "was_opened_before", lambda _store: True)
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: True))
     monkeypatch.setattr(folder, "current", lambda: types.SimpleNamespace(has_current=lambda: True))
-    folder.get_ready(engine("settings").CompileSettings())
-    start_and_wait(folder)
-    assert not folder.asked
+    monkeypatch.setattr(folder, "forbids_threads", lambda: because == "no second thread may work")
+    if because in ("a prompt of ours", "a prompt of others"):
+        node = {"class_type": MODEL if because == "a prompt of ours" else "KSampler", "inputs": {}}
+        pack_module("nodes.routes").prepare_for({"prompt": {"1": node}})
+        wait_for_start()
+    folder.get_ready_again()
+    assert folder.asked == ([] if because else ["load"])
 
 
 def test_a_folder_that_cannot_be_looked_into_is_no_store(folder, monkeypatch):
