@@ -61,6 +61,7 @@ class BlockCode:
         name: for reports.
         folder: name of its folder in the disk cache, and the class of its blocks.
         varying: attributes whose number differs between blocks (VACE's `block_id`), so that it is no constant of the graph.
+        lowering: seconds that the slowest of its graphs took to be lowered in this process's life.
         compiles: how often it was traced, plus how often a graph of it was lowered.
         jobs: one for each graph of it that waits for the worker or is being lowered.
         version: goes up when what was compiled is discarded.
@@ -85,6 +86,7 @@ class BlockCode:
     settings: CompileSettings
     folder: tuple[str, str]
     varying: set[str]
+    lowering: float = 0.0
     compiles: int = 0
     traces: int = 0
     stats: CompileStats = field(default_factory=CompileStats)
@@ -129,6 +131,8 @@ class BlockCode:
         """Called when a graph has been lowered, on any thread; `name` is that of the entry in which its code is kept."""
         if name is not None:
             self.entries.add(name)
+        if not from_disk:
+            self.lowering = max(self.lowering, seconds)
         self.stats.add(CompileStats(seconds=seconds, from_disk=from_disk))
         self._retries.pop((), None)
         self.compiles += 1

@@ -1,7 +1,7 @@
 """Put off further traces of a model that has code until they would have paid: ski rental, as in payback.py.
 
 A batch or patch for which there is no code may come once. So its trace begins when the calls that lacked code, whatever for,
-have lost what a trace costs, with those that the run still has; what has code runs it meanwhile.
+have lost what a trace costs, with those that the run still has when the code is there; what has code runs it meanwhile.
 """
 
 import math
@@ -85,7 +85,8 @@ class FurtherTraces:
             calls: how many the run still has, with this one.
         """
         groups, record = code.groups_of(settings), self.record
-        lost = record.lost + calls * self._call * record.expected_share
+        runs_compiled = max(0.0, calls * self._call - max((group.code.lowering for group in groups), default=0.0))
+        lost = record.lost + runs_compiled * record.expected_share
         self._pays |= self._is_untimed or lost >= record.expected_trace(2)
         if self._pays or any(map(_breaks_or_was_discarded, groups)) or not _have_code(groups):
             self.begin(code)

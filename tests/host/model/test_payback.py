@@ -294,10 +294,6 @@ def test_a_batch_of_a_model_that_is_replayed_is_traced_at_once(compiled_flux, en
     assert compiled_flux(batch_size=2) == 2
 
 
-def test_a_batch_of_many_steps_is_traced_at_once(compiled_flux):
-    assert compiled_flux(batch_size=2, steps=11) == 2
-
-
 def test_who_waits_gets_code_for_a_batch_that_comes_once(compiled_flux):
     assert compiled_flux("before first image", batch_size=2) == 2
 
@@ -367,6 +363,18 @@ def test_what_calls_have_lost_is_kept_though_the_model_is_freed(further, engine)
     _run(later, code, 5, 5, {"traced": 0.1})
     assert further.record.lost == pytest.approx(0.4), "of five calls, as the first is not timed before the third"
     assert further.run(5, lacking=1)[-1] and not further.run(5, lacking=1)[0]
+
+
+@pytest.mark.parametrize(("lowering", "steps", "begins"), [(0, 9, False), (0, 30, True), (15, 30, True), (25, 30, False)])
+def test_only_the_steps_that_are_left_when_the_code_is_there_count(further, lowering, steps, begins):
+    """A batch of two came once, in a run of 7 s: it was traced, and its code was there 20 s later."""
+    further, code = further
+    code.groups_of = lambda _settings: [
+        types.SimpleNamespace(
+            stats=types.SimpleNamespace(graph_breaks=0), code=types.SimpleNamespace(version=0, has_code=True, lowering=lowering)
+        )
+    ]
+    assert further.run(3, steps=steps) == [True, True, not begins]
 
 
 def test_runs_of_few_steps_are_traced_in_the_next(further):
