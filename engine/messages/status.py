@@ -28,6 +28,8 @@ MOST_LINES = 200
 SAME = 0.02
 # After so many steps of both kinds fast ones that are slower are given up, for at most so many runs of the sampler.
 SURE, LONGEST_GIVEN_UP = 8, 20
+# How many steps take turns: more than twice SURE, as steps in which something is made are not timed.
+MOST_TURNS = 20
 
 
 class News(NamedTuple):
@@ -52,11 +54,13 @@ class Steps:
     """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
 
     Fast steps that are slower are given up: the model runs uncompiled until that turns out to be no faster, new code is there,
-    or some runs of the sampler have passed, more each time.
+    or some runs of the sampler have passed, more each time. Code whose graphs break may well be slower where the GPU waits for
+    the CPU. So its first steps take turns with uncompiled ones, that both are known under the same circumstances.
 
     Args:
         is_fast: whether the last step was one of `fast`.
         given_up: in words, why fast steps are given up; None: they are not.
+        _turns: how many steps have taken turns; `_turns_of`: how often code had been made then.
         _tries_again: how often code has to be made, or which run has to come, for another try.
         _times: how often they were given up.
     """
@@ -65,6 +69,8 @@ class Steps:
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     is_fast: bool = False
     given_up: list | None = None
+    _turns: int = 0
+    _turns_of: int = -1
     _tries_again: tuple[int, int] = (0, 0)
     _times: int = 0
 
@@ -89,8 +95,16 @@ class Steps:
             compiles, run = self._tries_again
             is_no_slower = len(self.uncompiled) >= SURE and self._compared()[0] != "slower"
             if is_no_slower or code.compiles >= compiles or code.runs >= run:
-                self.given_up, self.fast = None, deque(maxlen=KEPT)
+                self.given_up, self.fast, self._turns_of = None, deque(maxlen=KEPT), -1
         return self.given_up is not None
+
+    def is_turn_of_uncompiled(self, code: ModelCode) -> bool:
+        """Whether the next step, of code whose graphs break, runs uncompiled for comparison."""
+        if self._turns_of != code.compiles:
+            self._turns, self._turns_of = 0, code.compiles
+            self.uncompiled, self.fast = deque(maxlen=KEPT), deque(maxlen=KEPT)
+        self._turns += 1
+        return self._turns % 2 == 0 and self._turns <= MOST_TURNS
 
     def compared(self) -> tuple[str, list]:
         """The state of the line, and a comparison of fast steps with uncompiled ones; empty if too few have run.
@@ -183,7 +197,8 @@ class Status(Line):
             self._told = former._told  # until the model runs
         self._settings = settings
         self.left: list | None = None  # why nothing of the model is compiled, see `words.told`
-        self.given_up: list | None = None  # why the step in progress runs uncompiled: compiled, such steps are slower
+        self.runs_uncompiled = False  # the step in progress does, for comparison or since it is `given_up`
+        self.given_up: list | None = None  # compiled, such steps are slower, in words
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -200,18 +215,19 @@ class Status(Line):
         self._register()
         self._step = self._told = self.left = None
 
-    def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
+    def begins(self, network: nn.Module, step: object, inputs: Hashable, takes_turns: bool = True) -> None:
         """Note that a call of the model begins.
 
         Args:
             step: the same object for all calls of one step.
             inputs: shapes of the call's inputs; steps are compared if all their calls have the same shapes, or the compiled
                 ones larger shapes.
+            takes_turns: steps may, see `Steps`: not on a CPU, whose uncompiled steps are not timed.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None:
-            self.given_up = None
+            self.given_up, self.runs_uncompiled = None, False
             return
         if Same(step) == self._step:
             self._inputs.append(inputs)
@@ -224,11 +240,22 @@ class Status(Line):
             steps.add(now - self._began, self._eager, watch_of(network), code_of(network))
             if len(self._steps) > MOST_INPUTS:
                 del self._steps[next(iter(self._steps))]
-        last = next((steps for of_steps, steps in reversed(self._steps.items()) if of_steps[:1] == (inputs,)), None)
-        self.given_up = last.given_up if last is not None and last.is_given_up(code_of(network)) else None
+        last, code = self._steps.get(self._last), code_of(network)
+        if last is None:  # a run begins, or its inputs change
+            last = next((steps for of_steps, steps in reversed(self._steps.items()) if of_steps[:1] == (inputs,)), None)
+        self.given_up = last.given_up if last is not None and last.is_given_up(code) else None
+        takes_turns = takes_turns and self.given_up is None and self._step is not None and self._are_cut(code)
+        is_turn = last is not None and takes_turns and last.is_turn_of_uncompiled(code)
+        self.runs_uncompiled = self.given_up is not None or is_turn
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = Same(step), [inputs]
+
+    def _are_cut(self, code: ModelCode) -> bool:
+        """Whether the graphs of the last call broke, and their code is there."""
+        groups = code.groups_of(self._settings)
+        cut = any(group.stats.graph_breaks and (group.code.patches or group.code.breaks_alone) for group in groups)
+        return cut and not code.is_being_compiled
 
     def ends(self, eager: bool, one_off: bool) -> None:
         """Note the end of a call.

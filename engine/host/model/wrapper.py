@@ -123,8 +123,9 @@ class BlockCompiler:
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
                 call.puts_off = payback.puts_off_traces(network, self.settings, call.synchronous or replays)
-            if self.status is not None and self.status.given_up is not None and not is_warming():
-                self.notes.add(in_words(self.status.given_up, ENGLISH))
+            if self.status is not None and self.status.runs_uncompiled and not is_warming():
+                if self.status.given_up is not None:
+                    self.notes.add(in_words(self.status.given_up, ENGLISH))
                 if is_short_of_memory(args[0].device):
                     graphs_of(network).drop()
                 return eager(network, functools.partial(executor, *args, **kwargs))

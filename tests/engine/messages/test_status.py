@@ -31,12 +31,12 @@ def node(engine, clock, monkeypatch):
         class_name="Block",
         is_being_compiled=False,
         failure=None,
-        stats=types.SimpleNamespace(graphs=0),
-        code=types.SimpleNamespace(is_tracing=False, is_only_read=False),
+        stats=types.SimpleNamespace(graphs=0, graph_breaks=0),
+        code=types.SimpleNamespace(is_tracing=False, is_only_read=False, patches=(), breaks_alone=0),
     )
     code = types.SimpleNamespace(
         groups={("Block", settings.settings_key()): found.group}, failures=[], taken=[], waits_for=None, uncalled=None,
-        compiles=0, runs=0, title="Model",
+        compiles=0, runs=0, is_being_compiled=False,
     )  # fmt: skip
     code.groups_of = functools.partial(engine("compile.registry").ModelCode.groups_of, code)
     for module in ("status", "report"):
@@ -270,6 +270,41 @@ def test_what_is_slower_each_time_is_tried_ever_less_often(node, clock):
             tried.append(number)
         run(node, clock, [0.2 if node.given_up else 0.3] * 9, eager=bool(node.given_up))
     assert [b - a for a, b in itertools.pairwise(tried)] == [2, 4, 8, 16, 20]
+
+
+def run_as_chosen(node, clock, compiled, uncompiled, steps=30):
+    """A run in which steps run as the line has chosen, and take so many seconds; which of them ran uncompiled."""
+    node.new_run()
+    chosen = []
+    for _ in range(steps):
+        node.begins(node.network, object(), SHAPE)
+        chosen.append(node.runs_uncompiled)
+        clock(uncompiled if chosen[-1] else compiled)
+        node.ends(chosen[-1], False)
+    return chosen
+
+
+@pytest.mark.parametrize("cut", ["by a patch", "alone", "by a patch that is gone", "while code is made", "not"])
+def test_code_whose_graphs_break_takes_turns_with_uncompiled_steps_and_the_faster_stays(node, clock, cut):
+    """SDXL with image prompts on a slow processor: 0.27 s a step, uncompiled 0.2, which the seconds before did not tell."""
+    run(node, clock, [0.4] * 9, eager=True)
+    node.group.stats.graphs, node.group.stats.graph_breaks = 1, int(cut != "not")
+    node.group.code.patches, node.group.code.breaks_alone = (
+        ("a patch",) * (cut != "by a patch that is gone"),
+        int(cut == "alone"),
+    )
+    node.code.is_being_compiled = cut == "while code is made"
+    chosen = run_as_chosen(node, clock, 0.27, 0.2)
+    if cut not in ("by a patch", "alone"):
+        assert not any(chosen)
+        return
+    decided = next(at for at in range(len(chosen)) if all(chosen[at:]))
+    assert 2 * 8 < decided < 22 and chosen[2 : decided - 1 : 2] == [True] * len(chosen[2 : decided - 1 : 2])
+    assert all(run_as_chosen(node, clock, 0.27, 0.2)) and said(node)[1][1][:2] == ["slower", "1.35"]
+    node.code.compiles += 1
+    chosen = run_as_chosen(node, clock, 0.15, 0.2)
+    assert 8 <= sum(chosen) <= 10 and not any(chosen[21:]) and said(node)[1][1][:2] == ["faster", "25%"]
+    assert not any(run_as_chosen(node, clock, 0.15, 0.2))
 
 
 @pytest.fixture

@@ -224,7 +224,7 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
 
 def test_uncompiled_steps_of_shorter_prompts_are_compared_with_but_not_those_of_smaller_images(flux, tiny, monkeypatch):
     status, given = flux.engine("messages.status"), []
-    monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs: given.append(inputs))
+    monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs, _takes_turns: given.append(inputs))
     settings = flux.engine("settings").CompileSettings(backend="eager")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "14")
     for size, tokens in ((64, 40), (64, 60), (128, 60)):
@@ -268,7 +268,7 @@ def test_what_is_slower_compiled_runs_as_without_this_pack(tiny, engine, monkeyp
 
     def gives_up(line, *args):
         begins(line, *args)
-        line.given_up = ["slower", "1.50", "0.200", "0.300"]
+        line.given_up, line.runs_uncompiled = ["slower", "1.50", "0.200", "0.300"], True
 
     monkeypatch.setattr(status, "begins", gives_up)
     with engine("messages.recompile_log").warming() if warms else contextlib.nullcontext():
