@@ -265,6 +265,19 @@ def test_a_replay_is_not_compared_with_code_that_the_graph_lacks(graphs, monkeyp
         assert graphs.differences == 1, "the check comes later"
 
 
+def test_a_call_that_lacks_a_trace_is_not_captured(graphs, monkeypatch):
+    """A replay traces nothing: its uncompiled operators would run for good."""
+    monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: torch.ones(4))
+    lacks = [True, True, False, False]
+
+    def call():
+        lacking = lacks.pop(0)
+        graphs.call("key", lambda _x: torch.ones(4), (torch.ones(2),), {}, {}, lacks_trace=lambda: lacking)
+        return graphs.captures
+
+    assert [call() for _ in range(4)] == [0, 0, 0, 1]
+
+
 def test_without_memory_for_a_check_the_replay_is_the_result(graphs, monkeypatch):
     replayed, calls = torch.ones(2), []
     monkeypatch.setattr(Replaying, "replay", lambda _graph, _tensors: replayed)
