@@ -54,6 +54,8 @@ class Watch:
     put_off: Callable[[], tuple[int, str] | None] = lambda: None
     # The same for code that the last call lacked, though the model is compiled.
     lacks: Callable[[], tuple[int, str] | None] = lambda: None
+    # Why the last call ran uncompiled though there is code for it (host/model/comparison.py), see `words.told`.
+    left_slower: list | None = None
     saved: float | None = None  # share of a step's time; None where `gained` is, or too few steps
     gained: float | None = None  # seconds; None: too few uncompiled steps have run to compare with
     _stats: dict[tuple, CompileStats] = field(default_factory=dict)

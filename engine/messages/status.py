@@ -26,10 +26,6 @@ MOST_OWNERS = 8
 MOST_LINES = 200
 # Share by which two medians of equal work may differ.
 SAME = 0.02
-# After so many steps of both kinds fast ones that are slower are given up, for at most so many runs of the sampler.
-SURE, LONGEST_GIVEN_UP = 8, 20
-# How many steps take turns: more than twice SURE, as steps in which something is made are not timed.
-MOST_TURNS = 20
 
 
 class News(NamedTuple):
@@ -53,80 +49,38 @@ listeners: list[Callable[[Owner, str, News], None]] = []
 class Steps:
     """Seconds of steps that computed the same, newest last; `fast`: compiled, or replayed from CUDA graphs.
 
-    Fast steps that are slower are given up: the model runs uncompiled until that turns out to be no faster, new code is there,
-    or some runs of the sampler have passed, more each time. Code whose graphs break may well be slower where the GPU waits for
-    the CPU. So its first steps take turns with uncompiled ones, that both are known under the same circumstances.
-
     Args:
         is_fast: whether the last step was one of `fast`.
-        given_up: in words, why fast steps are given up; None: they are not.
-        _turns: how many steps have taken turns; `_turns_of`: how often code had been made then.
-        _tries_again: how often code has to be made, or which run has to come, for another try.
-        _times: how often they were given up.
     """
 
     uncompiled: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     fast: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
     is_fast: bool = False
-    given_up: list | None = None
-    _turns: int = 0
-    _turns_of: int = -1
-    _tries_again: tuple[int, int] = (0, 0)
-    _times: int = 0
 
-    def add(self, seconds: float, eager: bool, watch: Watch, code: ModelCode) -> None:
+    def add(self, seconds: float, eager: bool, watch: Watch) -> None:
         self.is_fast = not eager
         (self.uncompiled if eager else self.fast).append(seconds)
-        if eager:
-            return
-        if len(self.uncompiled) >= FEWEST:
+        if not eager and len(self.uncompiled) >= FEWEST:
             before = statistics.median(self.uncompiled)
             watch.gained = (watch.gained or 0.0) + before - seconds
             if len(self.fast) >= FEWEST:
                 watch.saved = 1 - statistics.median(self.fast) / before
-        state, says = self._compared()
-        if state == "slower" and self.given_up is None:  # a step that had begun before may end after
-            self._times += 1
-            self.given_up, self._tries_again = says, (code.compiles + 1, code.runs + min(2**self._times, LONGEST_GIVEN_UP))
-            self.uncompiled.clear()  # what runs from now on is compared with the same circumstances
-
-    def is_given_up(self, code: ModelCode) -> bool:
-        if self.given_up is not None:
-            compiles, run = self._tries_again
-            is_no_slower = len(self.uncompiled) >= SURE and self._compared()[0] != "slower"
-            if is_no_slower or code.compiles >= compiles or code.runs >= run:
-                self.given_up, self.fast, self._turns_of = None, deque(maxlen=KEPT), -1
-        return self.given_up is not None
-
-    def is_turn_of_uncompiled(self, code: ModelCode) -> bool:
-        """Whether the next step, of code whose graphs break, runs uncompiled for comparison."""
-        if self._turns_of != code.compiles:
-            self._turns, self._turns_of = 0, code.compiles
-            self.uncompiled, self.fast = deque(maxlen=KEPT), deque(maxlen=KEPT)
-        self._turns += 1
-        return self._turns % 2 == 0 and self._turns <= MOST_TURNS
 
     def compared(self) -> tuple[str, list]:
         """The state of the line, and a comparison of fast steps with uncompiled ones; empty if too few have run.
 
-        While the middle halves of both overlap, neither is called faster: other programs may have used the GPU. `slower` has
-        consequences, so it is told after SURE steps.
+        While the middle halves of both overlap, neither is called faster: other programs may have used the GPU.
         """
-        given_up = self.given_up
-        return self._compared() if given_up is None else ("slower", given_up)
-
-    def _compared(self) -> tuple[str, list]:
-        uncompiled, fast = list(self.uncompiled), list(self.fast)
-        if len(fast) < FEWEST:
+        if len(self.fast) < FEWEST:
             return "ready", []
-        now = statistics.median(fast)
-        if len(uncompiled) < FEWEST:
+        now = statistics.median(self.fast)
+        if len(self.uncompiled) < FEWEST:
             return "ready", told("aStep", f"{now:.3f}")
-        low, before, high = statistics.quantiles(uncompiled, n=4)
-        lowest, _, highest = statistics.quantiles(fast, n=4)
+        low, before, high = statistics.quantiles(self.uncompiled, n=4)
+        lowest, _, highest = statistics.quantiles(self.fast, n=4)
         if highest < low and now < before * (1 - SAME):
             return "faster", told("faster", f"{1 - now / before:.0%}", f"{before:.3f}", f"{now:.3f}")
-        if lowest > high and now > before * (1 + SAME) and min(len(uncompiled), len(fast)) >= SURE:
+        if lowest > high and now > before * (1 + SAME):
             return "slower", told("slower", f"{now / before:.2f}", f"{before:.3f}", f"{now:.3f}")
         return "unclear", told("noDifference", f"{now:.3f}")
 
@@ -197,8 +151,6 @@ class Status(Line):
             self._told = former._told  # until the model runs
         self._settings = settings
         self.left: list | None = None  # why nothing of the model is compiled, see `words.told`
-        self.runs_uncompiled = False  # the step in progress does, for comparison or since it is `given_up`
-        self.given_up: list | None = None  # compiled, such steps are slower, in words
         self.in_call = False  # blocks that the call has not reached may yet be traced
         self._network: weakref.ref[nn.Module] | None = None
         self._steps: dict[Hashable, Steps] = {}
@@ -215,19 +167,17 @@ class Status(Line):
         self._register()
         self._step = self._told = self.left = None
 
-    def begins(self, network: nn.Module, step: object, inputs: Hashable, takes_turns: bool = True) -> None:
+    def begins(self, network: nn.Module, step: object, inputs: Hashable) -> None:
         """Note that a call of the model begins.
 
         Args:
             step: the same object for all calls of one step.
             inputs: shapes of the call's inputs; steps are compared if all their calls have the same shapes, or the compiled
                 ones larger shapes.
-            takes_turns: steps may, see `Steps`: not on a CPU, whose uncompiled steps are not timed.
         """
         self.in_call = True
         self._network, now = weakref.ref(network), time.perf_counter()
         if step is None:
-            self.given_up, self.runs_uncompiled = None, False
             return
         if Same(step) == self._step:
             self._inputs.append(inputs)
@@ -237,25 +187,12 @@ class Status(Line):
         elif self._step is not None and self._eager is not None:
             self._last = tuple(self._inputs)
             steps = self._steps[self._last] = self._steps.pop(self._last, Steps())  # newest last
-            steps.add(now - self._began, self._eager, watch_of(network), code_of(network))
+            steps.add(now - self._began, self._eager, watch_of(network))
             if len(self._steps) > MOST_INPUTS:
                 del self._steps[next(iter(self._steps))]
-        last, code = self._steps.get(self._last), code_of(network)
-        if last is None:  # a run begins, or its inputs change
-            last = next((steps for of_steps, steps in reversed(self._steps.items()) if of_steps[:1] == (inputs,)), None)
-        self.given_up = last.given_up if last is not None and last.is_given_up(code) else None
-        takes_turns = takes_turns and self.given_up is None and self._step is not None and self._are_cut(code)
-        is_turn = last is not None and takes_turns and last.is_turn_of_uncompiled(code)
-        self.runs_uncompiled = self.given_up is not None or is_turn
         # The first step also loads the weights.
         self._began, self._eager = now, None if self._step is None else False
         self._step, self._inputs = Same(step), [inputs]
-
-    def _are_cut(self, code: ModelCode) -> bool:
-        """Whether the graphs of the last call broke, and their code is there."""
-        groups = code.groups_of(self._settings)
-        cut = any(group.stats.graph_breaks and (group.code.patches or group.code.breaks_alone) for group in groups)
-        return cut and not code.is_being_compiled
 
     def ends(self, eager: bool, one_off: bool) -> None:
         """Note the end of a call.
@@ -317,6 +254,8 @@ class Status(Line):
                 return BEGINS_NEXT
             return News("unclear", told("putOff", runs), begins=name)
         state, steps = self._compared()
+        if (left := watch_of(network).left_slower) is not None:
+            state, steps = "slower", left
         says = told("readyBut", steps) if steps else told("ready")
         pack = watch_of(network).foreign
         return News(state, says if pack is None else [says, told("graphsOff", pack)])

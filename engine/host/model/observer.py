@@ -45,7 +45,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
     network, x, options = base_model.diffusion_model, args[0], args[OPTIONS_AT]
     code, graphs = code_of(network), graphs_of(network)
     inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, _patches_in(options)
-    status.begins(network, options.get("sigmas"), inputs, x.device.type != "cpu")  # the sampler makes one `sigmas` a step
+    status.begins(network, options.get("sigmas"), inputs)  # the sampler makes one object `sigmas` a step
     made, waits, eager_calls = (monitor.compilations, graphs.captures + graphs.checks), compiler.awaited, code.eager_calls
     mixed = code.mixed
     try:

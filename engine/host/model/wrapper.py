@@ -14,7 +14,6 @@ from torch import nn
 
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
-from ...cuda_graphs.capture import graphs_of
 from ...log import logger
 from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import Status
@@ -22,9 +21,10 @@ from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words,
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ...torch_compat import private
-from ..graphs.policy import always_replays, is_short_of_memory
+from ..graphs.policy import always_replays
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
+from .comparison import comparison_for
 from .network_calls import NetworkCalls, are_training, eager
 from .observer import is_copy_for_another_device, observed
 from .payback import payback_of
@@ -123,12 +123,6 @@ class BlockCompiler:
             else:
                 call.waits = not payback.is_worthwhile(network, args[0], args[OPTIONS_AT], call.synchronous, replays)
                 call.puts_off = payback.puts_off_traces(network, self.settings, call.synchronous or replays)
-            if self.status is not None and self.status.runs_uncompiled and not is_warming():
-                if self.status.given_up is not None:
-                    self.notes.add(in_words(self.status.given_up, ENGLISH))
-                if is_short_of_memory(args[0].device):
-                    graphs_of(network).drop()
-                return eager(network, functools.partial(executor, *args, **kwargs))
             if call.waits:
                 code_of(network).waits_for = WaitsFor.PAYBACK
                 if not (replays and payback.may_capture(network)):
@@ -142,7 +136,24 @@ class BlockCompiler:
                 measure_attention()
                 return result
             loaded = Loaded(base_model, network, base_model.get_dtype_inference(), args[0].device)
-            return self._calls.run(loaded, call, args[0].numel(), run)
+            compiled = functools.partial(self._calls.run, loaded, call, args[0].numel(), run)
+            if call.waits:
+                return compiled()
+            return self._faster(network, args[0], args[OPTIONS_AT], compiled, functools.partial(eager, network, run))
+
+    def _faster(
+        self, network: nn.Module, x: torch.Tensor, options: Mapping, compiled: Callable, uncompiled: Callable
+    ) -> object:
+        """Make a call compiled, unless that is known to be slower, see comparison.py."""
+        watch = watch_of(network)
+        comparison = None if is_warming() else comparison_for(network, self.settings, x, options)
+        watch.left_slower = slower = comparison.slower if comparison is not None else None
+        if slower is not None:
+            self.notes.add(in_words(slower, ENGLISH))
+            return uncompiled()
+        if comparison is None or comparison.is_over or comparison.shape != x.shape:
+            return compiled()
+        return comparison.take_turn(code_of(network), x.device, compiled, uncompiled)
 
 
 def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:

@@ -3,7 +3,6 @@
 From outside: a model is sampled; looked at are its image, the report's counters and its notes.
 """
 
-import contextlib
 import functools
 import itertools
 import logging
@@ -224,7 +223,7 @@ def test_the_page_is_told_how_it_goes(tiny, engine, monkeypatch):
 
 def test_uncompiled_steps_of_shorter_prompts_are_compared_with_but_not_those_of_smaller_images(flux, tiny, monkeypatch):
     status, given = flux.engine("messages.status"), []
-    monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs, _takes_turns: given.append(inputs))
+    monkeypatch.setattr(status.Status, "begins", lambda _self, _network, _step, inputs: given.append(inputs))
     settings = flux.engine("settings").CompileSettings(backend="eager")
     compiled = flux.engine("host.model.attach").attach(flux.patcher, settings, "14")
     for size, tokens in ((64, 40), (64, 60), (128, 60)):
@@ -253,29 +252,6 @@ def test_on_a_cpu_steps_beside_the_compiler_are_not_what_compiled_ones_are_compa
     flux.made()
     key, (what, *_) = engine("messages.status").lines_of()["13"].says
     assert (key, what) == ("readyBut", "aStep"), "a compiler slows uncompiled steps down"
-
-
-@pytest.mark.parametrize("warms", [False, True])
-def test_what_is_slower_compiled_runs_as_without_this_pack(tiny, engine, monkeypatch, warms):
-    flux, status = Behind(tiny, engine, "flux", cfg=1.0), engine("messages.status").Status
-    flux.blocks, begins = "single_blocks.*", status.begins
-    settings = compile_settings(engine, compile_when="in background", only_blocks=flux.blocks)
-    compiled = engine("host.model.attach").attach(flux.patcher, settings, "15")
-    flux.run(compiled)
-    flux.made()
-    assert flux.eager > 0
-    assert torch.equal(flux.run(compiled), flux.run(flux.patcher)) and flux.eager == 0
-
-    def gives_up(line, *args):
-        begins(line, *args)
-        line.given_up, line.runs_uncompiled = ["slower", "1.50", "0.200", "0.300"], True
-
-    monkeypatch.setattr(status, "begins", gives_up)
-    with engine("messages.recompile_log").warming() if warms else contextlib.nullcontext():
-        assert torch.equal(flux.run(compiled), flux.run(flux.patcher))
-    notes = " ".join(engine("host.model.attach").notes_about(compiled))
-    assert ("1.50 times as long" in notes) is not warms
-    assert flux.eager == (0 if warms else flux.steps)
 
 
 def test_a_cancelled_call_leaves_no_line_of_before(tiny, engine, monkeypatch):
