@@ -38,6 +38,7 @@ READ = Use()
 
 # What the pack has of an object is looked for in its class: an attribute of it, or what its methods give `self`.
 INSTANCES = {
+    "server.PromptServer.instance.app.on_startup": "aiosignal.Signal",
     "server.PromptServer.instance.loop": "asyncio.AbstractEventLoop",
     "server.PromptServer.instance.prompt_queue": "execution.PromptQueue",
     "server.PromptServer.instance.routes": "aiohttp.web.RouteTableDef",
