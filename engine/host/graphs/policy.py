@@ -162,6 +162,11 @@ def _recall(network: nn.Module, size: int) -> bool | None:
     return size <= payoff.pay_to or None
 
 
+def forget_last_call(device: torch.device) -> None:
+    """A call that was not measured lies between the last measured one and the next."""
+    _before.pop(device, None)
+
+
 def measure(network: nn.Module, device: torch.device, size: int, call: ModelCall, run: Callable[[], object]) -> object:
     """Make a call. If it is not the first of its code and size, measure for how long the GPU would be busy in the next call."""
     payoff, code = payoff_of(network), code_of(network)

@@ -5,45 +5,52 @@ the GPU waits for the CPU, as in SDXL with image prompts on a fast card, such co
 What steps took before does not tell: other things ran beside them. So when all code is there, calls take turns with uncompiled
 ones, and the faster kind stays until new code is made.
 
-The turns are Thue and Morse's sequence: samplers that call the model twice a step, and step caches, have rhythms of their own.
-The GPU is waited for before and after each of these calls. The least seconds count, as other programs can only add to them.
+The turns are Thue and Morse's sequence: samplers that call the model twice a step have a rhythm of their own. The GPU is waited
+for before and after each of these calls. The least seconds count, as other programs can only add to them. Where a wrapper or a
+forward of another node may skip the blocks, as step caches do, nothing is compared.
 """
 
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+from comfy.patcher_extension import WrappersMP
 from torch import nn
 
+from ...cache.structure import name_of
+from ...compile.call_shapes import shapes_of
 from ...compile.registry import ModelCode, code_of
 from ...devices import seconds_when_done
 from ...messages.words import told
+from ...ownership import given_forward
 from ...per_model import PerModel
 from ...settings import CompileSettings
 from ...transformer_options.filter import PATCHES
 from ...transformer_options.outside import OVERRIDE
+from ..graphs.policy import forget_last_call
+from .attention_choice import OPTIONS_AT
 
 # How many calls of each kind are compared, and how many take turns for that: some are not timed.
 COMPARED, MOST_TURNS = 6, 30
 # Share by which compiled calls may be slower.
 SAME = 0.03
-# So many comparisons are kept for a network.
-MOST = 8
+# So many comparisons are kept, those used last.
+MOST = 64
 
 takes_turns_on: Callable[[torch.device], bool] = lambda device: device.type == "cuda"  # noqa: E731
 
 
 @dataclass
 class Comparison:
-    """Seconds of calls that computed the same.
+    """Seconds of calls with the same inputs.
 
     Args:
-        shape: of the latent.
+        inputs: shapes of the first call's conditioning; calls with others take no turns.
         turns: how many calls have taken turns.
         slower: in words, by how much compiled calls are slower; None: they are not, or that is not known.
     """
 
-    shape: torch.Size
+    inputs: Hashable
     compiled: list[float] = field(default_factory=list)
     uncompiled: list[float] = field(default_factory=list)
     turns: int = 0
@@ -51,45 +58,51 @@ class Comparison:
 
     @property
     def is_over(self) -> bool:
-        return min(len(self.compiled), len(self.uncompiled)) >= COMPARED or self.turns >= MOST_TURNS
+        return self._is_decided or self.turns >= MOST_TURNS
+
+    @property
+    def _is_decided(self) -> bool:
+        return min(len(self.compiled), len(self.uncompiled)) >= COMPARED
 
     def take_turn(self, code: ModelCode, device: torch.device, compiled: Callable, uncompiled: Callable) -> object:
         """Make a call compiled or uncompiled, and time it, unless something was made in it."""
         is_compiled = self.turns.bit_count() % 2 == 0
         self.turns += 1
+        code.mixed += 1  # its step is no step of one kind
         before, eager_calls, began = code.compiles, code.eager_calls, seconds_when_done(device)
         result = (compiled if is_compiled else uncompiled)()
         seconds = seconds_when_done(device) - began
         if code.compiles == before and (code.eager_calls == eager_calls) is is_compiled:
             (self.compiled if is_compiled else self.uncompiled).append(seconds)
-        if self.is_over and self.compiled and self.uncompiled:
+        if not is_compiled:
+            forget_last_call(device)
+        if self._is_decided:
             now, without = min(self.compiled), min(self.uncompiled)
             if now > without * (1 + SAME):
                 self.slower = told("slowerCompiled", f"{now / without:.2f}", f"{without:.3f}", f"{now:.3f}")
         return result
 
 
-_comparisons: PerModel[dict[Hashable, Comparison]] = PerModel(lambda _network: {})
+# By structure, as ComfyUI may free a model after each prompt.
+_comparisons: dict[Hashable, Comparison] = {}
+_name_of: PerModel[str] = PerModel(name_of)
 
 
-def comparison_for(network: nn.Module, settings: CompileSettings, x: torch.Tensor, options: Mapping) -> Comparison | None:
-    """The comparison that concerns a call, whose code is there; None: its graphs do not break, or no call can be timed.
-
-    Args:
-        x: the latent.
-        options: the call's `transformer_options`.
-    """
-    code, patches = code_of(network), _patches_in(options)
-    groups = code.groups_of(settings)
+def comparison_for(network: nn.Module, settings: CompileSettings, args: tuple, kwargs: dict) -> tuple[Comparison | None, bool]:
+    """The comparison that concerns a call `apply_model(*args, **kwargs)`, whose code is there, and whether the call may take a
+    turn. None: its graphs do not break, or no call can be timed."""
+    x, options, code = args[0], args[OPTIONS_AT], code_of(network)
+    patches, groups = _patches_in(options), code.groups_of(settings)
     is_cut = any(group.stats.graph_breaks and (patches or group.code.breaks_alone) for group in groups)
-    if not is_cut or code.is_being_compiled or not takes_turns_on(x.device):
-        return None
-    comparisons, key = _comparisons(network), (settings.settings_key(), patches, code.compiles)
-    if key not in comparisons:
-        comparisons[key] = Comparison(x.shape)
-        for oldest in [*comparisons][:-MOST]:
-            del comparisons[oldest]
-    return comparisons[key]
+    may_skip = bool((options.get("wrappers") or {}).get(WrappersMP.DIFFUSION_MODEL)) or given_forward(network) is not None
+    if not is_cut or may_skip or code.is_being_compiled or not takes_turns_on(x.device):
+        return None, False
+    has_control, inputs = args[4] is not None, shapes_of(args[2:4], kwargs)
+    key = _name_of(network), x.device, x.shape, has_control, settings.settings_key(), patches, code.compiles
+    comparison = _comparisons[key] = _comparisons.pop(key, None) or Comparison(inputs)  # newest last
+    if len(_comparisons) > MOST:
+        _comparisons.pop(next(iter(_comparisons)), None)
+    return comparison, comparison.inputs == inputs and not comparison.is_over
 
 
 def _patches_in(options: Mapping) -> tuple[str, ...]:

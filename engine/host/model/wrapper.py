@@ -14,6 +14,7 @@ from torch import nn
 
 from ...blocks.discovery import unwrapped
 from ...compile.registry import WaitsFor, code_of
+from ...cuda_graphs.capture import graphs_of
 from ...log import logger
 from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import Status
@@ -21,7 +22,7 @@ from ...messages.words import COMPILED_ELSEWHERE, ENGLISH, NOT_CALLED, in_words,
 from ...ownership import is_compiled_elsewhere
 from ...settings import CompileSettings
 from ...torch_compat import private
-from ..graphs.policy import always_replays
+from ..graphs.policy import always_replays, is_short_of_memory
 from ..weights.blocks import Loaded
 from .attention_choice import OPTIONS_AT, with_attention
 from .comparison import comparison_for
@@ -139,21 +140,21 @@ class BlockCompiler:
             compiled = functools.partial(self._calls.run, loaded, call, args[0].numel(), run)
             if call.waits:
                 return compiled()
-            return self._faster(network, args[0], args[OPTIONS_AT], compiled, functools.partial(eager, network, run))
+            return self._faster(network, args, kwargs, compiled, functools.partial(eager, network, run))
 
-    def _faster(
-        self, network: nn.Module, x: torch.Tensor, options: Mapping, compiled: Callable, uncompiled: Callable
-    ) -> object:
+    def _faster(self, network: nn.Module, args: tuple, kwargs: dict, compiled: Callable, uncompiled: Callable) -> object:
         """Make a call compiled, unless that is known to be slower, see comparison.py."""
-        watch = watch_of(network)
-        comparison = None if is_warming() else comparison_for(network, self.settings, x, options)
+        watch, device = watch_of(network), args[0].device
+        comparison, may_turn = (None, False) if is_warming() else comparison_for(network, self.settings, args, kwargs)
         watch.left_slower = slower = comparison.slower if comparison is not None else None
         if slower is not None:
             self.notes.add(in_words(slower, ENGLISH))
+            if is_short_of_memory(device):
+                graphs_of(network).drop()  # they were kept for calls without the patch
             return uncompiled()
-        if comparison is None or comparison.is_over or comparison.shape != x.shape:
+        if comparison is None or not may_turn:
             return compiled()
-        return comparison.take_turn(code_of(network), x.device, compiled, uncompiled)
+        return comparison.take_turn(code_of(network), device, compiled, uncompiled)
 
 
 def obstacle(network: object, wrappers: Mapping = MappingProxyType({})) -> list | None:

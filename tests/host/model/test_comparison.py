@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 import torch
-from patch_kinds import options
+from comfy.patcher_extension import WrappersMP
+from patch_kinds import conditions, options
 from patching import Runs, patched
 
 pytestmark = [pytest.mark.host, pytest.mark.usefixtures("inference_mode")]
@@ -25,6 +26,7 @@ def flux(tiny, engine, monkeypatch):
 
         return made
 
+    monkeypatch.setattr(comparison, "_comparisons", {})
     monkeypatch.setattr(comparison, "takes_turns_on", lambda _device: True)
     monkeypatch.setattr(comparison, "seconds_when_done", lambda _device: now[0])
     monkeypatch.setattr(wrapper, "eager", timed("uncompiled", wrapper.eager))
@@ -60,16 +62,42 @@ def test_the_faster_kind_of_call_stays(flux, engine, seconds):
     assert set(flux.kinds(flux.attach(flux.patcher))) == {"compiled"}, "its graphs do not break without the patch"
 
 
-def test_calls_of_another_size_take_no_turns_and_run_what_is_known_to_be_faster(flux, tiny):
+def test_each_size_is_compared_and_other_prompts_run_what_is_known_to_be_faster(flux, tiny):
+    """A small image may be slower compiled where a large one is faster."""
     flux.took["compiled"], compiled = 0.3, with_patch(flux.attach(flux.patcher))
-    flux.steps = 4
-    first, latent = flux.kinds(compiled), flux.latent
-    flux.latent = tiny.empty_latent("flux", 96, 64)
-    assert "uncompiled" in first and set(flux.kinds(compiled)) == {"compiled"}
-    flux.latent, flux.steps = latent, 20
-    flux.kinds(compiled)
-    flux.latent = tiny.empty_latent("flux", 96, 64)
+    assert flux.kinds(compiled)[-1] == "uncompiled"
+    flux.positive, plain = conditions.other_prompt(flux, tokens=40), flux.positive
     assert set(flux.kinds(compiled)) == {"uncompiled"}
+    flux.positive, flux.latent, flux.took["compiled"] = plain, tiny.empty_latent("flux", 96, 64), 0.1
+    kinds = flux.kinds(compiled)
+    assert "uncompiled" in kinds[:13] and set(kinds[13:]) == {"compiled"}
+
+
+def test_other_prompts_take_no_turns_of_a_comparison(flux):
+    """They compute more, or less."""
+    compiled, flux.steps = with_patch(flux.attach(flux.patcher)), 4
+    assert "uncompiled" in flux.kinds(compiled)
+    flux.positive = conditions.other_prompt(flux, tokens=40)
+    assert set(flux.kinds(compiled)) == {"compiled"}
+
+
+def test_a_model_that_is_loaded_again_is_not_compared_again(flux, tiny):
+    """ComfyUI may free a model after each prompt."""
+    flux.took["compiled"] = 0.3
+    flux.kinds(with_patch(flux.attach(flux.patcher)))
+    flux.patcher = tiny.build_patcher("flux")
+    assert flux.kinds(with_patch(flux.attach(flux.patcher)))[2:] == ["uncompiled"] * 18
+
+
+def test_where_a_wrapper_may_skip_the_blocks_nothing_is_compared(flux):
+    """A skipped call takes no time, whichever its kind."""
+    flux.took["compiled"], compiled = 0.3, with_patch(flux.attach(flux.patcher))
+    wrapped = compiled.clone()
+    wrapped.add_wrapper_with_key(
+        WrappersMP.DIFFUSION_MODEL, "a step cache", lambda executor, *args, **kwargs: executor(*args, **kwargs)
+    )
+    assert set(flux.kinds(wrapped)) == {"compiled"}
+    assert "uncompiled" in flux.kinds(compiled)
 
 
 @pytest.mark.parametrize("why", ["new code", "a warmup", "code is made"])
