@@ -99,7 +99,8 @@ def comparison_for(network: nn.Module, settings: CompileSettings, args: tuple, k
         return None, False
     has_control, inputs = args[4] is not None, shapes_of(args[2:4], kwargs)
     key = _name_of(network), x.device, x.shape, has_control, settings.settings_key(), patches, code.compiles
-    comparison = _comparisons[key] = _comparisons.pop(key, None) or Comparison(inputs)  # newest last
+    comparison = _comparisons.pop(key) if key in _comparisons else Comparison(inputs)
+    _comparisons[key] = comparison  # newest last
     if len(_comparisons) > MOST:
         _comparisons.pop(next(iter(_comparisons)), None)
     return comparison, comparison.inputs == inputs and not comparison.is_over
