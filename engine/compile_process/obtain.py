@@ -163,12 +163,12 @@ def _kept(get: Callable[[str], bytes | None], request: Request, distrusted: str 
         if content is None:
             break
         try:
-            code = Code.unpacked(content)
+            code = Code.unpacked(content, name)
         except (ValueError, KeyError, TypeError) as error:
             logger.warning("the entry %s cannot be read (%s): its code is compiled anew", name, error)
             break
         if code.is_for_this_cpu and holds(code.guards, request.sizes):
-            return replace(code, name=name, was_kept=True)
+            return code
     return name
 
 

@@ -25,10 +25,10 @@ from ...messages.words import told
 from ...ownership import given_forward
 from ...per_model import PerModel
 from ...settings import CompileSettings
-from ...transformer_options.filter import PATCHES
 from ...transformer_options.outside import OVERRIDE
 from ..graphs.policy import forget_last_call
 from .attention_choice import OPTIONS_AT
+from .observer import patches_in
 
 # How many calls of each kind are compared, and how many take turns for that: some are not timed.
 COMPARED, MOST_TURNS = 6, 30
@@ -107,9 +107,7 @@ def comparison_for(network: nn.Module, settings: CompileSettings, args: tuple, k
 
 
 def _patches_in(options: Mapping) -> tuple[str, ...]:
-    """What of other packs, and of the host's own nodes, runs inside the network: the kinds of patches."""
-    kinds = [name for kind in PATCHES for name, patch in (options.get(kind) or {}).items() if patch]
+    """What of other packs and of the host's own nodes runs inside the network: kinds of patches, an override of attention."""
     override = options.get(OVERRIDE)
-    if override is not None and not getattr(override, "reads_no_options", False):
-        kinds.append(OVERRIDE)
-    return tuple(sorted(kinds))
+    is_ours = override is None or getattr(override, "reads_no_options", False)
+    return patches_in(options) if is_ours else (*patches_in(options), OVERRIDE)

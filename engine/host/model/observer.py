@@ -1,6 +1,6 @@
 """Report each call of a model: on the node's line, in notices of what was compiled, and to a warmup."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -44,7 +44,7 @@ def _step(settings: CompileSettings, status: Status, base_model, args: tuple, kw
     """A context for a call that is a step, or a part of one: the line compares its seconds with those of other steps."""
     network, x, options = base_model.diffusion_model, args[0], args[OPTIONS_AT]
     code, graphs = code_of(network), graphs_of(network)
-    inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, _patches_in(options)
+    inputs = str(x.shape), shapes_of(args[2:4], kwargs), args[4] is not None, patches_in(options)
     status.begins(network, options.get("sigmas"), inputs)  # the sampler makes one object `sigmas` a step
     made, waits, eager_calls = (monitor.compilations, graphs.captures + graphs.checks), compiler.awaited, code.eager_calls
     mixed = code.mixed
@@ -88,12 +88,13 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
         tokens=context.shape[1] if context is not None and context.dim() >= 2 else 0,
         controlnet=args[4] is not None,
         inputs=tuple(sorted((name, sizes) for name, sizes in shapes.items() if sizes)),
-        patches=_patches_in(options),
+        patches=patches_in(options),
         layers=_exchanged_layers(base_model.diffusion_model, settings),
     )
 
 
-def _patches_in(options: dict) -> tuple[str, ...]:
+def patches_in(options: Mapping) -> tuple[str, ...]:
+    """The kinds of patches in a call's `transformer_options`."""
     kinds = ("patches", "patches_replace")
     return tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch}))
 
