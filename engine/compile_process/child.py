@@ -28,6 +28,8 @@ import types
 from typing import Any, BinaryIO
 
 IDLE_SECONDS = 60.0
+# From the start's end until a small graph is lowered, unless one was asked for that somebody waits for.
+UNASKED_SECONDS = 0.5
 ALIVE_SECONDS = 1.0
 # As the session's nice value: a tenth of cores that others keep busy while nobody waits for code, else an equal share.
 BESIDE, AWAITED = 10, 0
@@ -79,6 +81,15 @@ def lowering_for(hello: dict[str, Any]) -> Any:
                 raise
             sys.stderr.write(f"{name} cannot be imported: {error}\n")
     return engine("compile_process.lowering")
+
+
+def warm_up(lowering: Any) -> None:
+    try:
+        lowering.warm_up()
+    except Exception as error:  # the first graph tells why
+        if isinstance(error, OSError) and error.errno is not None:  # the disk is full: another process may import it
+            raise
+        sys.stderr.write(f"a small graph cannot be lowered: {error}\n")
 
 
 def kill_group(pid: int) -> None:
@@ -149,13 +160,20 @@ def main() -> None:
     lowering = lowering_for(hello[0])
     lowering.prepare()
     answer({"versions": engine("cache.environment").versions()})  # of the code on disk now: ComfyUI may run older code
+    is_cold = bool(hello[0]["cards"])  # without stand-ins the small graph would be loaded on a card
     while True:
         works.clear()
         try:
-            header, body = requests.get(timeout=IDLE_SECONDS)
+            header, body = requests.get(timeout=UNASKED_SECONDS if is_cold else IDLE_SECONDS)
         except queue.Empty:
+            if is_cold:  # nobody waits: a model is being loaded
+                is_cold = False
+                works.set()
+                warm_up(lowering)
+                continue
             answer({"idle": True})
             end()
+        is_cold = False
         works.set()
         take_share(BESIDE if header["patient"] else AWAITED)
         answer(*lowering.answer(json.loads(body)))

@@ -5,6 +5,9 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import fx
+
 from ..failures.describe import describe_failure
 from ..inductor import backend
 from ..torch_compat import private
@@ -25,6 +28,20 @@ def prepare() -> None:
     private.maybe_warm_pool()
     if private.compile_fx is None:  # fails for good: PyTorch's modules cannot be imported a second time
         raise ImportError("PyTorch's compiler cannot be imported")
+
+
+def warm_up() -> None:
+    """Lower a small graph for a card: with the first one PyTorch makes tables and imports modules."""
+    device = torch.device("cuda", 0)
+    with private.FakeTensorMode(shape_env=private.ShapeEnv()) as mode:
+        inputs = [torch.empty(64, 64, dtype=torch.bfloat16, device=device) for _ in range(2)]
+    graph = fx.symbolic_trace(lambda x, y: torch.sum(torch.sin(torch.mm(x, y)), 1))
+    with (
+        backend.replacements(inputs),
+        lowering_settings.for_graph(lowering_settings.now(device)),
+        private.tracing(private.TracingContext(mode)),
+    ):
+        private.AOTCompiledArtifact(backend.inductor(graph, inputs)).serialize()
 
 
 def answer(request: dict[str, Any]) -> tuple[dict[str, Any], bytes]:

@@ -15,6 +15,8 @@ from support import prebuild_command
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from devtools.server import wait_until
+
 sys.path.append(str(Path(__file__).parent))
 from traced_graphs import ROOT, traced
 
@@ -196,6 +198,14 @@ def test_a_second_try_that_does_not_start_hides_no_failure(engine, process, monk
         compile_process.lower("", patient=True)
     assert asked == [False, True]
     monkeypatch.setattr(compile_process, "_running", None)
+
+
+def test_before_it_is_asked_it_has_lowered_a_graph(process):
+    """Else the first one takes longer, by what PyTorch imports and makes with it."""
+    compile_process, cards = process
+    cards.append(H100)
+    compile_process.start()
+    assert wait_until(lambda: any(compile_process.scratch.rglob("*.cubin")), "a kernel is there")
 
 
 def test_a_mode_that_tunes_kernels_is_shown_the_cards(engine, process):
