@@ -21,3 +21,21 @@ def seconds_when_done(device: torch.device) -> float:
     elif hasattr(torch, device.type):
         getattr(torch, device.type).synchronize()
     return time.perf_counter()
+
+
+def moment_of(device: torch.device) -> "torch.cuda.Event | float":
+    """Note how far a device has come when it has done what this thread has given it; waits for nothing."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def seconds_between(begin: "torch.cuda.Event | float", end: "torch.cuda.Event | float") -> float:
+    """Seconds between two results of `moment_of`; waits for both, as each may be on a stream of its own."""
+    if isinstance(begin, float) or isinstance(end, float):
+        return end - begin
+    begin.synchronize()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

@@ -222,6 +222,29 @@ def _without_workers() -> Iterator[None]:
             compiler.use_process_pool = before
 
 
+def get_ready_to_compile(starts: bool = True, imports: bool = True) -> None:
+    """Start the compile process, and import what tracing needs, each on a thread of its own. If the store, or the shared one,
+    has code of these versions, the process may not be needed: then the first graph that has no code starts it."""
+    global _not_before
+    now = time.monotonic()
+    if starts and compile_process.pid is None and now >= _not_before:
+        _not_before = now + START_AGAIN_SECONDS
+        # A server that shares code may not answer, so a thread asks.
+        started(threading.Thread(target=_start_unless_kept, name="torch-compile-kit start", daemon=True))
+    if imports:
+        import_ahead()
+
+
+# Each call of a model asks until something is compiled.
+START_AGAIN_SECONDS = 10.0
+_not_before = 0.0
+
+
+def _start_unless_kept() -> None:
+    if not any(kept is not None and kept.has_current() for kept in (code_store.current(), shared.configured())):
+        compile_process.start()
+
+
 # Private names of PyTorch: tracing and `load` need the modules that define them.
 _IMPORTED = "callback_handler", "AOTCompiledArtifact", "autograd_cache", "triton_heuristics", "codegen"
 _importing: list[threading.Thread] = []
@@ -257,6 +280,16 @@ def _import() -> None:
         for module in private.IMPORTED_BY_TRACES:
             with suppress(Exception):  # a PyTorch without it, or one built without torch.distributed
                 importlib.import_module(module)
-        with suppress(Exception):  # `load` raises it again
-            private.torch_key()  # a digest of PyTorch's files, of which `load` makes names
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)
+    started(threading.Thread(target=_digest, name="torch-compile-kit import", daemon=True))  # no trace waits for it
+
+
+def _digest() -> None:
+    """Make what the first `load` needs: digests of the files of PyTorch and Triton, and Triton's library for the driver, for
+    which a C compiler runs."""
+    with yielding():
+        with suppress(Exception):  # `load` raises it again
+            private.torch_key()
+        with suppress(Exception):
+            if torch.cuda.is_initialized():
+                private.triton_hash_with_backend()

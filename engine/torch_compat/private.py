@@ -137,6 +137,7 @@ NAMES = {
     "codegen": PrivateName("torch._inductor.graph", _CACHE),
     "triton_heuristics": PrivateName("torch._inductor.runtime.triton_heuristics", _CACHE),
     "torch_key": PrivateName("torch._inductor.codecache:torch_key", _CACHE, _nothing),
+    "triton_hash_with_backend": PrivateName("torch.utils._triton:triton_hash_with_backend", "", _nothing),
     # A graph for another process, and what comes back.
     "ShapeEnv": PrivateName("torch.fx.experimental.symbolic_shapes:ShapeEnv", _IN_CALL),
     "DimDynamic": PrivateName("torch.fx.experimental.symbolic_shapes:DimDynamic", _IN_CALL),
@@ -159,6 +160,9 @@ NAMES = {
     # Launchers of Triton kernels.
     "run_of_autotuner": PrivateName("torch._inductor.runtime.triton_heuristics:CachingAutotuner.run", _NO_GRAPHS),
     "call_of_launcher": PrivateName("triton.backends.nvidia.driver:CudaLauncher.__call__", _NO_GRAPHS),
+    "benchmark_gpu": PrivateName(
+        "torch._inductor.runtime.benchmarking:InductorBenchmarker.benchmark_gpu", "steps are slower while kernels are tuned"
+    ),
     "sleep_on_gpu": PrivateName("torch.cuda:_sleep", "attention kernels are measured less exactly", _nothing),
     "xpu_is_compiled": PrivateName("torch.xpu:_is_compiled", "Intel GPUs are not named", lambda: False),
 }

@@ -14,7 +14,7 @@ from ...channels_last.preparing import norm_kernels
 from ...compile.binding import Binding
 from ...compile.registry import ModelCode, WaitsFor, code_of
 from ...compile.session import watching
-from ...compile_process.obtain import import_ahead, is_imported
+from ...compile_process.obtain import get_ready_to_compile, is_imported
 from ...cuda_graphs.capture import graphs_of
 from ...inductor.kitchen import products_as_operators
 from ...messages.recompile_log import is_warming, watch_of
@@ -58,11 +58,12 @@ class NetworkCalls:
         No block is compiled in the call if compiling would not pay yet (`call.waits`), or while the compiler is imported.
         """
         network, code = loaded.network, code_of(loaded.network)
-        if not call.waits and self._must_import(call, code, loaded.device):
-            call.waits, code.waits_for = True, WaitsFor.IMPORT
-            import_ahead()
-            if not always_replays(self.settings, network, loaded.device):
-                return eager(network, run)
+        if not call.waits and self._has_to_get_ready(call, code, loaded.device):
+            get_ready_to_compile(starts=self.settings.backend == "inductor" and not code.uncalled)
+            if not is_imported():
+                call.waits, code.waits_for = True, WaitsFor.IMPORT
+                if not always_replays(self.settings, network, loaded.device):
+                    return eager(network, run)
         with traceable_casts(network), products_as_operators():
             way = way_of_call(self.settings, network, loaded.device, size, call, self.notes)
             binding = Binding(network, self.settings, call, functools.partial(weights_of, loaded, self.settings))
@@ -88,10 +89,10 @@ class NetworkCalls:
                 code.waits_for = None
             return result
 
-    def _must_import(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:
-        """Whether the compiler has to be imported for a call that does not wait for it."""
-        needs_it = not call.synchronous and not code.compiles and self.settings.backend != "cudagraphs"
-        return needs_it and imports_beside_calls(device) and not is_imported()
+    def _has_to_get_ready(self, call: ModelCall, code: ModelCode, device: torch.device) -> bool:
+        """Whether a call that waits for no code may be the first to compile something."""
+        compiles = self.settings.backend != "cudagraphs"
+        return compiles and not call.synchronous and not code.compiles and imports_beside_calls(device)
 
 
 def is_synchronous(settings: CompileSettings) -> bool:

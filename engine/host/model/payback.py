@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 
 from ...cache.structure import name_of
 from ...compile.registry import code_of
-from ...compile_process.obtain import import_ahead
+from ...compile_process.obtain import get_ready_to_compile
 from ...cuda_graphs.capture import graphs_of
+from ...devices import moment_of, seconds_between
 from ...messages.recompile_log import is_warming, watch_of
 from ...messages.status import tell_begun
 from ...per_model import PerModel
@@ -42,6 +44,8 @@ from .structure_record import SAVED, Record, find_record, record_of
 FIRST_TIME = 2.0
 # Runs that a session is expected to have.
 RUNS = 10
+# Multiplications a second on a fast card: those of Flux on an H200.
+FASTEST = 300e12
 # First and last call of the sampler whose begin is timed; the call before them loads weights and kernels. The median of the
 # calls between counts: something may be made ready in one call, or a step cache may skip one.
 CALLS = 2, 5
@@ -57,21 +61,23 @@ class Payback:
 
     Args:
         after: in about how many runs of the sampler compiling will pay; None: it does now, or nothing was timed.
-        _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
+        _steps: of the sampler in this run; `_least`: seconds that they take at least.
+        _replays: until compiling begins operators are replayed.
         _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
         _captured: graphs that had been captured, and compared, when the run began.
-        _began: number of a timed call -> when that call began.
+        _began: number of a timed call -> when that call began, a result of `moment_of`: to wait for the GPU would slow steps.
     """
 
     record: Record
     after: int | None = None
     _sigmas: object = None
     _steps: int = 0
+    _least: float = 0.0
     _replays: bool = False
     _calls: int = 0
     _captured: tuple[int, int] = (0, 0)
     _device: torch.device | None = None
-    _began: dict[int, float] = field(default_factory=dict)
+    _began: dict[int, Any] = field(default_factory=dict)
     _further: FurtherTraces = field(init=False)
 
     def __post_init__(self) -> None:
@@ -99,7 +105,7 @@ class Payback:
             with suppress(RuntimeError):  # raised by `_now` after a run that has failed
                 # The mean of all calls from the first timed one on: a step cache may have skipped some of the first.
                 first = SETTLED if SETTLED in self._began else min(self._began)
-                call = (self._now() - self._began[first]) / (self._calls - first + 1)
+                call = seconds_between(self._began[first], self._now()) / (self._calls - first + 1)
                 is_whole = self._calls >= min(CALLS[1], self._steps)  # a cancelled run tells little
                 # Not a run in which a graph is captured: with few steps that is the second run, see `may_capture`.
                 captures = code.runs == 2 or self._captured != _captures_of(network)
@@ -111,8 +117,8 @@ class Payback:
         if code.traced or self._calls:
             record.runs_now += self._calls > 0
             record.keep()
-        if record.is_decided or self._is_due():
-            import_ahead()  # nothing samples
+        if self._calls and not code.compiles and (record.is_decided or self._is_due()):
+            get_ready_to_compile()  # nothing samples
         self._calls, self._sigmas, self._began, self._replays = 0, None, {}, False
 
     def is_worthwhile(
@@ -140,7 +146,10 @@ class Payback:
             if self._calls == 1:
                 self._captured = _captures_of(network)
             if not synchronous and not record.is_decided:
-                self._decide(code_of(network).runs)
+                if self._calls == 1 and not replays:
+                    self._least = least_seconds(network, x) * self._steps
+                with suppress(RuntimeError):  # the device failed, or another node has changed its stream
+                    self._decide(code_of(network).runs)
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
@@ -169,15 +178,15 @@ class Payback:
         record, last = self.record, min(CALLS[1], self._steps)
         if self._calls == 1:
             record.is_decided = self._is_due()
-            if not record.runs and not self._replays:  # beside the first call, in which the CPU loads weights and kernels
-                import_ahead()
+            if not record.runs and not self._replays and not self._runs_to_go(self._least, 1, 1):
+                get_ready_to_compile()  # beside the first call, which loads weights and kernels
             if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
                 self._began[1] = self._now()
         elif self._calls in (last, SETTLED) or self._is_timed():
-            self._began[self._calls] = self._now()  # which waits for the GPU
-            calls = [b - a for (n, a), (m, b) in itertools.pairwise(self._began.items()) if m == n + 1 < SETTLED]
-            if self._calls in (last, SETTLED) and calls and not self._replays:
-                call = statistics.median_low(calls)
+            self._began[self._calls] = self._now()
+            timed = [(a, b) for (n, a), (m, b) in itertools.pairwise(self._began.items()) if m == n + 1 < SETTLED]
+            if self._calls in (last, SETTLED) and timed and not self._replays:
+                call = statistics.median_low([seconds_between(*moments) for moments in timed])
                 # Heun and others call the model twice a step.
                 seconds, runs = record.seconds + self._steps * call, record.runs + 1
                 self.after = self._runs_to_go(seconds, runs, record.runs_now + 1)
@@ -195,10 +204,8 @@ class Payback:
         record = self.record
         return record.runs > 0 and not self._runs_to_go(record.seconds, record.runs, record.runs_now)
 
-    def _now(self) -> float:
-        if self._device is not None and self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
+    def _now(self) -> Any:
+        return moment_of(self._device or torch.device("cpu"))
 
     def _runs_to_go(self, seconds: float, runs: float, runs_now: int) -> int:
         """In about how many runs compiling will have paid, after `runs` that took `seconds`; 0: it has."""
@@ -213,6 +220,12 @@ class Payback:
         return max(math.ceil(cost / saved - were) if saved * max(were, usual) < cost else 0 for were, usual, cost in conditions)
 
 
+def least_seconds(network: nn.Module, x: torch.Tensor) -> float:
+    """How long a call of a transformer for the latent `x` takes at least. Most patches are 2x2; packed weights count less."""
+    patches = x.numel() / x.shape[1] / 4 if x.dim() > 1 else 0
+    return sum(parameter.numel() for parameter in network.parameters()) * patches / FASTEST
+
+
 def _captures_of(network: nn.Module) -> tuple[int, int]:
     graphs = graphs_of(network)
     return graphs.captures, graphs.checks
@@ -222,7 +235,7 @@ def begin_now(structure: object) -> bool:
     """Compile a model from its next call on, also in later sessions; False: this session has no model of that structure."""
     record = find_record(structure)
     if record is not None:
-        import_ahead()
+        get_ready_to_compile()
         record.ask()
         tell_begun(record.structure)
     return record is not None

@@ -7,14 +7,13 @@ from pathlib import Path
 
 import folder_paths
 
-from ...cache.code_store import CodeStore, current, open_store, was_opened_before
+from ...cache.code_store import CodeStore, open_store, was_opened_before
 from ...cache.environment import compile_for
-from ...cache.shared import configure, configured
+from ...cache.shared import configure
 from ...compile_process.client import compile_process
 from ...compile_process.load_ahead import load_ahead
-from ...compile_process.obtain import import_ahead
+from ...compile_process.obtain import get_ready_to_compile
 from ...settings import CompileSettings
-from ...threads import started
 from ..adapter import device_type, forbids_threads
 
 STORE = "store"
@@ -53,21 +52,13 @@ def prompt_came() -> None:
 
 
 def get_ready(settings: CompileSettings) -> None:
-    """Open the store, and start the compile process while the model loads. If the store, or the shared one, has code of these
-    versions, the process may not be needed: then the first graph that has no code starts it."""
+    """Open the store. Where the first call compiles, get ready for that while the model loads; else payback.py does when it is
+    to begin."""
     _prompt_came.set()
     compile_process.modules = lambda: [name for name in REGISTERING if name in sys.modules]
     open_users_store()
-    if settings.backend == "inductor":
-        if compile_process.pid is None:  # a server that shares code may not answer, so a thread asks
-            started(threading.Thread(target=_start_unless_kept, name="torch-compile-kit start", daemon=True))
-        if settings.waits:
-            import_ahead()
-
-
-def _start_unless_kept() -> None:
-    if not any(kept is not None and kept.has_current() for kept in (current(), configured())):
-        compile_process.start()
+    if settings.backend == "inductor" and (settings.waits or device_type() != "cuda"):
+        get_ready_to_compile(imports=settings.waits)
 
 
 def get_ready_again() -> None:

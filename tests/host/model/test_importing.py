@@ -28,7 +28,9 @@ class Importing(Runs):
         monkeypatch.setattr(calls, "imports_beside_calls", lambda _device: True)  # as on a GPU
         monkeypatch.setattr(calls, "is_imported", lambda: self.is_imported)
         for module in ("network_calls", "payback"):
-            monkeypatch.setattr(engine(f"host.model.{module}"), "import_ahead", lambda: self.asked.append(self.code.compiles))
+            monkeypatch.setattr(
+                engine(f"host.model.{module}"), "get_ready_to_compile", lambda **_: self.asked.append(self.code.compiles)
+            )
 
     @property
     def network(self):

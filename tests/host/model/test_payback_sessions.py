@@ -78,7 +78,8 @@ def history(engine, monkeypatch, tmp_path):
     code_of, watch_of = engine("compile.registry").code_of, engine("messages.recompile_log").watch_of
     clock = [0.0]
     monkeypatch.setattr(payback, "counts_runs_on", lambda _device: True)
-    monkeypatch.setattr(payback, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
+    for module in (payback, engine("devices")):
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr(records, "_records", {})
     monkeypatch.setattr(records, "call_later", lambda _seconds, write: write())
     monkeypatch.setattr(code_store._Current, "opened", True)

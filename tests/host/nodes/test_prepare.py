@@ -14,13 +14,14 @@ pytestmark = pytest.mark.host
 @pytest.fixture
 def folder(engine, monkeypatch):
     """The module, with what it starts noted in `asked` instead: "process", "import", "load"."""
-    module = engine("host.model.user_folder")
+    module, obtain = engine("host.model.user_folder"), engine("compile_process.obtain")
     module.asked = []
     monkeypatch.setattr(type(module.compile_process), "pid", None)
-    monkeypatch.setattr(module, "current", lambda: None)
-    monkeypatch.setattr(module, "configured", lambda: None)
+    monkeypatch.setattr(obtain, "_not_before", 0.0)
+    monkeypatch.setattr(obtain.code_store, "current", lambda: None)
+    monkeypatch.setattr(obtain.shared, "configured", lambda: None)
     monkeypatch.setattr(module.compile_process, "start", lambda: module.asked.append("process"))
-    monkeypatch.setattr(module, "import_ahead", lambda: module.asked.append("import"))
+    monkeypatch.setattr(obtain, "import_ahead", lambda: module.asked.append("import"))
     monkeypatch.setattr(module, "load_ahead", lambda _store, _goes_on: module.asked.append("load"))
     monkeypatch.setattr(module, "open_users_store", lambda: None)
     monkeypatch.setattr(module, "_prompt_came", threading.Event())
@@ -40,16 +41,20 @@ MODEL, WARMUP = "TorchCompileKitModel", {"class_type": "TorchCompileKitWarmup", 
     ("nodes", "asked"),
     [
         ({"1": {"class_type": MODEL, "inputs": {}}}, ["process"]),
+        ({"1": {"class_type": MODEL, "inputs": {}}, "GPU": 0}, []),
         ({"1": {"class_type": MODEL, "inputs": {"compile_when": "before first image"}}}, ["process", "import"]),
+        ({"1": {"class_type": MODEL, "inputs": {"compile_when": "before first image"}}, "GPU": 0}, ["process", "import"]),
         ({"1": {"class_type": MODEL, "inputs": {"compile_when": "before first image", "backend": "eager"}}}, []),
-        ({"1": {"class_type": MODEL, "inputs": {}}, "2": WARMUP}, ["process", "import"]),
+        ({"1": {"class_type": MODEL, "inputs": {}}, "2": WARMUP, "GPU": 0}, ["process", "import"]),
         ({"1": {"class_type": MODEL, "inputs": {"compile_when": "never"}}}, []),
         ({"1": {"class_type": MODEL}, "2": 3}, []),
         ({"1": {"class_type": "KSampler", "inputs": {}}}, []),
     ],
 )
-def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, folder, nodes, asked):
-    """The imports of the process are its own; those of this one hold the GIL while the model is loaded."""
+def test_who_will_not_wait_is_not_made_to_load_beside_it(pack_module, folder, monkeypatch, nodes, asked):
+    """The imports of this process hold the GIL while the model is loaded. On a GPU runs are counted first: a model may never be
+    compiled, and beside the start of the process the host's loading takes longer, which was seen."""
+    monkeypatch.setattr(folder, "device_type", lambda: "cuda" if "GPU" in nodes else "cpu")
     request = {"prompt": nodes}
     assert pack_module("nodes.routes").prepare_for(request) is request
     wait_for_start()
@@ -70,9 +75,10 @@ def test_the_servers_event_loop_does_not_wait_for_the_users_drive(pack_module, f
 @pytest.mark.parametrize("kept", [None, False, True])
 def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monkeypatch, kept, shared):
     """None: there is no such place."""
-    for name, is_current in (("current", kept), ("configured", shared)):
+    obtain = engine("compile_process.obtain")
+    for module, name, is_current in ((obtain.code_store, "current", kept), (obtain.shared, "configured", shared)):
         place = None if is_current is None else types.SimpleNamespace(has_current=lambda is_current=is_current: is_current)
-        monkeypatch.setattr(folder, name, lambda place=place: place)
+        monkeypatch.setattr(module, name, lambda place=place: place)
     folder.get_ready(engine("settings").CompileSettings())
     wait_for_start()
     assert folder.asked == ([] if kept or shared else ["process"])
@@ -81,7 +87,7 @@ def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monk
 def test_nobody_waits_for_a_shared_cache_that_does_not_answer(engine, folder, monkeypatch):
     asked, answers = threading.Event(), threading.Event()
     cache = types.SimpleNamespace(has_current=lambda: asked.set() or not answers.wait(60))
-    monkeypatch.setattr(folder, "configured", lambda: cache)
+    monkeypatch.setattr(engine("compile_process.obtain").shared, "configured", lambda: cache)
     folder.get_ready(engine("settings").CompileSettings())
     assert asked.wait(60) and not folder.asked
     answers.set()
@@ -135,9 +141,9 @@ def test_after_a_restart_the_store_is_found_wherever_it_is(engine, folder, monke
 
 @pytest.mark.parametrize("because", ["a prompt of ours", "a prompt of others", "no second thread may work", None])
 def test_nothing_is_loaded_beside_a_prompt_that_comes_with_the_start(folder, pack_module, monkeypatch, because):
+    monkeypatch.setattr(folder, "device_type", lambda: "cuda")
     monkeypatch.setattr(folder, "was_opened_before", lambda _store: True)
     monkeypatch.setattr(folder, "open_users_store", lambda: types.SimpleNamespace(has_current=lambda: True))
-    monkeypatch.setattr(folder, "current", lambda: types.SimpleNamespace(has_current=lambda: True))
     monkeypatch.setattr(folder, "forbids_threads", lambda: because == "no second thread may work")
     if because in ("a prompt of ours", "a prompt of others"):
         node = {"class_type": MODEL if because == "a prompt of ours" else "KSampler", "inputs": {}}
