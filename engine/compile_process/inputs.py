@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +16,7 @@ from torch import fx
 from ..log import logger
 from ..tensor_spec import TensorSpec, hint
 from ..torch_compat import attention, private
+from ..torch_settings import SharedScope
 
 # Bytes of GPU memory that are left free when the inputs are allocated on which kernels are tuned.
 MARGIN = 512 * 2**20
@@ -23,6 +27,11 @@ _RANDOM = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like", "normal", "bernoulli", "multinomial"),
     *("normal_", "uniform_", "bernoulli_", "exponential_", "random_"),
 }
+# How often a kernel is run to tune it. PyTorch's two hundred runs and more, each launched from Python, took a second for a
+# block of Flux, in which steps beside it took 1.6 times as long.
+FEW_RUNS = {"memory_warmup_iters": 5, "benchmark_iters": 20}
+_tunes: ContextVar[bool] = ContextVar("tunes", default=False)
+_tuning_scope = SharedScope({"benchmark": private.switch("benchmark_gpu", late=True)})
 
 
 @dataclass(frozen=True)
@@ -88,7 +97,7 @@ class Inputs:
                 inputs = self._zeros(cached)
                 if inputs is None:
                     return
-                with attention.WithoutPlans():
+                with attention.WithoutPlans(), _few_runs():
                     code(*inputs)
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # the first real run does it
@@ -104,6 +113,28 @@ class Inputs:
             return None
         storage = torch.zeros(shared, dtype=torch.uint8, device=self.device).untyped_storage()
         return [(one[0].zeros() if one[1] else one[0].on(storage)) if isinstance(one, tuple) else one for one in self.given]
+
+
+@contextmanager
+def _few_runs() -> Iterator[None]:
+    """Tune kernels with FEW_RUNS, on this thread; not where PyTorch hands on to other machines what tuning has found."""
+    if getattr(private.inductor_config, "autotune_remote_cache", None):
+        yield
+        return
+    token = _tunes.set(True)
+    try:
+        with _tuning_scope.wrapping(benchmark=_with_few_runs):
+            yield
+    finally:
+        _tunes.reset(token)
+
+
+def _with_few_runs(benchmark: Callable) -> Callable:
+    @functools.wraps(benchmark)
+    def with_few_runs(*args: Any, **options: Any) -> object:
+        return benchmark(*args, **({**FEW_RUNS, **options} if _tunes.get() else options))
+
+    return with_few_runs
 
 
 def _is_random(node: fx.Node) -> bool:

@@ -1,8 +1,10 @@
 """The folder that libraries of C++ kernels are loaded from."""
 
+import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 import types
 from pathlib import Path
@@ -125,3 +127,23 @@ def test_only_code_that_may_run_before_its_first_real_run_has_inputs(engine, wha
     assert (given is not None) is (what == "plain")
     if given is not None:
         assert [is_written for _spec, is_written in given.given] == [False, True]
+
+
+def test_kernels_are_tuned_with_few_runs_and_those_of_others_as_ever(engine, monkeypatch):
+    benchmarking = pytest.importorskip("torch._inductor.runtime.benchmarking")
+    owner, asked = benchmarking.InductorBenchmarker, []
+    monkeypatch.setattr(owner, "benchmark_gpu", lambda _self, _call, **options: asked.append(options))
+    before, inputs = vars(owner)["benchmark_gpu"], engine("compile_process.inputs").Inputs(())
+    monkeypatch.setattr(type(inputs), "_zeros", lambda _self, _cached: [])
+    tune = functools.partial(lambda tuner: tuner.benchmark_gpu(None, rep=40), owner())  # as PyTorch's autotuner
+
+    def code():
+        tune()
+        other = threading.Thread(target=tune)
+        other.start()
+        other.join()
+
+    inputs.warm_up(code, 0)
+    tune()
+    assert asked == [{"rep": 40, "memory_warmup_iters": 5, "benchmark_iters": 20}, {"rep": 40}, {"rep": 40}]
+    assert vars(owner)["benchmark_gpu"] is before
