@@ -89,6 +89,17 @@ def test_without_graphs_the_import_begins_at_once_and_what_comes_after_is_compil
     assert flux.code.compiles and flux.code.eager_calls == before
 
 
+def test_where_the_compiler_is_imported_the_process_may_be_gone(flux):
+    """It ends after a minute without work, for instance between the prompt that decides and the next."""
+    flux.is_imported = True
+    flux.image()
+    flux.made()
+    asked = len(flux.asked)
+    assert asked and flux.code.compiles
+    flux.image()
+    assert len(flux.asked) == asked, "something is compiled: a graph starts the process if it has to"
+
+
 def test_only_a_unets_operators_are_captured(flux, engine, monkeypatch):
     """Flux on an H200: to capture them and to compare took 1 s, and they are no faster."""
     record(engine, monkeypatch)

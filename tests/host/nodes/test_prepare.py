@@ -84,6 +84,17 @@ def test_no_process_is_started_where_code_is_kept_or_shared(engine, folder, monk
     assert folder.asked == ([] if kept or shared else ["process"])
 
 
+def test_a_process_that_does_not_stay_is_not_started_for_each_call(engine, folder, monkeypatch):
+    obtain, now = engine("compile_process.obtain"), [100.0]
+    monkeypatch.setattr(obtain, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    obtain.get_ready_to_compile(starts=False)
+    assert folder.asked == ["import"]
+    for now[0] in (101.0, 102.0, 101.0 + obtain.START_AGAIN_SECONDS):
+        obtain.get_ready_to_compile(imports=False)
+        wait_for_start()
+    assert folder.asked == ["import", "process", "process"]
+
+
 def test_nobody_waits_for_a_shared_cache_that_does_not_answer(engine, folder, monkeypatch):
     asked, answers = threading.Event(), threading.Event()
     cache = types.SimpleNamespace(has_current=lambda: asked.set() or not answers.wait(60))
