@@ -158,7 +158,7 @@ def remember_language(client: str | None, language: str | None) -> None:
 
 
 def prepare_for(request: dict) -> dict:
-    """When a prompt is queued, give it the page's language, and get ready to compile while the prompt's models load."""
+    """When a prompt is queued, give it the page's language, open the store, and get ready if its first step will compile."""
     prompt_came()
     language = language_for(_languages.get(_text_in(request, "client_id") or ""))
     if isinstance(request, dict) and isinstance(extra := request.setdefault("extra_data", {}), dict):

@@ -8,7 +8,8 @@
 3. The answer is the content of an entry (artefact.py): what PyTorch serialises, the files that C++ kernels are loaded from, and
    the guards on its sizes. If there is no code, the answer says why: `failure`, in words for the user, or `inline`, if the
    graph may be lowered in the call that traced it.
-4. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
+4. If nothing is asked for at first, it lowers a small graph: the first one takes longer.
+5. While the process works, it answers `alive` each second, so that a slow process can be told from one that hangs.
 
 The process ends when its stdin does, so with ComfyUI, and when it has been idle for a minute. What is printed goes to stderr,
 which ComfyUI logs.

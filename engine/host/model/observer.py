@@ -16,6 +16,7 @@ from ...messages.recompile_log import CallInfo, is_warming, report_compilation, 
 from ...messages.report import stats_for
 from ...messages.status import Status
 from ...settings import CompileSettings
+from ...transformer_options.filter import PATCHES
 from .attention_choice import OPTIONS_AT, is_being_prepared
 from .network_calls import are_training, is_synchronous
 
@@ -95,8 +96,7 @@ def call_info_of(base_model, settings: CompileSettings, args: tuple, kwargs: dic
 
 def patches_in(options: Mapping) -> tuple[str, ...]:
     """The kinds of patches in a call's `transformer_options`."""
-    kinds = ("patches", "patches_replace")
-    return tuple(sorted({name for kind in kinds for name, patch in (options.get(kind) or {}).items() if patch}))
+    return tuple(sorted({name for kind in PATCHES for name, patch in (options.get(kind) or {}).items() if patch}))
 
 
 def _exchanged_layers(network, settings: CompileSettings) -> tuple[str, ...]:

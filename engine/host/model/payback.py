@@ -61,8 +61,7 @@ class Payback:
 
     Args:
         after: in about how many runs of the sampler compiling will pay; None: it does now, or nothing was timed.
-        _steps: of the sampler in this run; `_least`: seconds that they take at least.
-        _replays: until compiling begins operators are replayed.
+        _steps: of the sampler in this run; `_replays`: until compiling begins operators are replayed.
         _calls: of the sampler in this run so far. If prompts do not fit in one batch, each is several calls of the model.
         _captured: graphs that had been captured, and compared, when the run began.
         _began: number of a timed call -> when that call began, a result of `moment_of`: to wait for the GPU would slow steps.
@@ -72,7 +71,6 @@ class Payback:
     after: int | None = None
     _sigmas: object = None
     _steps: int = 0
-    _least: float = 0.0
     _replays: bool = False
     _calls: int = 0
     _captured: tuple[int, int] = (0, 0)
@@ -118,7 +116,7 @@ class Payback:
             record.runs_now += self._calls > 0
             record.keep()
         if self._calls and not code.compiles and (record.is_decided or self._is_due()):
-            get_ready_to_compile()  # nothing samples
+            get_ready_to_compile()  # between two runs
         self._calls, self._sigmas, self._began, self._replays = 0, None, {}, False
 
     def is_worthwhile(
@@ -146,10 +144,9 @@ class Payback:
             if self._calls == 1:
                 self._captured = _captures_of(network)
             if not synchronous and not record.is_decided:
-                if self._calls == 1 and not replays:
-                    self._least = least_seconds(network, x) * self._steps
+                least = least_seconds(network, x) * self._steps if self._calls == 1 and not replays else 0.0
                 with suppress(RuntimeError):  # the device failed, or another node has changed its stream
-                    self._decide(code_of(network).runs)
+                    self._decide(code_of(network).runs, least)
         if record.is_decided:
             self.after = None
         return synchronous or record.is_decided
@@ -171,14 +168,14 @@ class Payback:
         runs = self._further.runs_to_go
         return None if runs is None else (0 if self.record.is_asked else runs, self.record.structure)
 
-    def _decide(self, run: int) -> None:
+    def _decide(self, run: int, least: float) -> None:
         """Decide whether compiling begins: in the first call by earlier runs, in the last timed call also by this run. If
         operators are to be replayed, the timed calls do not decide, as replays begin later. In call SETTLED it is known whether
-        other packs' code prevents replays: if so, that call decides."""
+        other packs' code prevents replays: if so, that call decides. `least`: seconds that the run takes at least, if known."""
         record, last = self.record, min(CALLS[1], self._steps)
         if self._calls == 1:
             record.is_decided = self._is_due()
-            if not record.runs and not self._replays and not self._runs_to_go(self._least, 1, 1):
+            if not record.runs and not self._replays and not self._runs_to_go(least, 1, 1):
                 get_ready_to_compile()  # beside the first call, which loads weights and kernels
             if self._steps == 1 and run > 1:  # the run's only call; an earlier run has loaded the weights
                 self._began[1] = self._now()
