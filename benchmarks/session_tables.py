@@ -10,7 +10,14 @@ from .sessions import SESSIONS
 from .table import SETUPS, STEPS, Setup
 from .table import VARIANTS as PEERS_AND_OURS
 
-VARIANTS = {"eager": "eager", "kjnodes": "KJNodes", "core": "core", "ours": "ours", "warmup": "ours, with Warmup"}
+VARIANTS = {
+    "eager": "eager",
+    "kjnodes": "KJNodes",
+    "kjnodes_static": "KJNodes, VRAM static",
+    "core": "core",
+    "ours": "ours",
+    "warmup": "ours, with Warmup",
+}
 CACHES = ("cold", "warm")
 RESTARTS = {prompt.name for session in SESSIONS.values() for prompt in session.prompts if prompt.restart}
 FORMATS = {

@@ -55,6 +55,7 @@ COMPILERS = {
     "eager": None,
     "core": "TorchCompileModel",
     "kjnodes": "TorchCompileModelAdvanced",  # the newest for every model: those for one model are marked as deprecated
+    "kjnodes_static": "TorchCompileModelAdvanced",  # the same, with --disable-dynamic-vram
     "ours": MODEL_NODE,
     "warmup": MODEL_NODE,
 }
@@ -327,7 +328,9 @@ class Bench:
             arguments, packs: more arguments of main.py, more packs.
         """
         packs = ["session_nodes.py", *packs]
-        if variant == "kjnodes":
+        if variant == "kjnodes_static":
+            arguments = ["--disable-dynamic-vram", *arguments]
+        if variant.startswith("kjnodes"):
             packs.append("kjnodes")
         elif COMPILERS[variant] == MODEL_NODE:
             packs.append(PACK_NAME)
@@ -408,7 +411,7 @@ class Bench:
         numbered = [(place, prompts[n - 1]) for place, n in enumerate(chosen, 1)]
         restart = next((at for at, (_, prompt) in enumerate(numbered) if prompt.restart), len(numbered))
         common = {"kind": "session", "model": model, "cache": cache, "cores": cores, "free_gib": self.options.free}
-        living = [v for v in self.options.variants if not (v == "kjnodes" and not self.options.kjnodes)]
+        living = [v for v in self.options.variants if self.options.kjnodes or not v.startswith("kjnodes")]
         if cache == "warm":  # eager compiles nothing
             living = [variant for variant in living if variant != "eager"]
         for some in filter(None, (numbered[:restart], numbered[restart:])):
