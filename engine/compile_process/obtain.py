@@ -1,6 +1,7 @@
 """Name the code of a graph, take it from where it is kept or have the compile process make it, and load it."""
 
 import functools
+import gc
 import hashlib
 import importlib
 import json
@@ -280,6 +281,7 @@ def _import() -> None:
         for module in private.IMPORTED_BY_TRACES:
             with suppress(Exception):  # a PyTorch without it, or one built without torch.distributed
                 importlib.import_module(module)
+    gc.collect()  # which so many new objects would start soon, in the call that traces: 0.3 s on a slow core
     logger.debug("imported what loading code needs in %.1f s", time.perf_counter() - began)
     started(threading.Thread(target=_digest, name="torch-compile-kit import", daemon=True))  # no trace waits for it
 
