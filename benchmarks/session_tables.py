@@ -312,6 +312,25 @@ def ready_after() -> str:
     return f"{min(seconds):.0f} to {max(seconds):.0f} s"
 
 
+def without_dynamic_vram() -> str:
+    """The README's: Flux with KJNodes' node and `--disable-dynamic-vram` in the prompt in which a LoRA is switched on."""
+    sessions, shares = Sessions(rows("sessions", "session")[0]), {}
+    for variant in ("kjnodes_static", "ours"):
+        key = ("flux", 0.0, 0, variant, "cold")
+        of, eager = (_named(held, "LoRA on") for held in (sessions.newest[key], sessions.eager(key)))
+        shares[variant] = statistics.median(of["steps"]) / statistics.median(eager["steps"]), of["seconds"], eager["seconds"]
+    step, seconds, uncompiled = shares["kjnodes_static"]
+    ours = shares["ours"][0]
+    return (
+        f"its steps of Flux took {step:.2f} of uncompiled ones (ours {ours:.2f}), "
+        f"but the image for which a LoRA was switched on {seconds:.0f} s instead of {uncompiled:.1f}"
+    )
+
+
+def _named(held: dict[int, dict], prompt: str) -> dict:
+    return next(row for row in held.values() if row["prompt"] == prompt)
+
+
 def more_vram() -> str:
     """The README's: by how much the peak is above that of the uncompiled model, at most."""
     return f"{max(of['ours']['vram_gib'] - of['eager']['vram_gib'] for of in _by_default()):.1f} GiB"

@@ -29,6 +29,7 @@ INLINE = {
     "slowest first": session_tables.slowest_first,
     "ready": session_tables.ready_after,
     "vram": session_tables.more_vram,
+    "without dynamic vram": session_tables.without_dynamic_vram,
     "second worker": session_tables.second_worker,
     "recorded": session_tables.recorded_where,
 }
